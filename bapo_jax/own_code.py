@@ -9,6 +9,7 @@
 4. `digest` changes with the text of the file; a run is resumed with the same digest.
 """
 
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -62,6 +63,23 @@ def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
     return function
 
   return decorate
+
+
+def declares(function: Function) -> dict[str, Any]:
+  """Returns what an own function declares."""
+  return next((x.declares for x in _inner(function) if hasattr(x, 'declares')), {})
+
+
+def is_async(function: Function) -> bool:
+  """Returns whether calls of an own function must be awaited."""
+  return any(map(inspect.iscoroutinefunction, _inner(function)))
+
+
+def _inner(function: Any) -> tuple[Any, Any]:
+  """Returns the function of a functools.partial, and how an object is called."""
+  while isinstance(function, functools.partial):
+    function = function.func
+  return function, function.__call__
 
 
 def described(error: BaseException, path: str) -> str:
@@ -126,6 +144,13 @@ def load(place: str) -> Function:
       f'{place}: the file has no function {name}; its functions: {names}'
     )
   return function
+
+
+def bind(place: str, knobs: OwnKnobs) -> Function:
+  """Returns the function at a place, bound to those of the knobs that it takes."""
+  function = load(place)
+  values, own = knobs.model_dump(), inspect.signature(function).parameters
+  return functools.partial(function, **{x: values[x] for x in values if x in own})
 
 
 def _module(path: str, of_text: str) -> types.ModuleType:
@@ -196,20 +221,22 @@ def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
   needs: dict[str, Any] = {}
   for place in places:
     function = load(place)
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     try:
       given = base.arguments or [p.name for p in parameters if p not in own]
-      inspect.signature(function).bind(*given, **{p.name: p.default for p in own})
+      signature.bind(*given, **{p.name: p.default for p in own})
     except TypeError as error:
-      signature = ', '.join([*base.arguments, '*', 'knob=default'])
+      arguments = ', '.join(base.arguments)
       raise ValueError(
-        f'{place} cannot be called with ({", ".join(base.arguments)}): {error}; '
-        f'define it as {place.rpartition(":")[2]}({signature})'
+        f'{place} cannot be called with ({arguments}): {error}; define it as '
+        f'{place.rpartition(":")[2]}({arguments}, *, knob=default)'
       ) from None
-    hints = typing.get_type_hints(function)
     for p in own:
-      new = _knob(place, p, hints.get(p.name))
+      if p.name.startswith('_') or hasattr(base, p.name):
+        raise ValueError(f'{place}: the argument {p.name} cannot be a knob; rename it')
+      new = _knob(place, p, _hint(function, p))
       kind, field = knobs.setdefault(p.name, new)
       if (kind, field.default) != (new[0], new[1].default):
         raise ValueError(
@@ -225,6 +252,18 @@ def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
   # One class for equal knobs, so that two equal configs compare equal.
   key = base, tuple(places), tuple(map(digest, places))
   return _sections.setdefault(key, made)
+
+
+def _hint(function: Function, parameter: inspect.Parameter) -> Any:
+  """Returns the type of an argument; None if only a type checker can know it."""
+  if parameter.annotation is parameter.empty:
+    return None
+  holder = types.SimpleNamespace(__annotations__={'hint': parameter.annotation})
+  try:
+    names = vars(sys.modules[_inner(function)[0].__module__])
+    return typing.get_type_hints(holder, names)['hint']
+  except Exception:  # a name that is imported under TYPE_CHECKING only
+    return None
 
 
 def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any]:
@@ -257,15 +296,15 @@ def _declared(place: str, function: Function, base: type[OwnKnobs]) -> dict[str,
     if typing.get_origin(kind) is ClassVar and hasattr(base, name)
   }
   known = sorted(set(kinds) - {'arguments', 'model_config'})
-  declares = getattr(function, 'declares', {})
-  for name, value in declares.items():
+  needs = declares(function)
+  for name, value in needs.items():
     if name not in known:
       names = ', '.join(known) or 'nothing'
       raise ValueError(f'{place} declares {name}={shown(value)}; here declare {names}')
     choices = typing.get_args(kinds[name]) or (True, False)
     if value not in choices:
       raise ValueError(f'{place} declares {name}={shown(value)}; give one of {choices}')
-  return declares
+  return needs
 
 
 class Slot(Section):

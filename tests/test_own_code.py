@@ -150,3 +150,65 @@ def test_a_registered_function_has_a_place():
     own_code.register(lambda reward_PG: reward_PG)
   with pytest.raises(ValueError, match=r'python:gone: .* by bapo_jax\.train'):
     own_code.load('python:gone')
+
+
+FORMS = """
+from __future__ import annotations
+import functools, typing
+import bapo_jax, jax
+
+if typing.TYPE_CHECKING:
+  from nowhere import Batch, Find, Positive
+
+@bapo_jax.declare(bounds='ignored')
+def typed(logp_BT: jax.Array, batch: Batch, find: Find, *, tau: Positive = 2.0):
+  return logp_BT * tau, find(logp_BT)
+
+class Rule:
+  def __init__(self, power): self.power = power
+
+  @bapo_jax.declare(bounds='ignored')
+  def __call__(self, logp_BT, batch, find, *, tau: float = 2.0):
+    return logp_BT ** self.power * tau, find(logp_BT)
+
+called = Rule(3)
+method = called.__call__
+partial = functools.partial(typed, tau=2.0)
+twice = functools.partial(functools.partial(called), tau=2.0)
+traced = jax.jit(typed, static_argnames='find')
+"""
+
+
+@pytest.mark.parametrize(
+  'name', ['typed', 'called', 'method', 'partial', 'twice', 'traced']
+)
+def test_whatever_can_be_called_is_a_function(tmp_path, name):
+  path = tmp_path / 'own.py'
+  path.write_text(FORMS)
+  place = {'loss.rule': f'{path}:{name}', 'clip.rule': 'unclipped'}
+  assert tiny(**place).loss.own.model_dump() == {'tau': 2.0}
+  made = tiny(**place, **{'loss.own.tau': 3})  # a number, as its default
+  assert made.loss.own.tau == 3.0 and made.loss.active.bounds == 'ignored'
+  rules.check(made)
+  rule = rules.bind_rule({}, made.loss)
+  power = 3 if name in ('called', 'method', 'twice') else 1
+  assert rule(2.0, None, lambda r: r)[0] == 2.0**power * 3
+
+
+@pytest.mark.parametrize('name', ['model_config', '_x', 'copy', 'bounds', 'model_dump'])
+def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
+  path = tmp_path / 'own.py'
+  path.write_text(f'def f(logp_BT, batch, find, *, {name}: float = 1.0): ...')
+  message = rf'^loss\.rule=.*:f: the argument {name} cannot be a knob; rename it$'
+  with pytest.raises(ValueError, match=message):
+    tiny(**{'loss.rule': f'{path}:f'})
+
+
+@pytest.mark.parametrize('name', ['self', 'cls', 'k', 'rule', 'own', 'values'])
+def test_other_names_are_knobs(tmp_path, name):
+  path = tmp_path / 'own.py'
+  text = f'def f(logp_BT, batch, find, *, {name}: float = 1.0):\n'
+  path.write_text(f'{text}  return {name} * logp_BT, find(logp_BT)')
+  made = tiny(**{'loss.rule': f'{path}:f', f'loss.own.{name}': 3.0})
+  rules.check(made)
+  assert rules.bind_rule({}, made.loss)(2.0, None, lambda r: r)[0] == 6.0

@@ -5,7 +5,6 @@ Imports `hub`, which takes a second, only if needed: `missing` runs before any o
 
 import functools
 import hashlib
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -162,11 +161,9 @@ def _own_rows(
   Raises:
     ValueError: the function raises an error or returns no rows, or a row is damaged.
   """
-  function = own_code.load(place)
-  accepted = inspect.signature(function).parameters
-  knobs = {k: v for k, v in problems.own.model_dump().items() if k in accepted}
+  function = own_code.bind(place, problems.own)
   try:
-    given = list(function(**knobs))
+    given = list(function())
   except Exception as error:  # a user's function may raise anything
     reason = own_code.described(error, own_code.file_of(place))
     raise ValueError(f'{place} raises {reason}') from error

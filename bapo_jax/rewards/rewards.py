@@ -186,7 +186,7 @@ def shaped(
   response_mask_PGT = groups.response_mask_PGT
   rule_of_shape = functools.partial(shape, longest=longest, k=k)
   if own:
-    rule_of_shape = functools.partial(own_code.load(k.rule), **k.own.model_dump())
+    rule_of_shape = own_code.bind(k.rule, k.own)
   reward_PG, teaches_PG = rule_of_shape(
     groups.reward_PG,
     response_mask_PGT.sum(2),

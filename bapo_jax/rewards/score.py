@@ -11,7 +11,6 @@ This module loads neither JAX nor NumPy; a user's file may.
 """
 
 import asyncio
-import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +44,11 @@ class Scorer:
 
   def __init__(self, k: RewardsConfig):
     self._k, self.rules = k, k.rule.split(',')
-    self._own = {rule: own_code.load(rule) for rule in own_code.placed(k.rule)}
+    self._own = {rule: own_code.bind(rule, k.own) for rule in own_code.placed(k.rule)}
 
-    self.batched = any(_declares(f, 'batched') for f in self._own.values())
+    self.batched = any(map(_batched, self._own.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(map(_waits, self._own.values()))
+    self.together = self.batched or any(map(own_code.is_async, self._own.values()))
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
     """Returns a verdict per sample. Raises only MemoryError."""
@@ -69,13 +68,15 @@ class Scorer:
       return [self._verify(rule, sample) for sample in samples]
     samples = [x._replace(row=_row(x)) for x in samples]
     function = self._own[rule]
-    accepted = inspect.signature(function).parameters
-    knobs = {x: v for x, v in self._k.own.model_dump().items() if x in accepted}
-    if _waits(function):
-      return asyncio.run(self._all(function, samples, knobs))
-    if not _declares(function, 'batched'):
-      return [_tried(function, sample, knobs) for sample in samples]
-    values = _tried(function, list(samples), knobs)
+    batched = _batched(function)
+    given = [list(samples)] if batched else samples
+    if own_code.is_async(function):
+      values = asyncio.run(self._all(function, given))
+    else:
+      values = [_tried(function, x) for x in given]
+    if not batched:
+      return values
+    (values,) = values
     if isinstance(values, Failure):
       return [values] * len(samples)
     try:
@@ -87,22 +88,20 @@ class Scorer:
       return [Verdict(None, reason, None)] * len(samples)
     return values
 
-  async def _all(
-    self, function: Callable, samples: Sequence[Sample], knobs: dict[str, Any]
-  ) -> Values:
-    """Awaits a function on all samples, k.parallel at once, k.timeout seconds each."""
+  async def _all(self, function: Callable, given: Sequence[Any]) -> Values:
+    """Awaits a function on all values, k.parallel at once, k.timeout seconds each."""
     free = asyncio.Semaphore(self._k.parallel)
 
-    async def one(sample: Sample) -> Any:
+    async def one(argument: Any) -> Any:
       async with free:
         try:
-          return await asyncio.wait_for(function(sample, **knobs), self._k.timeout)
+          return await asyncio.wait_for(function(argument), self._k.timeout)
         except TimeoutError:
           return TimeoutError(f'took over rewards.timeout={self._k.timeout:g} s')
         except Exception as error:
           return error
 
-    return await asyncio.gather(*map(one, samples))
+    return await asyncio.gather(*map(one, given))
 
   def _combined(self, values: Sequence[Any]) -> Verdict:
     """Combines what the rules return for one sample."""
@@ -121,26 +120,31 @@ class Scorer:
 
   def _verdict(self, rule: str, value: Any) -> Verdict:
     """Converts what a rule returns; what it should not return is undecided."""
-    if isinstance(value, Verdict):
-      return value
     if isinstance(value, Failure):
       if isinstance(value, TimeoutError):
         return Verdict(None, f'{rule}: {value}'[:200], None)
       reason = own_code.described(value, own_code.file_of(rule))
       return Verdict(None, f'{rule} raises {reason}'[:200], None)
-    parts = None
-    if isinstance(value, Mapping):
-      parts = {str(name): value[name] for name in value}
-      if not all(map(_is_number, parts.values())):
-        return Verdict(None, f'{rule} returned {value!r:.80}, not numbers', None)
-      parts = {name: float(x) for name, x in parts.items()}
-      value = math.fsum(parts.values())
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
-    if not _is_number(value):
+    right, reason, answer, reward, parts = None, '', None, value, None
+    if isinstance(value, Verdict):
+      right, reason, answer, reward, parts = value
+    elif isinstance(value, Mapping):
+      reward, parts = 0, value
+    numbers = [x for x in (right, reward) if x is not None]
+    numbers += parts.values() if isinstance(parts, Mapping) else [parts or 0]
+    if not all(map(_is_number, numbers)) or right not in (None, 0, 1):
       return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
-    right = float(value) >= self._k.right_from
-    return Verdict(right, f'{float(value):.4g}', None, float(value), parts)
+    parts = parts and {str(name): float(x) for name, x in parts.items()}
+    if isinstance(value, Mapping):
+      reward = math.fsum(parts.values())
+    if reward is not None:
+      reward = float(reward)
+    if not isinstance(value, Verdict):
+      right, reason = reward >= self._k.right_from, f'{reward:.4g}'
+    right = None if right is None else bool(right)
+    return Verdict(right, str(reason), answer, reward, parts)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
@@ -149,18 +153,14 @@ def _row(sample: Sample) -> dict[str, Any]:
   return json.loads(sample.row) if sample.row else generated
 
 
-def _waits(function: Callable) -> bool:
-  return inspect.iscoroutinefunction(function)
+def _batched(function: Callable) -> bool:
+  return bool(own_code.declares(function).get('batched'))
 
 
-def _declares(function: Callable, name: str) -> bool:
-  return bool(getattr(function, 'declares', {}).get(name))
-
-
-def _tried(function: Callable, given: Any, knobs: dict[str, Any]) -> Any:
+def _tried(function: Callable, given: Any) -> Any:
   """Calls a user's function; returns the exception that it raises."""
   try:
-    return function(given, **knobs)
+    return function(given)
   except MemoryError:
     raise  # the worker process must be replaced
   except (Exception, SystemExit) as error:
@@ -168,8 +168,8 @@ def _tried(function: Callable, given: Any, knobs: dict[str, Any]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-  """Returns whether a value is a finite number, also one of NumPy."""
+  """Returns whether a value is a finite number in float32, also one of NumPy."""
   try:
-    return math.isfinite(value)
+    return math.isfinite(value) and abs(value) < 3.4e38
   except (TypeError, ValueError, OverflowError):
     return False

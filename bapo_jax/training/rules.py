@@ -51,6 +51,8 @@ def check(config: Config) -> None:
   batch = Batch(i32, flags, f32, f32, f32[:, 0], i32[:, 0], flags)
   none = clip.unclipped(f32, batch, lambda _: f32)
   groups = empty_groups(P, G, T)
+  reward_PG = jnp.zeros((P, G))
+  flag_PG = reward_PG > 0
   called: list[Array] = []
 
   def find(ratio_BT: Array) -> Bounds:
@@ -64,7 +66,6 @@ def check(config: Config) -> None:
   shaping = config.rewards.shaping
 
   def shaped() -> Any:
-    reward_PG, flag_PG = jnp.zeros((P, G)), jnp.zeros((P, G), bool)
     rule = bind_rule({'standard': lambda *_, k: None}, shaping)
     return rule(reward_PG, jnp.zeros((P, G), jnp.int32), flag_PG, flag_PG)
 
@@ -73,14 +74,9 @@ def check(config: Config) -> None:
     ('loss', config.loss, lambda: bound.loss(f32, batch, find), (f32, none)),
     ('clip', config.clip, lambda: bound.clip(f32, batch, lambda _: f32), none),
     ('mask', config.mask, lambda: bound.mask(f32, batch), flags),
-    (
-      'advantage',
-      config.advantage,
-      lambda: bound.advantage(jnp.zeros((P, G))),
-      jnp.zeros((P, G)),
-    ),
+    ('advantage', config.advantage, lambda: bound.advantage(reward_PG), reward_PG),
     ('batch', config.batch, filled, chosen),
-    ('rewards.shaping', shaping, shaped, (jnp.zeros((P, G)), jnp.zeros((P, G), bool))),
+    ('rewards.shaping', shaping, shaped, (reward_PG, flag_PG)),
   ]
   for name, slot, call, wanted in trials:
     place = getattr(slot, 'rule')  # noqa: B009 (every slot has one)

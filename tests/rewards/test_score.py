@@ -1,5 +1,6 @@
 """Own reward functions: what they may return, and what happens if they misbehave."""
 
+import json
 import math
 import pathlib
 import textwrap
@@ -84,12 +85,20 @@ def test_a_registered_function_runs_in_a_thread(verifier):
     ('-3', False, -3.0),
     ('Verdict(True, "by hand", "7", 0.2)', True, 0.2),
     ('{"a": 0.5, "b": 0.25}', True, 0.75),
-    ('__import__("numpy").float32(0.5)', True, 0.5),
+    ('np.float32(0.5)', True, 0.5),
+    ('Verdict(1, "by hand", None)', True, 1.0),
+    ('Verdict(0, "by hand", None)', False, 0.0),
+    ('Verdict(np.bool_(True), "by hand", None, np.float32(0.5))', True, 0.5),
+    ('Verdict(np.bool_(False), "by hand", None)', False, 0.0),
+    ('Verdict(np.int64(1), "by hand", None, np.int64(2))', True, 2.0),
+    ('Verdict(None, "by hand", None, -1)', None, -1.0),
+    ('{}', False, 0.0),
   ],
 )
 def test_what_a_function_may_return(tmp_path, value, right, reward):
   (verdict,) = scored(written(tmp_path, f'return {value}'), GOOD)
-  assert (verdict.right, verdict.earned) == (right, reward)
+  assert verdict.right is right and verdict.earned == reward
+  json.dumps(verdict)  # a process sends it
 
 
 @pytest.mark.parametrize(
@@ -99,8 +108,19 @@ def test_what_a_function_may_return(tmp_path, value, right, reward):
     ('return float("nan")', 'returned nan, not a finite number'),
     ('return float("inf")', 'returned inf, not a finite number'),
     ('return "right"', "returned 'right', not a finite number"),
-    ('return {"a": None}', "returned {'a': None}, not numbers"),
+    ('return {"a": None}', "returned {'a': None}, not a finite number"),
     ('return [1.0]', 'returned [1.0], not a finite number'),
+    ('return "1.0"', "returned '1.0', not a finite number"),
+    ('return 1e39', 'returned 1e+39, not a finite number'),  # inf in float32
+    ('return Verdict(True, "r", None, math.nan)', ', not a finite number'),
+    ('return Verdict(True, "r", None, math.inf)', ', not a finite number'),
+    ('return Verdict(None, "r", None, math.nan)', ', not a finite number'),
+    ('return Verdict(True, "r", None, 1, {"a": math.nan})', ', not a finite number'),
+    ('return Verdict(True, "r", None, 1, [1.0])', ', not a finite number'),
+    ('return Verdict("yes", "r", None)', ', not a finite number'),
+    ('return Verdict(2, "r", None)', ', not a finite number'),
+    ('return Verdict(np.ones(2), "r", None)', ', not a finite number'),
+    ('return {"a": math.nan}', "returned {'a': nan}, not a finite number"),
     ('raise KeyError("solution")', "raises KeyError: 'solution' (own.py, line 4)"),
     ('raise SystemExit(3)', 'raises SystemExit: 3 (own.py, line 4)'),
     ('import json\njson.loads("?")', 'column 1 (char 0) (own.py, line 5)'),
@@ -116,7 +136,8 @@ def test_what_a_function_should_not_do_is_undecided(tmp_path, body, reason):
 def written(folder, body, head='def score(sample):'):
   """The place of a reward function with this body."""
   path = folder / 'own.py'
-  start = 'import bapo_jax\nfrom bapo_jax.rewards.answers import Verdict\n'
+  start = 'import math, bapo_jax, numpy as np\n'
+  start += 'from bapo_jax.rewards.answers import Verdict\n'
   path.write_text(f'{start}{head}\n{textwrap.indent(body, "  ")}\n')
   return f'{path}:score'
 
@@ -126,6 +147,43 @@ def test_a_batched_function_that_returns_too_few_values_decides_none(tmp_path):
   verdicts = scored(written(tmp_path, 'return [1.0]', head), GOOD, BAD)
   assert [v.right for v in verdicts] == [None, None]
   assert verdicts[0].reason.endswith(':score returned 1 values for 2 samples')
+
+
+ASYNC = """
+import functools
+import bapo_jax
+
+@bapo_jax.declare(batched=True)
+async def together(samples):
+  return [float(len(samples))] * len(samples)
+
+class Together:
+  @bapo_jax.declare(batched=True)
+  async def __call__(self, samples, *, scale: float = 1.0):
+    return [scale * len(samples)] * len(samples)
+
+class Alone:
+  async def __call__(self, sample):
+    return float(len(sample.tokens))
+
+called, partial, alone = Together(), functools.partial(together), Alone()
+"""
+
+
+@pytest.mark.parametrize('name', ['together', 'called', 'partial'])
+def test_an_async_function_may_be_batched(verifier, tmp_path, name):
+  path = tmp_path / 'own.py'
+  path.write_text(ASYNC)
+  made = verifier(f'{path}:{name}')
+  assert not made.starts_early(['exact'])  # it waits for the whole batch
+  verdicts = made.submit([GOOD, BAD, GOOD]).result()
+  assert [v.reward for v in verdicts] == [3.0] * 3
+
+
+def test_an_object_may_be_an_async_function(tmp_path):
+  path = tmp_path / 'own.py'
+  path.write_text(ASYNC)
+  assert [v.reward for v in scored(f'{path}:alone', GOOD, BAD)] == [3.0, 1.0]
 
 
 def test_a_function_that_hangs_is_killed_and_the_next_is_scored(verifier, tmp_path):
