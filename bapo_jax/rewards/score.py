@@ -137,14 +137,12 @@ class Scorer:
     if not all(map(_is_number, numbers)) or right not in (None, 0, 1):
       return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
     parts = parts and {str(name): float(x) for name, x in parts.items()}
-    if isinstance(value, Mapping):
-      reward = math.fsum(parts.values())
-    if reward is not None:
-      reward = float(reward)
-    if not isinstance(value, Verdict):
-      right, reason = reward >= self._k.right_from, f'{reward:.4g}'
-    right = None if right is None else bool(right)
-    return Verdict(right, str(reason), answer, reward, parts)
+    if isinstance(value, Verdict):
+      right = None if right is None else bool(right)
+      reward = None if reward is None else float(reward)
+      return Verdict(right, str(reason), answer, reward, parts)
+    reward = math.fsum(parts.values()) if parts else float(reward)
+    return Verdict(reward >= self._k.right_from, f'{reward:.4g}', None, reward, parts)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
