@@ -14,9 +14,9 @@ negative, and the loss has a dual clip.
 
 `:balanced_paper` and `:batch_paper` are the settings of the two papers, all that they
 give, each value with its source beside it. What they leave open has our value, and is
-named: Balanced PO gives no batch size, group size, epochs or KL term (they are those of
-its public script), no warm-up and no limit on prompts; Batch Adaptation PO no epochs,
-temperature, response length, weight decay, capacity of the buffer or limit on reuse.
+named: Balanced PO gives no batch size, group size, epochs, KL term or warm-up (they are
+those of its public script), no steps and no limit on prompts; Batch Adaptation PO no
+epochs, temperature, response length, weight decay or limit on reuse.
 
 `:7b` and `:32b` are `:balanced_paper` on Skywork-OR1 with DeepSeek-R1-Distill-Qwen-7B
 and -32B on a mesh of their own. Evaluation is avg@16 on AIME 2024 and 2025. All four
@@ -89,7 +89,13 @@ def large(name: str) -> ConfigDict:
 def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
   """Balanced PO's own settings (arXiv:2510.18927); "script": its public script.
 
-  The script searches its bounds otherwise (`:recipe`) and has lr 1e-6.
+  Three sets of values were published. Those of the paper are here: a target of 0.4 as a
+  share, [0.6, 0.9] and [1.2, 3]. The script has 0.5 as a ratio, [0.8, 0.95] and [1.2,
+  2] (`:recipe`), the authors' README 0.5, [0.6, 0.9] and [1.2, 3].
+
+  The script fills only what the paper leaves open. So its search, its lr of 1e-6, its
+  temperature of 1 and its dual clip of 3 are not here: the paper's objective clips no
+  token with A < 0 above the bounds.
   """
   config = large(name)
   config.title += ", Balanced PO's settings"
@@ -115,6 +121,9 @@ def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
   config.learner.epochs = 2  # script
   config.loss.kl = 0.0  # script: no KL term
   config.optimizer.weight_decay = 0.1  # script
+  # script: lr_warmup_steps_ratio=0.1, of our number of steps
+  updates = config.learner.minibatches * config.learner.epochs
+  config.optimizer.warmup = config.steps // 10 * updates
   return config
 
 
@@ -130,6 +139,8 @@ def batch_paper() -> ConfigDict:
   config.rollout.weight_sync_interval = 5  # v, settings
   config.buffer.reeval_interval = 5  # m, settings
   config.buffer.reevaluate = 128  # settings: at most 128 problems are re-evaluated
+  # paper: as many hard problems as a batch has prompts, and a batch of reusable groups
+  config.buffer.capacity = 256
   config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
   config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
   config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
@@ -140,7 +151,7 @@ def batch_paper() -> ConfigDict:
   config.optimizer.lr = 1e-6  # settings
   config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
   config.clip.fixed.update(low=0.8, high=1.2)
-  config.loss.kl = 0.001  # settings: .001 to .01, by task
+  config.loss.kl = 0.001  # settings: .001 to .01, by task; older scripts: .001 for math
   config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config
 

@@ -19,11 +19,12 @@ A problem has two or three numbers from 1 to 9 and a target up to 30, and its pr
 `5 6 3=13`. The warm start teaches the policy of 0.1 M parameters to try random chains.
 It then reaches the target sometimes, and fails many problems in all of eight responses.
 
-From Batch Adaptation PO (arXiv:2602.20722, its public script): every 2 steps the actor
-gets the weights and hard problems are re-evaluated, at most half as many as a step has
-prompts; groups of 8; thresholds 1/8 (hard) and 1/8 to 5/8 (reusable). From Balanced PO
-(arXiv:2510.18927): the ranges of the bounds. LOG.md has the minutes on two CPU cores
-and the scores.
+From Batch Adaptation PO's public script: every 2 steps the actor gets the weights and
+hard problems are re-evaluated; groups of 8; no KL term (older scripts: 0.005 on
+Countdown). From its paper (arXiv:2602.20722, Table 3): at most half as many problems
+are re-evaluated as a step has prompts (script: 32 of 32); thresholds 1/8 (hard) and 1/8
+to 5/8 (reusable; script: 1/8 to 3/8). From Balanced PO (arXiv:2510.18927): the ranges
+of the bounds. LOG.md has the minutes on two CPU cores and the scores.
 """
 
 from typing import TYPE_CHECKING

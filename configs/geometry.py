@@ -18,12 +18,12 @@ pictures it is .07 and .10 then.
 
 `:3b` and `:7b` are Qwen2.5-VL-3B-Instruct and -7B-Instruct on Geometry3K
 (hub:hiyouga/geometry3k), the paper's kind of run, with the settings of Batch Adaptation
-PO (arXiv:2602.20722), each with its place in the paper beside it. Ours are: prompts of
-up to 1280 tokens, pictures among them; responses of 2048 tokens; the frozen tower; the
-mesh, 16 devices, for which --mode=plan compiles them, with 1024 tokens of a prompt for
-its picture. A longer training prompt is dropped, a longer held-out one ends the
-run before it begins; a smaller max_pixels in the model's preprocessor_config.json makes
-pictures smaller. They need an accelerator pod and
+PO (arXiv:2602.20722), each with its place in the paper beside it. Ours are the frozen
+tower and the mesh: 16 devices (v5e for the 3B, v5p for the 7B), counted by --mode=plan
+--search and compiled with shorter responses (LOG.md). A training prompt of more than
+1024 tokens, pictures among them, is dropped, a longer held-out one ends the run before
+it begins; a smaller max_pixels in the model's preprocessor_config.json makes pictures
+smaller. They need an accelerator pod and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
 """
@@ -68,9 +68,10 @@ def geometry3k(size: str) -> ConfigDict:
   config.problems.source = 'hub:hiyouga/geometry3k:train'
   config.problems.test_source = 'hub:hiyouga/geometry3k:test'
   config.rewards.rule = 'math'  # answers such as 2\sqrt{221}
-  config.prompts.max_prompt_tokens = 1280
+  config.prompts.max_prompt_tokens = 1024  # the authors' script for Geometry3K
   config.sampler.update(
-    max_new_tokens=2048,
+    max_new_tokens=4096,  # the same
+    temperature=1.0,  # the same
     max_num_seqs=512,
     prefill_batch_size=32,
     tokens_per_dispatch=128,
@@ -89,7 +90,9 @@ def geometry3k(size: str) -> ConfigDict:
   config.learner.minibatches = 4  # settings: minibatches of 64 prompts
   config.rollout.weight_sync_interval = 5  # v, settings
   config.buffer.reeval_interval = 5  # m, settings
-  config.buffer.reevaluate = 128  # settings: at most 128 problems are re-evaluated
+  config.buffer.reevaluate = 256  # the authors' script for Geometry3K
+  # paper: as many hard problems as a batch has prompts, and a batch of reusable groups
+  config.buffer.capacity = 256
   config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
   config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
   config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
@@ -100,7 +103,7 @@ def geometry3k(size: str) -> ConfigDict:
   config.optimizer.lr = 1e-6  # settings
   config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
   config.clip.fixed.update(low=0.8, high=1.2)
-  config.loss.kl = 0.001  # settings: .001 to .01, by task
+  config.loss.kl = 0.01  # settings: .001 to .01, by task; the authors' script
   config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config
 

@@ -68,7 +68,7 @@ def balanced(
       delta_2 and `high_step` delta_1. resolution='step' equals Algorithm 1 to the last
       bit; 'continuous' finds the crossing point to within TOLERANCE and ignores the
       steps. Only contribution='gradient' with weight='one' is a share of the gradient;
-      weight='behaviour' is Eq. 8 as printed.
+      'surrogate' with weight='behaviour' is Eq. 8 of the camera-ready.
 
   Returns:
     The bounds. If no point meets the target: the last point, with target_met=False. If
