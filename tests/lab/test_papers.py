@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from lab import claims, experiments, sweep
+from lab import claims, experiments, outcomes, sweep
 from lab.figures import DRAWN
 from lab.outcomes import OUTCOMES
 
@@ -38,6 +38,43 @@ EVERY = pytest.mark.parametrize('folder', FOLDERS)
 @EVERY
 def test_every_number_of_a_page_comes_from_its_results(folder):
   assert claims.main([str(PAPERS / folder), '--check']) == 0
+
+
+def stored(folder, name, *cell):
+  """Seed -> result of a cell: an arm, and a level of each factor."""
+  module = claims.load(str(PAPERS / folder))
+  results = experiments.read(
+    module.get_experiment(name), str(PAPERS / folder / 'results' / name)
+  )
+  return outcomes.cells(results)[cell]
+
+
+def written(folder, sentence):
+  """The numbers of a sentence, a pattern in which (N) is a number."""
+  text = ' '.join((PAPERS / folder / 'README.md').read_text().split())
+  (numbers,) = re.findall(sentence.replace('(N)', r'(\.\d+)'), text)
+  return numbers
+
+
+def test_numbers_in_sentences_are_those_of_the_results():
+  ends = [
+    {seed: r['evaluations'][-1][1] for seed, r in stored('bench', 'depths', *c).items()}
+    for c in (('grpo', 'depth16'), ('balanced', 'depth16'))
+  ]
+  ahead = [ends[0][seed] - ends[1][seed] for seed in ends[0]]
+  assert min(ahead) > 0
+  found = written('bench', 'at depth 16 GRPO ends (N) ahead on all four')
+  assert found == f'{np.mean(ahead):.3f}'.lstrip('0')
+
+  shares = []
+  for arm in ('balanced', 'grpo', 'own_mean'):
+    for updates in ('k4', 'k16'):
+      runs = stored('2510.18927', 'plane', arm, 'ratio3', updates).values()
+      steps = [x['steps']['clip/share_start'] for x in runs]
+      shares.append(np.mean([np.mean([y for y in x if y is not None]) for x in steps]))
+  low, high = written('2510.18927', 'in the experiment above is (N) to (N).')
+  assert math.isclose(min(shares), float(low), abs_tol=0.005)
+  assert math.isclose(max(shares), float(high), abs_tol=0.0005)
 
 
 @EVERY
