@@ -127,11 +127,29 @@ def test_tables_figures_and_claims_name_arms_cells_and_outcomes_that_exist(folde
       assert part.outcome in OUTCOMES
 
 
+def git(*arguments):
+  """The words that git prints; none without a history."""
+  call = ['git', *arguments]
+  return subprocess.run(call, cwd=PAPERS, capture_output=True, text=True).stdout.split()
+
+
 def first_commit(*paths):
   """Seconds of the commit that added the oldest of these files; None without any."""
-  log = ['git', 'log', '--diff-filter=A', '--format=%ct', '--', *paths]
-  times = subprocess.run(log, cwd=PAPERS, capture_output=True, text=True).stdout.split()
+  times = git('log', '--diff-filter=A', '--format=%ct', '--', *paths)
   return min(map(int, times), default=None)
+
+
+def test_every_result_names_a_commit_of_the_history():
+  history = git('log', '--format=%H')
+  if not history or git('rev-parse', '--is-shallow-repository') == ['true']:
+    pytest.skip('no history here')
+  named = [
+    (commit, path.name)
+    for path in PAPERS.glob('*/results/*/*.json')
+    for commit in re.findall(r'"commit": ?"(\w+)"', path.read_text())
+  ]
+  assert len(named) > 1000
+  assert not [(commit, name) for commit, name in named if commit not in history]
 
 
 @pytest.mark.parametrize(
