@@ -223,7 +223,7 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
   return metrics
 
 
-def spread(groups: Groups, source_P: Array) -> dict[str, float]:
+def spread(groups: Groups, source_P: Array) -> dict[str, Array]:
   """Returns K of each source: the mean of (1 - sigma) / sigma over its groups, or nan.
 
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
@@ -233,7 +233,7 @@ def spread(groups: Groups, source_P: Array) -> dict[str, float]:
   sigma_P = jnp.sqrt(rate_P * (1 - rate_P))
   k_P = (1 - sigma_P) / jnp.where(sigma_P > 0, sigma_P, 1)
   return {
-    source: float(_mean_or_nan(k_P, (source_P == i) & (sigma_P > 0)))
+    source: _mean_or_nan(k_P, (source_P == i) & (sigma_P > 0))
     for i, source in enumerate(SOURCES)
   }
 

@@ -10,8 +10,8 @@ does not know the algorithm: it receives a clip, a loss and an advantage rule.
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ class Updated(NamedTuple):
   """The results of one optimiser update, for the record of its step."""
 
   seats_P: np.ndarray  # seats of the groups in `tokens`, in order of rows
-  metrics: dict[str, Array]
+  metrics: Mapping[str, Any]  # on the host, once all updates of the step are done
   tokens: UpdatedTokens
 
 
@@ -136,6 +136,8 @@ def update(
       batch = place(_part(arrays, seats_P, version, advantage_rule, weights))
       params, opt, metrics, tokens = train_step(params, opt, batch)
       updates.append(Updated(seats_P, metrics, tokens))
+  on_host = exchange.fetched([update.metrics for update in updates])
+  updates = [u._replace(metrics=x) for u, x in zip(updates, on_host, strict=True)]
   return params, opt, updates
 
 

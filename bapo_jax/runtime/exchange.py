@@ -5,10 +5,11 @@ All processes that compute together (`hosts.members`) call `total`, `agree`, `me
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
@@ -50,6 +51,30 @@ def whole(array: Any) -> np.ndarray:
   if processes() > 1 and not (array.is_fully_addressable or array.is_fully_replicated):
     return process_allgather(array, tiled=True)
   return np.asarray(array)
+
+
+def fetched(dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Copies dicts of scalars to the host: one transfer per dict, not one per scalar.
+
+  Every copy is requested before the first is awaited. A scalar is a device's bool,
+  int32 or float32 and keeps all its bits.
+  """
+  bits_N = jax.device_get([_bits(scalars) for scalars in dicts])
+  return [
+    {
+      name: bits.astype(bool) if x.dtype == bool else bits.view(x.dtype)
+      for (name, x), bits in zip(sorted(scalars.items()), bits_M, strict=True)
+    }
+    for scalars, bits_M in zip(dicts, bits_N, strict=True)
+  ]
+
+
+@jax.jit
+def _bits(scalars: Mapping[str, jax.Array]) -> jax.Array:
+  words = [
+    x.astype('int32') if x.dtype == bool else x for x in jax.tree.leaves(scalars)
+  ]
+  return jnp.array([jax.lax.bitcast_convert_type(x, 'int32') for x in words], 'int32')
 
 
 def placed(tree: Any, layout: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import Array
 from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
 from bapo_jax.rollout.rollout import COUNT, Rollout
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.submission import Sampled
@@ -61,10 +61,10 @@ def describe(
     masks = new.response_mask_PGT, reevaluated.groups.response_mask_PGT
     row['rollout/tokens'] = float(masks[0].sum() + masks[1].sum())
     eos = np.asarray(t.tokenizer.eos)
-    found = _step_metrics(new, groups, source_P, s.buffer, step, eos)
-    row |= {name: float(value) for name, value in found.items()}
-    trained_P = trained_on(groups).any(1)
-    spread = diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
+    of_step, spread = exchange.fetched(
+      _step_metrics(new, groups, source_P, s.buffer, step, eos)
+    )
+    row |= {name: float(value) for name, value in of_step.items()}
     row |= theory(row, learned, spread)
     rollouts = [*fresh, reevaluated]
     verdicts = sum(len(each.verdicts) for each in rollouts)
@@ -183,7 +183,7 @@ def _step_metrics(
   buffer: ReplayBuffer,
   now: Array,
   eos: Array,
-) -> dict[str, Array]:
+) -> tuple[dict[str, Array], dict[str, Array]]:
   length_PG = fresh.response_mask_PGT.sum(2)
   ended_PG = (fresh.response_mask_PGT & jnp.isin(fresh.tokens_PGT, eos)).any(2)
   right_PG = fresh.correct_PG
@@ -217,4 +217,5 @@ def _step_metrics(
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
     age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
     metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
-  return metrics
+  trained_P = trained_on(groups).any(1)
+  return metrics, diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))

@@ -393,4 +393,5 @@ def insert(
       hard_order=t.config.buffer.hard_order,
     )
     buffer = jax.block_until_ready(buffer)
+    (moves,) = exchange.fetched([moves])
   return s.replace(buffer=buffer), metrics | {k: float(n) for k, n in moves.items()}

@@ -157,7 +157,7 @@ def test_micro_batches_may_search_by_themselves(params):
 
 def updated(groups, source_P, key, train_step, params=None, **knobs):
   """(counter, updates) of `update`; a call of train_step counts one up."""
-  step = lambda params, opt, batch: (params, opt + 1, train_step(batch), None)  # noqa: E731
+  step = lambda params, opt, batch: (params, opt + 1, {}, train_step(batch))  # noqa: E731
   knobs = {'advantage_rule': advantage.group_relative} | knobs
   _, count, updates = learner.update(
     params, 0, groups, source_P, key, train_step=step, **knobs

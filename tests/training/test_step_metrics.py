@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from runs import tiny
 
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, trainer
 from bapo_jax.types import Batch
@@ -108,3 +108,53 @@ def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
     np.testing.assert_array_equal(batch.adv_B, whole.adv_B)
     rows += (~ended_B).sum()
   assert rows > 0
+
+
+CONVERSIONS = ('__array__', '__bool__', '__float__', '__index__', '__int__', 'item')
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+  """Names of the methods by which scalars came from a device, in order."""
+  scalar, calls = type(jnp.zeros(())), []
+
+  def counted(name, convert):
+    def call(array, *args, **kwargs):
+      if array.ndim == 0:
+        calls.append(name)
+      return convert(array, *args, **kwargs)
+
+    return call
+
+  for name in CONVERSIONS:
+    monkeypatch.setattr(scalar, name, counted(name, getattr(scalar, name)))
+  return calls
+
+
+def test_metrics_come_from_the_device_in_few_transfers(warm, one_device, conversions):
+  # Eight updates of 70 metrics each: one by one they cost more than a small step.
+  knobs = {'learner.minibatches': 8, 'steps': 2, 'batch.rule': 'adapted'}
+  t, s = started(warm(), **knobs)
+  loop = trainer.train_loop(t, s)
+  next(loop)
+  conversions.clear()
+  float(jnp.ones(()))
+  assert conversions == ['__float__']  # the count works
+  _, row, record = next(loop)
+  assert len(record.updates) > 4
+  assert len(row) > 80
+  assert len(conversions) <= 20, conversions
+
+
+def test_a_transfer_keeps_every_bit(conversions):
+  values = {'b': True, 'a': 2**24 + 1, 'nan': math.nan, 'zero': -0.0, 'third': 1 / 3}
+  one = {name: jnp.asarray(value) for name, value in values.items()}
+  other = {'only': jnp.float32(2.5)}
+  found, only = exchange.fetched([one, other])
+  assert not conversions
+  assert (found['b'].dtype, bool(found['b'])) == (bool, True)
+  assert found['a'] == 2**24 + 1  # not a float32
+  assert math.isnan(found['nan'])
+  assert math.copysign(1, found['zero']) == -1
+  assert found['third'] == np.float32(1 / 3)
+  assert only == {'only': 2.5}
