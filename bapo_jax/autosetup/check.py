@@ -164,6 +164,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'answers    {verified.right} of {verified.tried} are right by their own verifier '
     f'({config.rewards.rule})\n'
     f'{knob_lists.lines(config, indent="")}\n'
+    f'products   in {config.model.compute}\n'
     f'disk       checkpoints {disk:.3g} GB, free {free:.3g} GB'
   )
 

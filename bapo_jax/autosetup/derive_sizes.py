@@ -211,5 +211,4 @@ def _shards(config: Config, facts: Facts) -> int:
 
 def spec_of(config: Config, facts: Facts) -> ModelSpec:
   """Returns the model's spec with the config's dtypes and attention kernel."""
-  knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
-  return dataclasses.replace(facts.spec, **knobs)
+  return dataclasses.replace(facts.spec, **config.model.types)

@@ -8,6 +8,9 @@ import pydantic
 from bapo_jax.knobs import Section, knob
 
 DType = Literal['float32', 'bfloat16']
+# model.compute -> JAX's name for the precision of float32 products. JAX's own default
+# would be TF32 on a GPU, and one pass of bfloat16 on a TPU.
+PRECISION = {'float32': 'highest', 'tf32': 'high', 'bfloat16': 'default'}
 MERGE = 2  # patches along each side of one token of a picture
 # Embedded tower: heads, and pixels along each side of a patch and of a window.
 TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
@@ -82,7 +85,11 @@ class ModelConfig(Section):
     'float32',
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
   )
-  compute: DType = knob('float32', 'Type of the matrix products.')
+  compute: Literal['float32', 'tf32', 'bfloat16'] = knob(
+    'float32',
+    'Precision of the matrix products. tf32: of float32 arrays, in TF32 on a GPU, in '
+    'three passes of bfloat16 on a TPU; a CPU has no such products.',
+  )
   attention: Literal['auto', 'plain', 'flash', 'splash'] = knob(
     'auto',
     'Attention kernel of rows and of decoding; auto chooses by platform.',
@@ -96,6 +103,12 @@ class ModelConfig(Section):
     'auto',
     'Splits columns between layers over mesh.tensor; auto: only if memory is short.',
   )
+
+  @property
+  def types(self) -> dict[str, str]:
+    """The dtypes and the kernel of a ModelSpec that do not depend on the model."""
+    compute = 'float32' if self.compute == 'tf32' else self.compute
+    return {'dtype': self.dtype, 'compute': compute, 'attention': self.attention}
 
   @pydantic.model_validator(mode='after')
   def _heads_fit(self) -> 'ModelConfig':

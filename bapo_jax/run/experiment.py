@@ -208,7 +208,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
-    f'parameters ({c.model.dtype}){frozen}\n'
+    f'parameters ({c.model.dtype}){frozen}; products in {c.model.compute}\n'
     f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'

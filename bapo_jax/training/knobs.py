@@ -54,8 +54,8 @@ class LearnerConfig(Section):
   recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
     'auto',
     "The learner's log-probabilities replace the sampler's; auto: on if model.compute "
-    'is below float32, the actor is not quantised (sampler.actor_dtype) and the loss '
-    'rule does not weigh the difference itself.',
+    'is tf32 or bfloat16, the actor is not quantised (sampler.actor_dtype) and the '
+    'loss rule does not weigh the difference itself.',
   )
 
 

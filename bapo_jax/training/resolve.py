@@ -20,7 +20,13 @@ from bapo_jax.models import attention, lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import MERGE, TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW
+from bapo_jax.models.knobs import (
+  MERGE,
+  PRECISION,
+  TOWER_HEADS,
+  TOWER_PATCH,
+  TOWER_WINDOW,
+)
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
@@ -169,8 +175,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
   """
   knobs = config.model
   if directory:
-    spec = hf_config.read_spec(directory, compute=knobs.compute)
-    spec = dataclasses.replace(spec, attention=knobs.attention, dtype=knobs.dtype)
+    spec = hf_config.read_spec(directory, knobs.types['compute'])
   else:
     assert tokenizer is not None
     # Rounded up as in published models, so that the vocabulary divides over devices.
@@ -178,7 +183,8 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
-  spec = dataclasses.replace(spec, actor_dtype=config.sampler.actor_dtype)
+  actor_dtype = config.sampler.actor_dtype
+  spec = dataclasses.replace(spec, actor_dtype=actor_dtype, **knobs.types)
   if knobs.train_tower and spec.vision is None:
     raise ValueError('model.train_tower=True needs a vision tower; set it to False')
   if knobs.train_tower and config.lora.rank:
@@ -229,8 +235,7 @@ def resolve(
   directory, tokenizer, spec = model or open_model(config)
   # Template and types may have been derived after the model was opened.
   tokenizer = tokenizer._replace(template=config.tokenizer.template)
-  knobs = config.model.model_dump(include={'dtype', 'compute', 'attention'})
-  spec = dataclasses.replace(spec, **knobs)
+  spec = dataclasses.replace(spec, **config.model.types)
   _check_vocabulary(config, tokenizer, spec)
   if directory:
     config_lib.check_positions(config, spec.positions)
@@ -238,10 +243,26 @@ def resolve(
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
+  use_precision(config.model.compute, platform)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
   opened = Model(directory, tokenizer, spec)
   return Resolved(config, opened, mesh, schedule, counted, rollout_mesh)
+
+
+def use_precision(compute: str, platform: str) -> None:
+  """Sets the precision of all float32 products of this process, in every thread.
+
+  Sampler, learner, SFT and evaluation then compute with the same precision. A CPU
+  always multiplies in float32: nothing is set, and tf32 raises a ValueError.
+  """
+  if platform != 'cpu':
+    jax.config.update('jax_default_matmul_precision', PRECISION[compute])
+  elif compute == 'tf32':
+    raise ValueError(
+      'model.compute=tf32 needs a GPU or a TPU, but this is a CPU, which multiplies in '
+      'float32; set model.compute=float32'
+    )
 
 
 def make_rollout_mesh(
