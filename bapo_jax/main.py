@@ -74,9 +74,6 @@ MEAN_SHARE = flags.DEFINE_float(
 SEARCH = flags.DEFINE_boolean(
   'search', False, '--mode=plan compares all meshes by counting, without compiling.'
 )
-SPLIT = flags.DEFINE_boolean(
-  'split', False, '--mode=plan compares splits into learner and rollouts, by counting.'
-)
 COORDINATOR = flags.DEFINE_string(
   'coordinator', '', 'host:port of process 0 of several; empty: detected.'
 )
@@ -315,12 +312,8 @@ def plan(config: Config) -> int:
   """Plans the run for --topology; returns 0 if the run fits, else 1."""
   from bapo_jax.tools.plan import plan
 
-  if SEARCH.value and SPLIT.value:
-    raise ValueError('--search and --split are two plans; give one of them')
   if SEARCH.value:
     return int(not plan.run_search(config, TOPOLOGY.value))
-  if SPLIT.value:
-    return int(not plan.run_split(config, TOPOLOGY.value, MEAN_SHARE.value))
   return int(not plan.run(config, TOPOLOGY.value, MEAN_SHARE.value))
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import hlo, hosts, programs, search, split
+from bapo_jax.tools.plan import hlo, hosts, programs, search
 from bapo_jax.tools.plan.programs import Job, Program
 from bapo_jax.tools.plan.roofline import Chip, Cost
 from bapo_jax.training import budget, resolve
@@ -187,23 +187,6 @@ def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   found, refused = search.search(config, spec, chip, devices, room(chip))
   echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
   echo(search.table(found, refused))
-  return bool(found)
-
-
-def run_split(
-  config: Config, topology: str, mean_share: float = 1.0, echo: Echo = print
-) -> bool:
-  """Prints the splits between learner and rollouts, fastest first.
-
-  Returns whether one fits. `mean_share` is the mean length divided by the longest, of
-  prompts and of responses alike.
-  """
-  chip, devices = devices_lib.count(topology)
-  spec = programs.device_spec(config, devices[0].platform)
-  case = split.Case(config, spec, chip, room(chip), mean_share)
-  found, refused = split.compare(case, devices)
-  echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
-  echo(split.table(case, found, refused))
   return bool(found)
 
 
