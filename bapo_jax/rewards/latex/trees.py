@@ -302,6 +302,7 @@ def equal(gold: Tree, given: Tree) -> bool:
   that differ, differ by at least 10^-(degree * height) (Burnikel et al. 2001, "A
   separation bound for real algebraic expressions"). Trees of infinite values, of other
   bases, or of values that need more than MOST_DIGITS digits equal only themselves.
+  A tree that divides by 0 equals nothing.
   """
   difference = ('add', gold, ('neg', given))
   try:
@@ -310,6 +311,8 @@ def equal(gold: Tree, given: Tree) -> bool:
     if digits < MOST_DIGITS:
       with mpmath.workdps(2 * digits):  # rounding errors stay far below the bound
         return bool(abs(_value(difference)) < mpmath.mpf(10) ** -digits)
+  except ZeroDivisionError:  # no value equals nothing, not even itself
+    return False
   except (ValueError, ArithmeticError):
     pass
   return gold == given
