@@ -24,8 +24,10 @@ from bapo_jax.training.submission import Sampled
 P, G, T, N = 2, 8, 3, 96
 MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
 MADE |= {'learner/skipped': 0.0, 'learner/tokens': 9.0, 'learner/tokens_computed': 9.0}
-SKIPPED = MADE | {'learner/skipped': 1.0}
-EMPTY = MADE | {'learner/tokens': 0.0}
+# On a device, like those of a train step.
+MADE = {name: jnp.float32(value) for name, value in MADE.items()}
+SKIPPED = MADE | {'learner/skipped': jnp.float32(1)}
+EMPTY = MADE | {'learner/tokens': jnp.float32(0)}
 EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
 HARD: dict[str, Any] = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
 PROBLEMS = Problems(
