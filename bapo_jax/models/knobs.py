@@ -1,7 +1,7 @@
 """Defines the knobs of the policy, its adapters, its log-probabilities and the mesh."""
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -105,7 +105,7 @@ class ModelConfig(Section):
   )
 
   @property
-  def types(self) -> dict[str, str]:
+  def types(self) -> dict[str, Any]:
     """The dtypes and the kernel of a ModelSpec that do not depend on the model."""
     compute = 'float32' if self.compute == 'tf32' else self.compute
     return {'dtype': self.dtype, 'compute': compute, 'attention': self.attention}
