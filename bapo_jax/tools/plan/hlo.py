@@ -6,7 +6,7 @@ XLA's cost analysis counts a loop's body only once, so it cannot be used here.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,36 +61,69 @@ class Run(NamedTuple):
   where: str  # name of the computation
 
 
-def runs(text: str, most: int = 1) -> Iterator[Run]:
-  """Yields each collective of the program, once per path of calls that leads to it.
+class Step(NamedTuple):
+  """An instruction, and how often it runs."""
 
-  Iterations of a loop: XLA's trip count, else the bound in its condition, else `most`.
-  """
-  bodies, entry, lines = {}, '', []  # computation -> instructions
+  line: str
+  times: int  # per run of the program
+  where: str  # name of the computation
+  loops: int  # around the instruction
+  unknown: int  # of these, loops whose length is known at run time only
+  fused: bool  # a part of another instruction
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+  """Splits a program into {computation: its instructions} and the name of the entry."""
+  bodies, entry, lines = {}, '', []
   for line in text.splitlines():
     if header := HEADER.match(line):
       lines = bodies[header[2]] = []
       entry = header[2] if header[1] else entry
     elif line.startswith('  '):
       lines.append(line)
+  return bodies, entry
 
-  def walk(where: str, repeats: int, looped: bool) -> Iterator[Run]:
-    for line in bodies.get(where, ()):
-      if found := COLLECTIVE.search(line):
-        bytes_ = size(found[1], found[2], bool(found[3]), line)
-        kind = 'reduce-scatter' if where.startswith(SCATTER) else found[2]
-        yield Run(kind, bytes_, repeats, looped, line, where)
+
+def steps(text: str, turns: Sequence[int] = ()) -> Iterator[Step]:
+  """Yields each instruction of the program, once per path of calls that leads to it.
+
+  Iterations of a loop: XLA's trip count, else the bound in its condition, else an entry
+  of `turns`: the first for outer loops of unknown length, the second for those inside
+  one, and so on; 1 beyond the last.
+  """
+  bodies, entry = computations(text)
+
+  def walk(now: Step) -> Iterator[Step]:
+    for line in bodies.get(now.where, ()):
+      yield now._replace(line=line)
       if loop := LOOP.search(line):
         known = TRIPS.findall(line) or BOUND.findall('\n'.join(bodies.get(loop[1], ())))
-        trips = max(map(int, known), default=most)
-        yield from walk(loop[2], repeats * trips, True)
+        trips = max(map(int, known or turns[now.unknown :][:1]), default=1)
+        yield from walk(
+          now._replace(
+            times=now.times * trips,
+            where=loop[2],
+            loops=now.loops + 1,
+            unknown=now.unknown + (not known),
+          )
+        )
       called = CALLED.findall(line)
       for group in BRANCHES.findall(line):
         called += [name.strip().lstrip('%') for name in group.split(',')]
+      fused = now.fused or not re.search(r' (call|conditional)\(', line)
       for name in called:
-        yield from walk(name, repeats, looped)
+        yield from walk(now._replace(where=name, fused=fused))
 
-  return walk(entry, 1, False)
+  return walk(Step('', 1, entry, 0, 0, False))
+
+
+def runs(text: str, most: int = 1) -> Iterator[Run]:
+  """Yields each collective; loops of unknown length have `most` turns."""
+  for step in steps(text, [most] * 9):
+    if found := COLLECTIVE.search(step.line):
+      bytes_ = size(found[1], found[2], bool(found[3]), step.line)
+      kind = 'reduce-scatter' if step.where.startswith(SCATTER) else found[2]
+      yield Run(kind, bytes_, step.times, step.loops > 0, step.line, step.where)
 
 
 def in_loops(text: str, most: int = 1) -> list[Collective]:
