@@ -143,7 +143,8 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
     mesh = resolve.make_mesh(config, attached)
     job = plan.planned(config, mesh, chip)
     found: dict[str, Any] = {'schedule': str(job.schedule)}
-    chunks = head_chunks(job)
+    scored = config.micro_batch_rows * config.sampler.max_new_tokens
+    chunks = -(-scored // config.logprobs.chunk)
     n = config.sampler.tokens_per_dispatch
     # Loops of unknown length, from the outside in.
     turns = {
@@ -168,5 +169,5 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
 if __name__ == '__main__':
   where = [x for x in sys.argv[1:] if x.startswith('--topology=')]
   rest = [x for x in sys.argv[1:] if x not in where]
-  os.environ['JAX_PLATFORMS'] = 'cpu'
+  jax.config.update('jax_platforms', 'cpu')
   print(json.dumps(measure((where or ['=h100:1'])[0].split('=')[1], rest)))
