@@ -329,7 +329,7 @@ def main(argv: list[str]) -> None:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
-  machine.set_gpu_share()
+  machine.prepare_gpu()
   # On a busy machine Python also warns about a failed write that is already raised.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:

@@ -61,7 +61,6 @@ def large(name: str) -> ConfigDict:
   config.title = f'AIME, {name}'
   config.model.path = f'models/{name}'
   config.model.compute = 'bfloat16'
-  config.logprobs.chunk = 512
   config.tokenizer.template = (
     'chat:{problem}\nPlease reason step by step, and put your final answer within '
     '\\boxed{}.'

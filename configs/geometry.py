@@ -60,7 +60,6 @@ def geometry3k(size: str) -> ConfigDict:
   config.steps = 400
   config.model.path = f'models/Qwen2.5-VL-{size}-Instruct'
   config.model.compute = 'bfloat16'
-  config.logprobs.chunk = 512
   config.tokenizer.template = (
     'chat:{problem}\nPlease reason step by step, and put your final answer within '
     '\\boxed{}.'

@@ -506,7 +506,6 @@ def train(
     mask_rule=rule.mask,
     spec=SPEC,
     temperature=1.0,
-    chunk=8,
     pack=False,
   )
   tx = optimizer.adamw(lr=lr)

@@ -18,10 +18,9 @@ from packaging.utils import canonicalize_name
 
 from bapo_jax import own_code, sharding
 from bapo_jax.main import read_config
-from bapo_jax.models import logprobs
 from bapo_jax.tools.plan import devices, plan, programs
 from benchmarks.first_contact import section
-from benchmarks.on_gpu import models, ours, parts, table, traces
+from benchmarks.on_gpu import models, ours, table, traces
 
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / 'benchmarks/on_gpu'
@@ -89,13 +88,6 @@ def test_the_planned_schedules_are_those_of_auto(tmp_path):
       job = plan.planned(config, mesh, chip)
       assert str(job.schedule) == plan_of_model['schedule']
       assert plan_of_model['gib'].keys() == programs.programs_of(job.spec).keys()
-
-
-def test_the_block_of_the_head_can_be_set():
-  before = logprobs.token_stats.__kwdefaults__['block']
-  with parts.head_block(before + 1):
-    assert logprobs.token_stats.__kwdefaults__['block'] == before + 1
-  assert logprobs.token_stats.__kwdefaults__['block'] == before
 
 
 def test_every_requirement_is_on_the_machine_or_packed():

@@ -17,7 +17,6 @@ from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
 from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
-from bapo_jax.models.knobs import LogprobsConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Cells, Packed
 from bapo_jax.models.transformer import ModelSpec
@@ -41,7 +40,6 @@ class Objective:
   Args:
     schedule: trades memory for time, see `layers.Schedule`.
     temperature: sampling temperature; divides the logits of the policy.
-    chunk: see `logprobs.packed_stats`.
     pack: True packs rows and, without a penalty, skips rows without an advantage; False
       computes every token of every row.
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
@@ -56,7 +54,6 @@ class Objective:
   spec: ModelSpec
   temperature: float
   schedule: Schedule = Schedule()
-  chunk: int = LogprobsConfig().chunk
   pack: bool = True
   grad_accum_steps: int = 1
   bounds_scope: str = 'minibatch'
@@ -91,7 +88,6 @@ class Objective:
       cells,
       self.spec,
       self.temperature,
-      chunk=self.chunk,
       patch_XD=patch_XD,
       schedule=self.schedule,
     )

@@ -35,7 +35,6 @@ def packed_logprobs(
   spec: ModelSpec,
   schedule: Schedule = Schedule(),
   temperature: float,
-  chunk: int,
   pictures: Seen = None,
 ) -> Array:
   """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
@@ -43,7 +42,7 @@ def packed_logprobs(
   Args:
     wanted_BT: bool, the tokens to score; column 0 must be False.
     micro_batches: maximum number of micro-batches, which run one after the other.
-    temperature, chunk: see `logprobs.packed_stats`.
+    temperature: see `logprobs.token_stats`.
     pictures: see `pictured.pack`; pixels are embedded with the tower of `params`.
   """
   seen = None
@@ -52,7 +51,6 @@ def packed_logprobs(
   packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
   stats_of = functools.partial(
     logprobs.packed_stats,
-    chunk=chunk,
     patch_XD=pictured.Variables(params).patches(seen),
     schedule=schedule,
   )

@@ -152,6 +152,10 @@ class LoraConfig(Section):
 class LogprobsConfig(Section):
   """Limits the memory that log-probabilities need."""
 
-  chunk: int = knob(
-    256, 'Tokens per device projected to the vocabulary at once.', least=1
+  tile_mib: int = knob(
+    0,
+    'MiB per device of the logits computed at once; 0: 4 on a CPU, 2 % of the memory '
+    'of a GPU or TPU.',
+    least=0,
+    most=1 << 16,
   )

@@ -55,6 +55,7 @@ class Schedule(NamedTuple):
   remat: str = 'full'  # key of REMAT
   sequence_sharding: bool = False  # splits columns between layers over mesh axis tensor
   bounds_pass: str = 'again'  # or 'stored', see objective.gradient
+  tile_mib: int = 4  # of logits per device, see logprob_tiles.largest
 
 
 def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:

@@ -14,6 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+COLUMNS, ROWS = 8, 128  # a tile's sides are multiples: of a register, of a TPU's lanes
+MASKED = -1e30  # instead of -inf, whose product with 0 is NaN
+
+
+class Tile(NamedTuple):
+  """The largest tile: columns per device, and rows of the head."""
+
+  columns: int = 256
+  rows: int = 4096
+
 
 def _gather(head_VD: Array, dtype: jax.typing.DTypeLike, sharded: bool) -> Array:
   """Gathers the part of the head that this device needs: a share of V, all of D."""
@@ -27,30 +37,57 @@ def _first(head_VD: Array, sharded: bool) -> int | Array:
   return jax.lax.axis_index('tensor') * head_VD.shape[0] if sharded else 0
 
 
-def num_blocks(V: int, block: int) -> int:
-  """Returns the least number of equal blocks of V, each at most `block`, or else 1."""
-  least = -(-V // block)
-  return next((n for n in range(least, 8 * least) if V % n == 0), 1)
+def largest(mib: int, V: int) -> Tile:
+  """Returns the largest tile whose float32 logits take `mib` MiB.
+
+  It has all rows of a small head, else 4,096 and more; then as many columns as the
+  memory allows, 2,048 if it allows 8,192 rows. A product of the head then does over
+  1,000 FLOPs per byte, and every chip of `plan` is bound by its products.
+  """
+  logits = mib << 18
+  rows = min(V, max(4096, logits // 2048))
+  return Tile(min(logits // rows, 64 * mib), rows)
 
 
-def _cut(x: Array, i: int | Array, size: int, axis: int) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
+def split(n: int, most: int, step: int) -> tuple[int, int]:
+  """Returns (count, size) of equal parts of n, each at most `most`, in whole steps.
+
+  The last part may exceed n. `most` is a multiple of `step`, or smaller.
+  """
+  step, parts = min(step, most), -(-n // most)
+  size = min(n, -(-n // (parts * step)) * step)
+  return -(-n // size), size
 
 
-def _block_of(
-  head_VD: Array, i: int | Array, size: int, dtype: jax.typing.DTypeLike
-) -> Array:
-  """Returns block i of the head's rows, cast to `dtype`.
+def _cut(x: Array, start: int | Array, size: int, axis: int) -> Array:
+  return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+class _Block(NamedTuple):
+  """A block of the vocabulary; the last one may repeat tokens of the block before."""
+
+  head_vD: Array  # in the dtype of the hidden states
+  start: Array  # token of the first row
+  new_v: Array | None  # False for repeated tokens; None: no block has any
+
+
+def _block(head_VD: Array, k: Array, size: int, dtype: jax.typing.DTypeLike) -> _Block:
+  """Returns block k of the head's rows, cast to `dtype`.
 
   Before the cast the block is multiplied by 1.0 behind an optimization barrier.
   Otherwise XLA would move the cast out of the loops and copy the whole float32 head,
   1 GiB for the 7B model.
   """
-  head_vD = _cut(head_VD, i, size, 0)
-  if head_vD.dtype == dtype:
-    return head_vD
-  one = jax.lax.optimization_barrier(jnp.ones((), head_vD.dtype))
-  return (head_vD * one).astype(dtype)
+  V = head_VD.shape[0]
+  start, new_v = k * size, None
+  if V % size:
+    start = jnp.minimum(start, V - size)
+    new_v = start + jnp.arange(size) >= k * size
+  head_vD = _cut(head_VD, start, size, 0)
+  if head_vD.dtype != dtype:
+    one = jax.lax.optimization_barrier(jnp.ones((), head_vD.dtype))
+    head_vD = (head_vD * one).astype(dtype)
+  return _Block(head_vD, start, new_v)
 
 
 def _logits(hidden_BtD: Array, head_vD: Array, temperature: Array) -> Array:
@@ -67,46 +104,48 @@ def forward(
   temperature: Array,
   columns: Array,
   *,
-  sizes: tuple[int, int],
+  tile: Tile,
   sharded: bool,
 ) -> tuple[Array, ...]:
   """Computes `types.TokenStats` and lse_BT, the log-sum-exp of the logits.
 
   Args:
     columns: i32, number of leading columns to score; later chunks give 0.
-    sizes: (columns, maximum head rows) of a tile; the columns divide T.
+    tile: its columns divide T, its rows are a maximum.
     sharded: whether the arrays are one device's shards, within `jax.shard_map`.
   """
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  chunk, blocks = sizes[0], num_blocks(head_VD.shape[0], sizes[1])
-  chunks, block = hidden_BTD.shape[1] // chunk, head_VD.shape[0] // blocks
+  blocks, block = split(head_VD.shape[0], tile.rows, ROWS)
+  chunk = tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
-
-  def reduce_tile(j: Array, tiles: tuple[Array, ...]) -> tuple[Array, ...]:
-    hidden_BtD, token_Bt = (
-      _cut(x, j // blocks, chunk, 1) for x in (hidden_BTD, token_BT)
-    )
-    head_vD = _block_of(head_VD, j % blocks, block, hidden_BTD.dtype)
-    logits_Btv = _logits(hidden_BtD, head_vD, temperature)
-    reduced = _reduced(logits_Btv, token_Bt - j % blocks * block)
-    return tuple(
-      jax.lax.dynamic_update_index_in_dim(all_jBt, x_Bt, j, 0)
-      for all_jBt, x_Bt in zip(tiles, reduced, strict=True)
-    )
-
   # Only chunks with scored columns are computed; the count is known at run time.
-  zeros = jnp.zeros((chunks * blocks, hidden_BTD.shape[0], chunk), jnp.float32)
   used = -(-columns // chunk)
-  tiles = jax.lax.fori_loop(0, used * blocks, reduce_tile, (zeros,) * 6)
-  # [chunks * blocks, B, chunk] -> [blocks, B, T]
-  shape = blocks, *token_BT.shape
-  tiles = tuple(
-    jnp.moveaxis(x.reshape(chunks, blocks, -1, chunk), 0, 2).reshape(shape)
-    for x in tiles
-  )
+
+  def reduce_block(_: None, k: Array) -> tuple[None, tuple[Array, ...]]:
+    head_vD, start, new_v = _block(head_VD, k, block, hidden_BTD.dtype)
+
+    def reduce_tile(i: Array, reduced: tuple[Array, ...]) -> tuple[Array, ...]:
+      hidden_BtD, token_Bt = (
+        _cut(x, i * chunk, chunk, 1) for x in (hidden_BTD, token_BT)
+      )
+      logits_Btv = _logits(hidden_BtD, head_vD, temperature)
+      if new_v is not None:
+        logits_Btv = jnp.where(new_v, logits_Btv, MASKED)
+        token_Bt = jnp.where(token_Bt < k * block, -1, token_Bt)
+      return tuple(
+        jax.lax.dynamic_update_slice_in_dim(x_BT, x_Bt, i * chunk, 1)
+        for x_BT, x_Bt in zip(
+          reduced, _reduced(logits_Btv, token_Bt - start), strict=True
+        )
+      )
+
+    zeros = jnp.zeros(token_BT.shape, jnp.float32)
+    return None, jax.lax.fori_loop(0, used, reduce_tile, (zeros,) * 6)
+
+  _, blocks_bBT = jax.lax.scan(reduce_block, None, jnp.arange(blocks))
   return tuple(
     jnp.where(jnp.arange(token_BT.shape[1])[None] < used * chunk, x_BT, 0)
-    for x_BT in _combine(tiles, sharded)
+    for x_BT in _combine(blocks_bBT, sharded)
   )
 
 
@@ -169,26 +208,31 @@ class _Columns(NamedTuple):
   entropy_BT: Array
 
   def d_logits(
-    self, i: Array, chunk: int, head_vD: Array, id_v: Array, temperature: Array
+    self, i: Array, chunk: int, block: _Block, temperature: Array
   ) -> tuple[Array, Array]:
-    """Returns (hidden_BtD, d_logits_Btv) of chunk i and the vocabulary block id_v."""
-    hidden_BtD, token_Bt, lse_Bt, d_logp_Bt = (_cut(x, i, chunk, 1) for x in self[:4])
-    logp_Btv = _logits(hidden_BtD, head_vD, temperature) - lse_Bt[..., None]
+    """Returns (hidden_BtD, d_logits_Btv) of chunk i and a block of the vocabulary."""
+    hidden_BtD, token_Bt, lse_Bt, d_logp_Bt = (
+      _cut(x, i * chunk, chunk, 1) for x in self[:4]
+    )
+    logp_Btv = _logits(hidden_BtD, block.head_vD, temperature) - lse_Bt[..., None]
     p_Btv = jnp.exp(logp_Btv)
+    id_v = block.start + jnp.arange(block.head_vD.shape[0])
     chosen_Btv = token_Bt[..., None] == id_v[None, None]
     d_logits_Btv = d_logp_Bt[..., None] * (chosen_Btv - p_Btv)
     if self.d_entropy_BT is not None:  # dH/dz = -p (log p + H)
       d_entropy_Bt1, entropy_Bt1 = (
-        _cut(x, i, chunk, 1)[..., None] for x in (self.d_entropy_BT, self.entropy_BT)
+        _cut(x, i * chunk, chunk, 1)[..., None]
+        for x in (self.d_entropy_BT, self.entropy_BT)
       )
       d_logits_Btv -= d_entropy_Bt1 * p_Btv * (logp_Btv + entropy_Bt1)
+    if block.new_v is not None:
+      d_logits_Btv = jnp.where(block.new_v, d_logits_Btv, 0)
     return hidden_BtD, (d_logits_Btv / temperature).astype(hidden_BtD.dtype)
 
 
 def _block_gradient(
   columns: _Columns,
-  head_vD: Array,
-  id_v: Array,
+  block: _Block,
   temperature: Array,
   d_hidden_BTD: Array,
   chunk: int,
@@ -202,9 +246,9 @@ def _block_gradient(
 
   def add_chunk(i, grads):
     d_hidden_BTD, d_head_vD = grads
-    hidden_BtD, d_logits_Btv = columns.d_logits(i, chunk, head_vD, id_v, temperature)
-    d_hidden_BtD = _cut(d_hidden_BTD, i, chunk, 1) + jnp.einsum(
-      'btv,vd->btd', d_logits_Btv, head_vD, preferred_element_type=jnp.float32
+    hidden_BtD, d_logits_Btv = columns.d_logits(i, chunk, block, temperature)
+    d_hidden_BtD = _cut(d_hidden_BTD, i * chunk, chunk, 1) + jnp.einsum(
+      'btv,vd->btd', d_logits_Btv, block.head_vD, preferred_element_type=jnp.float32
     )
     if trained:
       d_head_vD += jnp.einsum(
@@ -215,7 +259,7 @@ def _block_gradient(
     )
     return d_hidden_BTD, d_head_vD
 
-  zeros_vD = jnp.zeros(head_vD.shape, jnp.float32) if trained else None
+  zeros_vD = jnp.zeros(block.head_vD.shape, jnp.float32) if trained else None
   return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, zeros_vD))
 
 
@@ -230,7 +274,7 @@ def backward(
   d_logp_BT: Array | None,
   d_entropy_BT: Array | None,
   *,
-  sizes: tuple[int, int],
+  tile: Tile,
   sharded: bool,
   trained: bool = True,
 ) -> tuple[Array, Array | None]:
@@ -240,39 +284,43 @@ def backward(
   that the head's gradient of a block is summed in float32 and written once.
 
   Args:
-    columns, sizes, sharded: see `forward`; the gradient of later columns is 0.
+    columns, tile, sharded: see `forward`; the gradient of later columns is 0.
     d_logp_BT, d_entropy_BT: gradients w.r.t. the outputs; None: the loss does not
       depend on this output.
     trained: whether the head is trained; its gradient is None if it is frozen.
   """
   dtype = head_VD.dtype
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  chunk, blocks = sizes[0], num_blocks(head_VD.shape[0], sizes[1])
-  block = head_VD.shape[0] // blocks
+  (blocks, block), chunk = split(head_VD.shape[0], tile.rows, ROWS), tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
   used = -(-columns // chunk)
 
-  def add_block(d_hidden_BTD, k):
-    head_vD = _block_of(head_VD, k, block, hidden_BTD.dtype)
-    id_v = k * block + jnp.arange(block)
+  def add_block(grads, k):
+    d_hidden_BTD, d_head_VD = grads
+    head = _block(head_VD, k, block, hidden_BTD.dtype)
     d_hidden_BTD, d_head_vD = _block_gradient(
-      arrays, head_vD, id_v, temperature, d_hidden_BTD, chunk, used, trained
+      arrays, head, temperature, d_hidden_BTD, chunk, used, trained
     )
-    if d_head_vD is None:
-      return d_hidden_BTD, None
-    return d_hidden_BTD, d_head_vD.astype(jnp.float32 if sharded else dtype)
+    if trained:
+      d_head_vD = d_head_vD.astype(d_head_VD.dtype)
+      if head.new_v is not None:  # repeated rows have a gradient from the block before
+        d_head_vD += _cut(d_head_VD, head.start, block, 0)
+      d_head_VD = jax.lax.dynamic_update_slice_in_dim(
+        d_head_VD, d_head_vD, head.start, 0
+      )
+    return (d_hidden_BTD, d_head_VD), None
 
-  zeros_BTD = jnp.zeros(hidden_BTD.shape, jnp.float32)
-  d_hidden_BTD, d_head_bvD = jax.lax.scan(add_block, zeros_BTD, jnp.arange(blocks))
+  zeros_VD = jnp.zeros(head_VD.shape, jnp.float32 if sharded else dtype)
+  zeros = jnp.zeros(hidden_BTD.shape, jnp.float32), zeros_VD if trained else None
+  (d_hidden_BTD, d_head_VD), _ = jax.lax.scan(add_block, zeros, jnp.arange(blocks))
   d_hidden_BTD = d_hidden_BTD.astype(hidden_BTD.dtype)
   # Each device has the part from its vocabulary; hidden states need the sum of parts.
   if sharded:
     d_hidden_BTD = jax.lax.psum(d_hidden_BTD, 'tensor')
-  if d_head_bvD is None:
+  if d_head_VD is None:
     return d_hidden_BTD, None
-  d_head_VD = d_head_bvD.reshape(head_VD.shape)
   if sharded:  # reverses `_gather` and sums over the rows of other devices
     d_head_VD = jax.lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
     d_head_VD = jax.lax.psum(d_head_VD, 'data')

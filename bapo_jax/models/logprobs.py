@@ -14,12 +14,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import knobs, layers, logprob_tiles, transformer
+from bapo_jax.models import layers, logprob_tiles, transformer
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.logprob_tiles import Tile
 from bapo_jax.models.packing import Cells
 from bapo_jax.types import TokenStats, Tree
-
-_D = knobs.LogprobsConfig()
 
 
 def token_stats(
@@ -28,8 +27,7 @@ def token_stats(
   token_BT: Array,
   temperature: float | Array,
   *,
-  chunk: int = _D.chunk,
-  block: int = 4096,
+  tile: Tile = Tile(),
   columns: Array | None = None,
 ) -> TokenStats:
   """Returns log-probability, entropy and covariance of token_BT: float32, in nats.
@@ -41,19 +39,23 @@ def token_stats(
   Args:
     hidden_BTD: final hidden states; the one in column t predicts the token in column t.
     temperature: divides the logits, as in sampling.
-    chunk: columns of T projected at once; memory is B * chunk * block floats.
-    block: maximum rows of the head projected at once.
-    columns: i32, number of leading columns to score; later chunks cost nothing and
+    tile: columns of T and rows of the head that are projected at once, at most.
+    columns: i32, number of leading columns to score; later tiles cost nothing and
       give 0. None stands for all columns.
   """
   T = hidden_BTD.shape[1]
-  chunk = min(chunk, T)
-  if pad := -T % chunk:
+  chunks, chunk = logprob_tiles.split(T, tile.columns, logprob_tiles.COLUMNS)
+  if pad := chunks * chunk - T:
     hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
     token_BT = jnp.pad(token_BT, ((0, 0), (0, pad)))
   columns = jnp.int32(T) if columns is None else columns
   logp_BT, entropy_BT, covariance_BT = _token_logprobs(
-    (chunk, block), hidden_BTD, head_VD, token_BT, jnp.float32(temperature), columns
+    Tile(chunk, tile.rows),
+    hidden_BTD,
+    head_VD,
+    token_BT,
+    jnp.float32(temperature),
+    columns,
   )
   covariance_BT = jax.lax.stop_gradient(covariance_BT)
   return TokenStats(logp_BT[:, :T], entropy_BT[:, :T], covariance_BT[:, :T])
@@ -64,17 +66,13 @@ def sequence_stats(
   tokens_BT: Array,
   spec: transformer.ModelSpec,
   temperature: float | Array,
-  *,
-  chunk: int = _D.chunk,
 ) -> TokenStats:
   """Scores each token of whole rows; the first, which nothing predicts, has zeros."""
   hidden_BTD = layers.forward(params, tokens_BT, spec)
   # The last column scores the first token and is dropped: cheaper than a copy of the
-  # other columns, and T is more often a multiple of the chunk than T - 1.
+  # other columns.
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
-  stats = token_stats(
-    hidden_BTD, transformer.head(params), target_BT, temperature, chunk=chunk
-  )
+  stats = token_stats(hidden_BTD, transformer.head(params), target_BT, temperature)
   # Column t-1 moves to column t; column 0 is 0.
   return TokenStats(*(jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0))) for x_BT in stats))
 
@@ -85,15 +83,14 @@ def packed_stats(
   spec: transformer.ModelSpec,
   temperature: float | Array,
   *,
-  chunk: int = _D.chunk,
   patch_XD: Array | None = None,
   schedule: Schedule = Schedule(),
 ) -> TokenStats:
   """Returns log-probability, entropy and covariance of each target of packed rows.
 
   The arrays [R, T] are 0 in cells without a target. To save memory, each device moves
-  cells with a target to the front and projects `chunk` at a time to the vocabulary, in
-  chunk * 4096 floats. `patch_XD`: embedded merged patches, indexed by cells.places.
+  cells with a target to the front and projects them to the vocabulary in tiles of
+  schedule.tile_mib. `patch_XD`: embedded merged patches, indexed by cells.places.
   """
   if cells.places is None or patch_XD is None:
     text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT
@@ -113,12 +110,15 @@ def packed_stats(
 
   wanted_SX, target_SX = of_device(cells.wanted_RT), of_device(cells.target_RT)
   order_SX = jnp.argsort(~wanted_SX, axis=1, stable=True)
+  head_VD = transformer.head(params)
+  mesh = sharding.ambient()
+  rows = head_VD.shape[0] // (mesh.shape['tensor'] if mesh else 1)
   stats = token_stats(
     jnp.take_along_axis(of_device(hidden_RTD), order_SX[..., None], 1),
-    transformer.head(params),
+    head_VD,
     jnp.take_along_axis(target_SX, order_SX, 1),
     temperature,
-    chunk=chunk,
+    tile=logprob_tiles.largest(schedule.tile_mib, rows),
     columns=wanted_SX.sum(1, dtype=jnp.int32).max(),
   )
   back_SX = jnp.argsort(order_SX, axis=1)
@@ -128,23 +128,23 @@ def packed_stats(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(sizes, *args):
-  return _over_mesh(logprob_tiles.forward, sizes, *args)[:3]
+def _token_logprobs(tile, *args):
+  return _over_mesh(logprob_tiles.forward, tile, *args)[:3]
 
 
-def _token_logprobs_forward(sizes, *args):
+def _token_logprobs_forward(tile, *args):
   trained = () if args[1].perturbed else None  # a frozen head needs no gradient
   args = tuple(arg.value for arg in args)
-  *stats, lse_BT = _over_mesh(logprob_tiles.forward, sizes, *args)
+  *stats, lse_BT = _over_mesh(logprob_tiles.forward, tile, *args)
   return tuple(stats), ((*args, lse_BT, stats[1]), trained)
 
 
-def _token_logprobs_backward(sizes, residuals, cotangents):
+def _token_logprobs_backward(tile, residuals, cotangents):
   unused = jax.custom_derivatives.SymbolicZero
   wanted = (None if type(d) is unused else d for d in cotangents[:2])
   args, trained = residuals
   backward = functools.partial(logprob_tiles.backward, trained=trained is not None)
-  grads = _over_mesh(backward, sizes, *args, *wanted)
+  grads = _over_mesh(backward, tile, *args, *wanted)
   return (*grads, None, None, None)
 
 
@@ -153,10 +153,10 @@ _token_logprobs.defvjp(
 )
 
 
-def _over_mesh(function: Callable[..., Any], sizes: tuple[int, int], *args: Any) -> Any:
+def _over_mesh(function: Callable[..., Any], tile: Tile, *args: Any) -> Any:
   """Runs a function on shards of the mesh, or on whole arrays without a mesh."""
   mesh, (hidden_BTD, head_VD) = sharding.ambient(), args[:2]
-  tiled = functools.partial(function, sizes=sizes)
+  tiled = functools.partial(function, tile=tile)
   head = P('tensor', 'fsdp')
   if mesh is None or (
     hidden_BTD.shape[0] % sharding.row_shards(mesh)

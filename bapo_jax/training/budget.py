@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data.knobs import MADE
-from bapo_jax.models import attention, lora, transformer
+from bapo_jax.models import attention, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
@@ -27,11 +27,18 @@ GIB = 2**30
 REMATS = ('none', 'dots', 'full')  # values of model.remat; later ones recompute more
 RECOMPUTED = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
 BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
-BLOCK = 4096  # rows of the head projected at once, as in logprobs.token_stats
 DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
 RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 # The remaining memory is for fragmentation and, on a host, for other programs.
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
+TILE_CPU, TILE_SHARE = 4, 0.02  # of logits: MiB on a CPU, share of another memory
+# The time of a schedule, fitted to layers of a 0.5B on an H100 (docs/performance.md,
+# "Where an update goes"): 'dots' recomputes this share of a forward pass, and in the
+# time that a saved byte takes, products do this many FLOPs. For TPUs, from the roofline
+# of a v5p: written once and read once. On a CPU only 'none' saves too much, see
+# `choices`.
+DOTS = 0.3
+FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
 
 
@@ -178,10 +185,7 @@ def _passes(
   pass of one layer, with the queries' gradients by block of keys; and three blocks of
   logits.
   """
-  if spec.attention == 'auto':
-    platform = mesh.devices.flat[0].platform
-    kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
-    spec = dataclasses.replace(spec, attention=kernel)
+  spec = _with_kernel(spec, mesh)
   tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
   rows, shards = config.micro_batch_rows, sharding.row_shards(mesh)
   if not config.model.path:
@@ -208,8 +212,18 @@ def _passes(
   if spec.attention == 'flash':
     # Keys and values have gradients per query head, which are summed afterwards.
     per_token += 2 * c * spec.heads * spec.head_width / tensor
-  logits = 3 * 4 * min(config.logprobs.chunk, rows * T) * min(BLOCK, spec.vocab)
+  tile = logprob_tiles.largest(schedule.tile_mib, -(-spec.vocab // tensor))
+  logits = 3 * 4 * min(tile.columns, rows * T) * tile.rows
   return gathered, rows * T * per_token + logits
+
+
+def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
+  """Returns the spec with the attention kernel that 'auto' selects on this mesh."""
+  if spec.attention != 'auto':
+    return spec
+  platform = mesh.devices.flat[0].platform
+  kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
+  return dataclasses.replace(spec, attention=kernel)
 
 
 def itemsize(dtype: str) -> int:
@@ -286,27 +300,45 @@ def saved_bytes(
   return norms + c * (2 * H + 2 * K * blocks) * C + 6 * c * F + scores
 
 
-def choices(config: Config, mesh: Mesh) -> list[Schedule]:
-  """Lists the schedules that the knobs allow, those that recompute least first.
+def choices(config: Config, spec: ModelSpec, mesh: Mesh) -> list[Schedule]:
+  """Lists the schedules that the knobs allow, fastest first by `overhead`.
 
-  remat 'dots' recomputes about 0.2 forward passes, 'full' 1, bounds_pass 'again' 1. On
-  a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all but
-  the products. Sequence sharding comes last among equals, as it sends more bytes.
+  On a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all
+  but the products. Sequence sharding comes last among equals, as it sends more bytes.
   """
-  c, cpu = config, mesh.devices.flat[0].platform == 'cpu'
+  c, platform = config, mesh.devices.flat[0].platform
   remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
   if c.model.remat == 'auto':
-    remats = REMATS[1:] if cpu else REMATS
+    remats = REMATS[1:] if platform == 'cpu' else REMATS
   if c.learner.bounds_pass == 'auto':
     passes = ('stored', 'again') if bounds_wait(c) else ('again',)
   if c.model.sequence_sharding != 'auto':
     columns = (c.model.sequence_sharding == 'on',)
   elif mesh.shape['tensor'] == 1:
     columns = (False,)
-  again = {'none': 0.0, 'dots': 0.2, 'full': 1.0, 'stored': 0.0, 'again': 1.0}
-  both = itertools.product(remats, passes)
-  both = sorted(both, key=lambda pair: again[pair[0]] + again[pair[1]])
-  return [Schedule(kind, split, where) for kind, where in both for split in columns]
+  spec, tile = _with_kernel(spec, mesh), c.logprobs.tile_mib
+  options = itertools.product(remats, columns, passes)
+  return sorted(
+    (Schedule(*option, tile) for option in options),
+    key=lambda s: (overhead(spec, s, c.row_length, platform), s.sequence_sharding),
+  )
+
+
+def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) -> float:
+  """Estimates the time that a schedule adds to an update, in its forward passes.
+
+  It recomputes layers, runs a forward pass for the bounds, and writes and reads what it
+  saves: once for the layers of a micro-batch, once more for those of all.
+  """
+  forward = 2 * matrices(spec) / spec.layers
+  forward += 2 * length * spec.heads * spec.head_width  # attention to half the row
+  head = spec.vocab * spec.width / matrices(spec)
+  saved = saved_bytes(spec, schedule._replace(sequence_sharding=False), length)
+  stored = schedule.bounds_pass == 'stored'
+  recomputed = {'none': 0.0, 'dots': DOTS, 'full': 1.0}[schedule.remat]
+  recomputed += 0 if stored else 1 + head
+  read_back = FLOPS_PER_BYTE.get(platform, FLOPS_PER_BYTE['gpu']) * saved / forward
+  return recomputed + (1 + stored) * read_back
 
 
 def bounds_wait(config: Config) -> bool:
@@ -318,13 +350,22 @@ def bounds_wait(config: Config) -> bool:
 def choose_schedule(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
-  """Returns the first of `choices` whose update fits the memory, or else the last.
+  """Returns the fastest of `choices` that fits the memory, or else the smallest.
 
   `memory` is in bytes per device; 0 stands for `limit(mesh)`.
   """
-  memory, options = memory or limit(mesh), choices(config, mesh)
-  fitting = (s for s in options if count(config, spec, s, mesh).update <= memory)
-  return next(fitting, options[-1])
+  memory = memory or limit(mesh)
+  cpu = mesh.devices.flat[0].platform == 'cpu'
+  tile = TILE_CPU if cpu else max(TILE_CPU, int(TILE_SHARE * memory / 2**20))
+
+  def needed(schedule: Schedule) -> float:
+    return count(config, spec, schedule, mesh).update
+
+  options = [
+    s._replace(tile_mib=s.tile_mib or tile) for s in choices(config, spec, mesh)
+  ]
+  fitting = (s for s in options if needed(s) <= memory)
+  return next(fitting, None) or min(options, key=needed)
 
 
 def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> float:

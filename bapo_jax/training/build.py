@@ -91,7 +91,6 @@ def make_train_step(
     spec=spec,
     schedule=schedule,
     temperature=config.sampler.temperature,
-    chunk=config.logprobs.chunk,
     pack=config.learner.pack,
     grad_accum_steps=config.learner.grad_accum_steps,
     bounds_scope=config.learner.bounds_scope,
@@ -147,7 +146,6 @@ def make_trainer(
     spec=spec,
     schedule=r.schedule,
     temperature=config.sampler.temperature,
-    chunk=config.logprobs.chunk,
   )
   at_start = sharding.under(mesh, jax.jit(score))
   recompute = None

@@ -137,7 +137,7 @@ def _shared_path(r: Resolved) -> str:
     'machine': [machine.processor(), os.environ.get('XLA_FLAGS'), device.device_kind],
     'mesh': [dict(r.mesh.shape), hosts.processes()],
     'spec': dataclasses.asdict(r.spec) | {'actor_dtype': None},  # not sampled from
-    'schedule': [r.schedule.remat, r.schedule.sequence_sharding],
+    'schedule': r.schedule._replace(bounds_pass=''),
   }
   recipe = os.path.basename(warm_start_path(r.config, ''))
   return os.path.join(folder, 'warmstart', config_lib.fingerprint(made_by), recipe)

@@ -154,7 +154,6 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
     loss_rule=loss.clipped,
     spec=spec,
     temperature=1.0,
-    chunk=config.logprobs.chunk,
     grad_accum_steps=1 if rows == batch.adv_B.shape[0] else rows,
   )
   step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))

@@ -55,7 +55,6 @@ def overrides(folder: str, name: str) -> list[str]:
     'rewards.rule': f'{HERE}/reward.py:score',
     'learner.minibatches': n.updates,
     'learner.grad_accum_steps': n.pieces,
-    'logprobs.chunk': 512,
     'optimizer.lr': LR,
     'optimizer.warmup': 0,
     'optimizer.b2': 0.999,

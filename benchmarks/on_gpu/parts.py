@@ -28,7 +28,14 @@ import jax.numpy as jnp
 
 from bapo_jax import main as command_line
 from bapo_jax.learner import scoring
-from bapo_jax.models import decoder, layers, logprobs, ragged, transformer
+from bapo_jax.models import (
+  decoder,
+  layers,
+  logprob_tiles,
+  logprobs,
+  ragged,
+  transformer,
+)
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import sampling
 from bapo_jax.tools.plan import roofline
@@ -61,19 +68,19 @@ SPEC = transformer.ModelSpec(
 B, T, SCORED = (2, 64, 48) if IS_SMALL else (16, 512, 384)  # of a micro-batch
 CELLS = B * SCORED
 ROWS = 8 if IS_SMALL else 64  # of an update
-TILES = [(512, 4096), (2048, 32768)]  # columns and rows of the head at once
-MORE_TILES = [(1024, 16384), (6144, 32768), *((n, SPEC.vocab) for n in (512, 2048))]
+TILES_MIB = [4, 148, 592, 1300]  # of logits, see logprob_tiles.largest
 SLOTS, COLUMNS = (4, 128) if IS_SMALL else (256, 512)
-UPDATES = [  # tile, remat, bounds_pass, micro-batches
-  (TILES[0], 'dots', 'stored', 4),
-  (TILES[1], 'dots', 'stored', 4),
-  (TILES[1], 'dots', 'again', 4),
-  (TILES[1], 'dots', 'again', 2),
-  (TILES[1], 'none', 'again', 4),
+UPDATES = [  # MiB of a tile, remat, bounds_pass, micro-batches
+  (1300, 'dots', 'stored', 4),
+  (1300, 'full', 'stored', 4),
+  (1300, 'dots', 'again', 4),
+  (1300, 'dots', 'again', 2),
+  (1300, 'none', 'again', 4),
+  (148, 'dots', 'stored', 4),
 ]
 TRACED = [UPDATES[0], UPDATES[3]]
 if IS_SMALL:  # compiling takes minutes on a CPU
-  MORE_TILES, UPDATES = [], TRACED
+  TILES_MIB, UPDATES = TILES_MIB[:2], TRACED
 
 
 def say(what: str, **figures: Any) -> None:
@@ -119,19 +126,6 @@ def part(what: str) -> Iterator[None]:
     say(what, error=repr(error)[:300])
 
 
-@contextlib.contextmanager
-def head_block(block: int) -> Iterator[None]:
-  """Makes `block` the default of logprobs.token_stats, for code that passes none."""
-  defaults = logprobs.token_stats.__kwdefaults__
-  assert defaults is not None
-  before = defaults['block']
-  defaults['block'] = block
-  try:
-    yield
-  finally:
-    defaults['block'] = before
-
-
 def normal(key: int, *shape: int, dtype: str = 'bfloat16') -> jax.Array:
   """Returns normal random numbers."""
   return jax.random.normal(jax.random.key(key), shape, dtype)
@@ -160,16 +154,14 @@ def head() -> None:
       report(f'{what}: gradient', gradient, *args, flops=3 * flops)
 
   def tiled(tile, hidden, w, token, used):
-    chunk, block = tile
-    chunk = min(chunk, CELLS)
-    stats = logprobs.token_stats(
-      hidden, w, token, 1.0, chunk=chunk, block=block, columns=used
-    )
+    stats = logprobs.token_stats(hidden, w, token, 1.0, tile=tile, columns=used)
     return stats.logp_BT.sum()
 
-  for tile in TILES + MORE_TILES:
+  for mib in TILES_MIB:
+    tile = logprob_tiles.largest(mib, SPEC.vocab)
     value = functools.partial(tiled, tile)
-    both(f'head, tile {tile}', value, hidden, w, token, jnp.int32(CELLS))
+    what = f'head, tile {tile.columns} x {tile.rows}, {mib} MiB'
+    both(what, value, hidden, w, token, jnp.int32(CELLS))
 
   def plain(hidden, w, token):
     logits = jnp.einsum(
@@ -220,17 +212,16 @@ def step() -> None:
   tokens_BT = jax.random.randint(jax.random.key(2), (ROWS, T), 0, SPEC.vocab)
   mask_BT = jnp.broadcast_to(jnp.arange(T) >= T - SCORED, (ROWS, T))
   logp_BT = None
-  for chunk, block in TILES:
+  for mib in (TILES_MIB[0], TILES_MIB[-1]):
     score = functools.partial(
       scoring.packed_logprobs,
       micro_batches=4,
       spec=SPEC,
-      schedule=Schedule('dots'),
+      schedule=Schedule('dots', tile_mib=mib),
       temperature=1.0,
-      chunk=chunk,
     )
-    what = f'score of {ROWS} rows, tile {chunk, block}'
-    with part(what), head_block(block):
+    what = f'score of {ROWS} rows, tile of {mib} MiB'
+    with part(what):
       logp_BT = report(what, jax.jit(score), params, tokens_BT, mask_BT)
   if logp_BT is None:
     return
@@ -246,17 +237,13 @@ def step() -> None:
   head_flops = 2 * SPEC.width * SPEC.vocab * ROWS * SCORED
   flops = 3 * (layer_flops() * ROWS / B + head_flops)
   for case in UPDATES:
-    (chunk, block), remat, bounds_pass, pieces = case
-    values = {
-      'model.compute': 'bfloat16',
-      'learner.grad_accum_steps': pieces,
-      'logprobs.chunk': chunk,
-    }
+    mib, remat, bounds_pass, pieces = case
+    values = {'model.compute': 'bfloat16', 'learner.grad_accum_steps': pieces}
     given = [f'--config.{knob}={value}' for knob, value in values.items()]
-    what = f'update, tile {chunk, block}, {remat}, {bounds_pass}, {pieces}'
-    with part(what), head_block(block):
+    what = f'update, tile of {mib} MiB, {remat}, {bounds_pass}, {pieces}'
+    with part(what):
       config = command_line.read_config('configs/aime.py', given)
-      schedule = Schedule(remat, False, bounds_pass)
+      schedule = Schedule(remat, False, bounds_pass, mib)
       update = build.make_train_step(config, rules.bind(config), SPEC, schedule)
       copies = jax.tree.map(jnp.copy, params)  # the update donates its arguments
       opt = jax.jit(build.optimizer(config).init)(copies)

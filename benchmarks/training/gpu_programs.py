@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from bapo_jax.models import logprob_tiles
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import devices, hlo, plan, programs
 from bapo_jax.training import budget, resolve
@@ -144,7 +145,10 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
     job = plan.planned(config, mesh, chip)
     found: dict[str, Any] = {'schedule': str(job.schedule)}
     scored = config.micro_batch_rows * config.sampler.max_new_tokens
-    chunks = -(-scored // config.logprobs.chunk)
+    cells = config.micro_batch_rows * config.row_length
+    tile = logprob_tiles.largest(job.schedule.tile_mib, job.spec.vocab)
+    _, chunk = logprob_tiles.split(cells, tile.columns, logprob_tiles.COLUMNS)
+    chunks = -(-scored // chunk)
     n = config.sampler.tokens_per_dispatch
     # Loops of unknown length, from the outside in.
     turns = {

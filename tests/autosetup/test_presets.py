@@ -78,7 +78,7 @@ GEOMETRY = BATCH | {
 }
 # What the papers leave open and a large model needs: ours.
 OURS = """
-  title steps mesh.data mesh.fsdp mesh.tensor model.path model.compute logprobs.chunk
+  title steps mesh.data mesh.fsdp mesh.tensor model.path model.compute
   tokenizer.path tokenizer.template problems.source problems.test_source rewards.rule
   prompts.max_prompt_tokens sampler.max_new_tokens sampler.max_num_seqs
   sampler.prefill_batch_size sampler.tokens_per_dispatch sampler.cache_segments

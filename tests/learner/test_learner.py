@@ -168,7 +168,7 @@ def updated(groups, source_P, key, train_step, params=None, **knobs):
 def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
   groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
   scored, seen = [], []
-  knobs = {'spec': making.SPEC, 'temperature': TEMPERATURE, 'chunk': 256}
+  knobs = {'spec': making.SPEC, 'temperature': TEMPERATURE}
 
   def proximal(params, groups, pictures):
     scored.append(params)

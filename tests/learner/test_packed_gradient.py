@@ -55,7 +55,7 @@ def example():
 
 def objective(loss_rule, aggregate, tied=True, **knobs):
   spec = dataclasses.replace(SPEC, tied=tied)
-  knobs = {'spec': spec, 'chunk': 16, 'aggregate': aggregate, 'length': T} | knobs
+  knobs = {'spec': spec, 'aggregate': aggregate, 'length': T} | knobs
   return making.objective(CLIPS[loss_rule], loss_rule, **knobs)
 
 

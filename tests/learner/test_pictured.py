@@ -77,7 +77,7 @@ def example():
 
 def objective(**knobs):
   rule = making.bound(clip.balanced, target=0.45)
-  return making.objective(rule, **{'spec': SEEING, 'chunk': 16, 'length': T} | knobs)
+  return making.objective(rule, **{'spec': SEEING, 'length': T} | knobs)
 
 
 def gradient(params, pictures, base=None, mesh=MESH, **knobs):
@@ -117,7 +117,6 @@ def test_log_probabilities_are_those_of_whole_rows():
       micro_batches=3,
       spec=SEEING,
       temperature=TEMPERATURE,
-      chunk=16,
       pictures=pictures,
     )
     wanted_BT = np.where(batch.loss_mask_BT, logp_BT, 0)

@@ -53,9 +53,7 @@ def sampled(params) -> Groups:
   )
 
 
-score = functools.partial(
-  scoring.score, rows=P * G, spec=SPEC, temperature=1.0, chunk=256
-)
+score = functools.partial(scoring.score, rows=P * G, spec=SPEC, temperature=1.0)
 
 
 def first_update(params, groups: Groups) -> dict:
@@ -104,7 +102,7 @@ def test_tokens_of_other_weights_are_left_alone(params, sampled):
 @pytest.mark.parametrize('rows', [3, 100])
 def test_rows_are_scored_a_few_at_a_time_whatever_divides(params, sampled, rows):
   small = jax.tree.map(lambda x: x[:2], sampled)
-  knobs = dict(spec=making.SPEC, temperature=1.0, chunk=256)
+  knobs = dict(spec=making.SPEC, temperature=1.0)
   found = scoring.score(params, small, rows=rows, **knobs)
   whole = scoring.score(params, small, rows=2 * G, **knobs)
   # Of logits that add up the widths of two layers.

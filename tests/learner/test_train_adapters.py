@@ -39,7 +39,7 @@ batch = functools.partial(
 def learn(spec, parts=1, **schedule):
   """One update by the gradient itself."""
   rule = making.bound(clip.balanced, target=0.4)
-  knobs = {'schedule': Schedule(**schedule), 'chunk': 4, 'grad_accum_steps': parts}
+  knobs = {'schedule': Schedule(**schedule), 'grad_accum_steps': parts}
   objective = making.objective(rule, spec=spec, **knobs)
   return functools.partial(learner.learn, tx=PLAIN, objective=objective)
 

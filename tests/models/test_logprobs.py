@@ -11,6 +11,7 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import logprob_tiles, logprobs
+from bapo_jax.models.logprob_tiles import Tile
 from bapo_jax.tools.plan import hlo
 
 B, T, D, V = 8, 7, 16, 20
@@ -32,7 +33,7 @@ def test_values_equal_the_oracle(variant, chunk, block):
 
   def score(hidden_BTD, token_BT):
     return logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, 0.6, chunk=chunk, block=block
+      hidden_BTD, head_VD, token_BT, 0.6, tile=Tile(chunk, block)
     )
 
   found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
@@ -51,7 +52,7 @@ def test_gradients_equal_the_oracle(chunk, block):
     scored = score(hidden_BTD, head_VD, token_BT, 0.8)[:2]
     return sum((w * x).sum() for w, x in zip(weight_2BT, scored, strict=True))
 
-  score = functools.partial(logprobs.token_stats, chunk=chunk, block=block)
+  score = functools.partial(logprobs.token_stats, tile=Tile(chunk, block))
   found = jax.jit(jax.grad(functools.partial(total, score), argnums=(0, 1)))
   expected = jax.grad(functools.partial(total, oracles.logprob_oracle), argnums=(0, 1))
   # Sums of 20 tokens, and of 56 columns, of the terms above.
@@ -76,27 +77,45 @@ def test_the_covariance_by_hand_and_without_a_gradient():
   head_VD, token_BT = jnp.log(jnp.array([[0.9], [0.1]])), jnp.zeros((1, 2), jnp.int32)
 
   def covariance(head_VD):
-    stats = logprobs.token_stats(jnp.ones((1, 2, 1)), head_VD, token_BT, 1.0, block=1)
+    hidden_BTD, tile = jnp.ones((1, 2, 1)), Tile(rows=1)
+    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, tile=tile)
     return stats.covariance_BT.sum()
 
   np.testing.assert_allclose(covariance(head_VD), 2 * 0.1582, atol=1e-4)
   np.testing.assert_array_equal(jax.grad(covariance)(head_VD), 0)
 
 
-def test_blocks_are_equal_and_no_larger_than_the_limit():
-  # 152064 = 2^9 27 11: 38 blocks of 4096 would do, 44 is the next that divides.
-  assert logprob_tiles.num_blocks(152064, 4096) == 44
-  assert logprob_tiles.num_blocks(20, 4096) == 1
-  assert logprob_tiles.num_blocks(20, 10) == 2
-  assert logprob_tiles.num_blocks(20, 7) == 4
-  assert logprob_tiles.num_blocks(151, 10) == 1  # a prime divides into single rows only
+def test_parts_are_equal_and_no_larger_than_the_limit():
+  # 151,936 = 2^7 1187 has no divisor near 4096: the last of 38 parts exceeds it.
+  assert logprob_tiles.split(151936, 4096, 128) == (38, 4096)
+  assert logprob_tiles.split(151936, 37120, 128) == (5, 30464)
+  assert logprob_tiles.split(49152, 4096, 128) == (12, 4096)
+  assert logprob_tiles.split(50257, 1 << 20, 128) == (1, 50257)
+  # 6,144 columns at most 2,516 at a time, and 900 at most 256.
+  assert logprob_tiles.split(6144, 2516, 8) == (3, 2048)
+  assert logprob_tiles.split(900, 256, 8) == (4, 232)
+  for n, most in ((20, 7), (151, 10), (1, 5), (257, 128)):
+    parts, size = logprob_tiles.split(n, most, 128)
+    assert size <= most and (parts - 1) * size < n <= parts * size
+
+
+def test_the_largest_tile_fits_its_memory():
+  # The sizes of a CPU, by hand: 2^20 logits, at most 256 columns.
+  assert logprob_tiles.largest(4, 49152) == (256, 4096)
+  assert logprob_tiles.largest(4, 100) == (256, 100)
+  # 1,300 MiB have room for all 151,936 words of 2,242 tokens; 290 MiB for 37,120.
+  assert logprob_tiles.largest(1300, 151936) == (2242, 151936)
+  assert logprob_tiles.largest(290, 151936) == (2048, 37120)
+  for mib, V in ((1, 151936), (64, 32000), (512, 262144)):
+    columns, rows = logprob_tiles.largest(mib, V)
+    assert columns * rows * 4 <= mib * 2**20 and rows <= V
 
 
 def test_no_tile_waits_for_another_device():
   hidden_BTD, head_VD, token_BT = example()
 
   def total(*args):
-    stats = logprobs.token_stats(*args, 0.8, chunk=2, block=5)
+    stats = logprobs.token_stats(*args, 0.8, tile=Tile(2, 5))
     return (stats.logp_BT * stats.entropy_BT).sum(), stats
 
   devices = sharding.make(2, 2, 2)
@@ -118,7 +137,7 @@ def test_a_bfloat16_head_gets_the_sum_that_float32_would_give():
   token_BT = jnp.zeros((1, 512), jnp.int32)
 
   def total(head_VD):
-    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, chunk=1)
+    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, tile=Tile(1))
     return stats.logp_BT.sum()
 
   # d logp / d z = 1 - 1/2 of the chosen, -1/2 of the other, 512 times.
@@ -133,7 +152,7 @@ def test_the_logits_never_exist():
   hidden, head = like((2, 512, 8), jnp.float32), like((1000, 8), jnp.float32)
 
   def loss(hidden_BTD, head_VD, token_BT):
-    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, chunk=16)
+    stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, tile=Tile(16))
     return stats.logp_BT.sum()
 
   gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))

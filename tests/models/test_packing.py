@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_jax.models import logprobs, packing
+from bapo_jax.models.logprob_tiles import Tile
 
 
 def wanted_of(spans, T):
@@ -153,7 +154,7 @@ def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
     rows = packing.pack(tokens_BT, wanted_BT, micro_batches, width=64, packed=packed)
     total = [jnp.zeros((B, T))] * 3
     for n in range(rows.shape.micro_batches):
-      found = logprobs.packed_stats(params, rows.cells(n), making.SPEC, 0.8, chunk=16)
+      found = logprobs.packed_stats(params, rows.cells(n), making.SPEC, 0.8)
       total = [a + rows.unpack(b, n) for a, b in zip(total, found, strict=True)]
     return total
 
@@ -170,7 +171,7 @@ def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
 
   def total(hidden_BTD, head_VD, columns, T):
     stats = logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT[:, :T], 0.7, chunk=4, columns=columns
+      hidden_BTD, head_VD, token_BT[:, :T], 0.7, tile=Tile(columns=4), columns=columns
     )
     return (stats.logp_BT**2).sum(), jnp.stack(stats)
 

@@ -50,7 +50,30 @@ def test_the_share_of_a_gpu_that_the_user_set_is_kept(given, monkeypatch):
     monkeypatch.delenv(name, raising=False)
   if given:
     monkeypatch.setenv(given, '0.5')
-  machine.set_gpu_share()
+  machine.prepare_gpu()
   found = {x: os.environ[x] for x in machine.GPU_SHARES if x in os.environ}
   # JAX refuses both names at once.
   assert found == ({given: '0.5'} if given else {machine.GPU_SHARES[0]: '0.92'})
+
+
+@pytest.mark.parametrize('given', ['', '--xla_dump_to=/x', '--xla_a=1 --xla_b=2'])
+def test_flags_of_xla_are_added_to_those_of_the_user(given, monkeypatch):
+  flags = {'xla_a': '3', 'xla_gpu_c': 'true'}
+  monkeypatch.setattr(machine, 'GPU_FLAGS', flags)
+  monkeypatch.setenv('XLA_FLAGS', given)
+  machine.prepare_gpu(plugins=('no_such_plugin',))
+  assert os.environ['XLA_FLAGS'] == given
+  machine.prepare_gpu(plugins=('json',))  # any module that is installed
+  added = (
+    ['--xla_gpu_c=true'] if '--xla_a' in given else ['--xla_a=3', '--xla_gpu_c=true']
+  )
+  assert os.environ['XLA_FLAGS'].split() == [*given.split(), *added]
+
+
+def test_xla_knows_the_flags_of_a_gpu():
+  # XLA ends a process whose flags it does not know.
+  flags = ' '.join(f'--{name}={value}' for name, value in machine.GPU_FLAGS.items())
+  script = 'import jax; jax.numpy.zeros(1)'
+  environment = os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
+  done = subprocess.run([sys.executable, '-c', script], env=environment)
+  assert done.returncode == 0

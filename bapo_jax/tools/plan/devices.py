@@ -21,7 +21,6 @@ from bapo_jax.tools.plan.roofline import GIB, Chip
 
 TPU_HOST = 4  # chips per host of a slice; v5e and v6e hosts may have 1 or 8
 INSTALL = 'pip install -r requirements-plan.txt (no GPU or TPU is needed)'
-CUDA_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')
 CUDNN = (9, 10)  # the version whose attention kernels the compiler may use
 
 
@@ -61,7 +60,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
       kind of device is not installed.
   """
   chip, sizes = parse(topology)
-  kind, plugins = ('cuda', CUDA_PLUGINS) if chip.gpu else ('tpu', ('libtpu',))
+  kind, plugins = ('cuda', machine.CUDA_PLUGINS) if chip.gpu else ('tpu', ('libtpu',))
   if not any(map(importlib.util.find_spec, plugins)):
     compiler = "JAX's CUDA plugin" if chip.gpu else 'libtpu'
     raise ValueError(

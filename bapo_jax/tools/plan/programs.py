@@ -155,7 +155,7 @@ def score(job: Job) -> Program:
   """Builds the program that computes log-probabilities of a packed micro-batch."""
   config, T = job.config, job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
-  knobs = dict(temperature=config.sampler.temperature, chunk=config.logprobs.chunk)
+  knobs = dict(temperature=config.sampler.temperature)
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
   params, opt, base = learner_state(job)
   like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(job.mesh))
