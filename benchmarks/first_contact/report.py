@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from bapo_jax.runtime import machine
+
 HEADER = '| section | figure | value | beside |\n|---|---|--:|---|'
 
 
@@ -43,4 +45,5 @@ def table(document: dict[str, Any]) -> str:
     end = f'{verdict}, {section["seconds"]:.0f} s'
     lines.append(f'| {name} | {end} | | {reason} |')
   lines += ['', f'{document["minutes"]:.1f} minutes, status {document["status"]}']
+  lines.append(f'Before: {machine.CONFIRMED}')
   return '\n'.join(lines)

@@ -67,7 +67,7 @@ def test_flags_of_xla_are_added_to_those_of_the_user(given, monkeypatch):
   added = (
     ['--xla_gpu_c=true'] if '--xla_a' in given else ['--xla_a=3', '--xla_gpu_c=true']
   )
-  assert os.environ['XLA_FLAGS'].split() == [*given.split(), *added]
+  assert os.environ['XLA_FLAGS'].split() == [*given.split(), *added, '--xla_gpu_c=true']
 
 
 def test_xla_knows_the_flags_of_a_gpu():

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import hlo, hosts, programs, search
 from bapo_jax.tools.plan.programs import Job, Program
@@ -158,6 +159,7 @@ def run(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm:.4g} GiB, '
     f'{sizes}, attention {job.spec.attention}'
   )
+  echo(machine.CONFIRMED)
   needed = budget.count(*job).update
   echo(budget.sentence(config, job.schedule, needed, room(chip)))
   rows, verdicts = {}, {}
