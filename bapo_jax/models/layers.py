@@ -35,9 +35,10 @@ def _is_flash(primitive: Primitive, *_: Any, **__: Any) -> bool:
 _SAVED = jax.checkpoint_policies
 _ADAPTED = 'adapted product'  # names a sum, saved in place of its two products
 REMAT = {
-  'full': jax.checkpoint,
+  'full': functools.partial(jax.checkpoint, prevent_cse=False),
   'dots': functools.partial(
     jax.checkpoint,
+    prevent_cse=False,
     policy=_SAVED.save_from_both_policies(
       _SAVED.save_from_both_policies(
         _SAVED.dots_with_no_batch_dims_saveable, _is_flash
