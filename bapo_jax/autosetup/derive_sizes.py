@@ -147,7 +147,7 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives learner.grad_accum_steps: the fewest that allow the least recomputation."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  least, fitting = budget.choices(config, spec, mesh)[0].remat, []
+  least, fitting = budget.choices(config, spec, mesh, facts.memory)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
     tried = config.with_values(learner={'grad_accum_steps': n})

@@ -31,7 +31,8 @@ DECODED = 12  # bytes per token of a decode slot: token, log-probability, versio
 RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 # The remaining memory is for fragmentation and, on a host, for other programs.
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
-TILE_CPU, TILE_SHARE = 4, 0.02  # of logits: MiB on a CPU, share of another memory
+# Tiles of logits: MiB on a CPU; elsewhere a share of the memory, or MiB if it is short.
+TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
 # The time of a schedule, fitted to layers of a 0.5B on an H100 (docs/performance.md,
 # "Where an update goes"): 'dots' recomputes this share of a forward pass, and in the
 # time that a saved byte takes, products do this many FLOPs. For TPUs, from the roofline
@@ -203,7 +204,7 @@ def _passes(
     gathered += at_once * c * layer * spec.layers / tensor
   saved = spec.layers * saved_bytes(spec, schedule, T, tensor) + (c + 4) * spec.width
   inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor)
-  per_token = saved * at_once + 2 * inside
+  per_token = saved * at_once
   if spec.attention == 'splash':
     # The fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
@@ -214,7 +215,8 @@ def _passes(
     per_token += 2 * c * spec.heads * spec.head_width / tensor
   tile = logprob_tiles.largest(schedule.tile_mib, -(-spec.vocab // tensor))
   logits = 3 * 4 * min(tile.columns, rows * T) * tile.rows
-  return gathered, rows * T * per_token + logits
+  # The tiles of logits are gone before the backward pass of the layers begins.
+  return gathered, rows * T * per_token + max(2 * inside * rows * T, logits)
 
 
 def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
@@ -300,11 +302,15 @@ def saved_bytes(
   return norms + c * (2 * H + 2 * K * blocks) * C + 6 * c * F + scores
 
 
-def choices(config: Config, spec: ModelSpec, mesh: Mesh) -> list[Schedule]:
+def choices(
+  config: Config, spec: ModelSpec, mesh: Mesh, memory: float
+) -> list[Schedule]:
   """Lists the schedules that the knobs allow, fastest first by `overhead`.
 
   On a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all
-  but the products. Sequence sharding comes last among equals, as it sends more bytes.
+  but the products. Of equals, sequence sharding, which sends more bytes, and small
+  tiles come last.
+  `memory` is that of a device, in bytes.
   """
   c, platform = config, mesh.devices.flat[0].platform
   remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
@@ -316,10 +322,13 @@ def choices(config: Config, spec: ModelSpec, mesh: Mesh) -> list[Schedule]:
     columns = (c.model.sequence_sharding == 'on',)
   elif mesh.shape['tensor'] == 1:
     columns = (False,)
-  spec, tile = _with_kernel(spec, mesh), c.logprobs.tile_mib
-  options = itertools.product(remats, columns, passes)
+  spec = _with_kernel(spec, mesh)
+  tiles = [c.logprobs.tile_mib or TILE_CPU]
+  if platform != 'cpu' and not c.logprobs.tile_mib:
+    tiles = sorted({int(TILE_SHARE * memory / 2**20), TILE_SHORT}, reverse=True)
+  options = itertools.product(remats, columns, passes, tiles)
   return sorted(
-    (Schedule(*option, tile) for option in options),
+    itertools.starmap(Schedule, options),
     key=lambda s: (overhead(spec, s, c.row_length, platform), s.sequence_sharding),
   )
 
@@ -355,15 +364,11 @@ def choose_schedule(
   `memory` is in bytes per device; 0 stands for `limit(mesh)`.
   """
   memory = memory or limit(mesh)
-  cpu = mesh.devices.flat[0].platform == 'cpu'
-  tile = TILE_CPU if cpu else max(TILE_CPU, int(TILE_SHARE * memory / 2**20))
 
   def needed(schedule: Schedule) -> float:
     return count(config, spec, schedule, mesh).update
 
-  options = [
-    s._replace(tile_mib=s.tile_mib or tile) for s in choices(config, spec, mesh)
-  ]
+  options = choices(config, spec, mesh, memory)
   fitting = (s for s in options if needed(s) <= memory)
   return next(fitting, None) or min(options, key=needed)
 
