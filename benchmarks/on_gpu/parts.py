@@ -8,12 +8,14 @@ The model has the sizes of Qwen2.5-0.5B and random weights. The sections are:
 2. `head`: log-probabilities by the size of a tile, beside plain JAX;
 3. `body`: the layers by attention kernel and remat;
 4. `step`: whole updates by tile, remat, pass for the bounds and micro-batches;
-5. `token`: the layers, the head, the draw and attention of a decoded token.
+5. `token`: the layers, the head, the draw and attention of a decoded token;
+6. `attention`: the attention of a layer, by our kernel and by tokamax's, if installed.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -22,12 +24,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from bapo_jax import main as command_line
 from bapo_jax.learner import scoring
+from bapo_jax.models import attention as kernels
 from bapo_jax.models import decoder, layers, logprobs, ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import sampling
@@ -39,7 +43,7 @@ from benchmarks.on_gpu.sizes import IS_SMALL
 
 LIMIT_S = float(os.environ.get('PARTS_LIMIT', '170'))
 LEAST_S = 12  # no part starts with less time left
-MOST_S = 3  # of timed calls per figure
+MOST_S = 15  # of timed calls per figure; the first may compile again
 BEGUN = time.perf_counter()
 TRACED_KERNELS = 32
 TOKENS = 32  # decoded in one program
@@ -72,6 +76,7 @@ UPDATES = [  # tile, remat, bounds_pass, micro-batches
   (TILES[1], 'none', 'again', 4),
 ]
 TRACED = [UPDATES[0], UPDATES[3]]
+PACKED = [(2, 64)] if IS_SMALL else [(16, 512), (2, 8192)]  # rows, columns of a layer
 if IS_SMALL:  # compiling takes minutes on a CPU
   MORE_TILES, UPDATES = [], TRACED
 
@@ -101,6 +106,8 @@ def report(
     seconds.append(time.perf_counter() - begun)
   took = statistics.median(seconds)
   figures = {'ms': round(1e3 * took, 3), 'first_s': round(first_s, 1)}
+  if max(seconds) > 2 * took or len(seconds) < 3:
+    figures['each_ms'] = [round(1e3 * x, 3) for x in seconds]
   if flops:
     figures['tflops'] = round(flops / took / 1e12, 1)
     figures['mfu'] = round(flops / took / roofline.CHIPS['h100'].flops, 3)
@@ -282,6 +289,7 @@ def traced(what: str, f: Callable, *args: Any) -> None:
 
 def token() -> None:
   """Reports the parts of a decoded token, TOKENS of them in one program."""
+  kernels.resolve('flash', 'gpu', SPEC.compute, SPEC.head_width)  # loads Pallas now
   actor = jax.jit(functools.partial(decoder.actor, spec=SPEC))(
     transformer.init(SPEC, jax.random.key(0))
   )
@@ -295,14 +303,26 @@ def token() -> None:
     with part(what):
       report(f'{what}, {TOKENS} tokens', jax.jit(program), start, *args)
 
-  def decode(_, state, actor, position):
-    token, cache = state
-    hidden, cache = decoder.decode(actor, token, position, cache, SPEC)
-    # A token that depends on the layers, so that the compiler keeps them.
-    return (hidden[:, :1].sum(-1) > 1e9).astype(jnp.int32), cache
+  def decode(token, cache, actor, position, count):
+    def body(i: jax.Array, state: Any) -> Any:
+      token, cache = state
+      hidden, cache = decoder.decode(actor, token, position + i, cache, SPEC)
+      # A token that depends on the layers, so that the compiler keeps them.
+      return (hidden[:, :1].sum(-1) > 1e9).astype(jnp.int32), cache
 
-  start = jnp.zeros(SLOTS, jnp.int32), cache
-  repeated('decoder layers', decode, start, actor, position)
+    return jax.lax.fori_loop(0, count, body, (token, cache))
+
+  # The sampler donates the cache, and its loop ends at a count known at run time only.
+  for is_known, is_donated in ((False, True), (True, True), (True, False)):
+    known, donated = (4,) if is_known else (), (0, 1) if is_donated else ()
+    f = jax.jit(decode, static_argnums=known, donate_argnums=donated)
+    what = f'decoder layers, {TOKENS} tokens, known {is_known}, donated {is_donated}'
+    with part(what):
+      copies = jax.tree.map(jnp.copy, (jnp.zeros(SLOTS, jnp.int32), cache))
+      rest = actor, position, TOKENS
+      results = report(what, f, *copies, *rest, is_update=True)
+      if not is_donated:
+        traced(what, f, *results, *rest)
 
   def project(_, hidden, w):
     logits = jnp.einsum('sd,vd->sv', hidden, w, preferred_element_type=jnp.float32)
@@ -327,7 +347,74 @@ def token() -> None:
   repeated('ragged attention of a layer', attend, q, *cache[0][0])
 
 
-SECTIONS = (ceilings, head, body, step, token)
+def tokamax_kernels() -> dict[str, Callable]:
+  """Returns tokamax's attention of packed rows by name; empty if it is not installed.
+
+  In public, tokamax takes packed rows as a mask of [T, T] only. `causal` has no mask:
+  it bounds the time of a kernel that reads where the text of each query starts.
+  """
+  if importlib.util.find_spec('tokamax') is None:
+    return {}
+  if importlib.util.find_spec('xprof') is None:
+    # tokamax imports these 30 MiB for benchmarks of its own.
+    sys.modules['xprof.cli.tools'] = mock.MagicMock()
+  import tokamax
+
+  run = functools.partial(
+    tokamax.dot_product_attention,
+    is_causal=True,
+    implementation='xla' if IS_SMALL else 'mosaic',
+  )
+
+  def masked(q, k, v, segment):
+    return run(q, k, v, mask=segment[:, None, :, None] == segment[:, None, None])
+
+  return {
+    'tokamax, mask': masked,
+    'tokamax, causal': lambda q, k, v, segment: run(q, k, v),
+  }
+
+
+def attention() -> None:
+  """Reports a layer's attention of packed rows, and how far tokamax's is from ours."""
+
+  def ours(q, k, v, segment):
+    return kernels.attend(q, k, v, kind=SPEC.attention, segment_BT=segment)
+
+  def both(kernel, q, k, v, segment, out):
+    attended, pull = jax.vjp(lambda *x: kernel(*x, segment), q, k, v)
+    return attended, *pull(out)
+
+  H, K, C = SPEC.heads, SPEC.kv_heads, SPEC.head_width
+  for rows, columns in PACKED:
+    q, out = (normal(key, rows, columns, H, C) for key in (0, 1))
+    k, v = (normal(key, rows, columns, K, C) for key in (2, 3))
+    texts = jnp.searchsorted(jnp.array([0.3, 0.9]) * columns, jnp.arange(columns))
+    segment = jnp.where(texts == 2, -1, texts)  # the last cells are empty
+    args = q, k, v, jnp.broadcast_to(segment, (rows, columns))
+    flops = 2 * rows * H * columns**2 * C  # of causal rows without texts
+    results = {}
+    for name, kernel in ({'ours': ours} | tokamax_kernels()).items():
+      what = f'attention of {rows} x {columns}, {name}'
+      with part(what):
+        report(f'{what}: forward', jax.jit(kernel), *args, flops=flops)
+        f = jax.jit(functools.partial(both, kernel))
+        results[name] = report(f'{what}: both', f, *args, out, flops=3.5 * flops)
+    if 'tokamax, mask' in results and 'ours' in results:
+      largest = differences(results['tokamax, mask'], results['ours'])
+      say(f'attention of {rows} x {columns}: masked differs from ours', largest=largest)
+
+
+def differences(found: Any, exact: Any) -> list[float]:
+  """Returns each array's largest difference, relative to the largest number."""
+  pairs = [
+    (a.astype('float32'), b.astype('float32'))
+    for a, b in zip(found, exact, strict=True)
+  ]
+  return [float(abs(a - b).max() / abs(b).max()) for a, b in pairs]
+
+
+SECTIONS = (ceilings, head, body, step, token, attention)
 
 
 def main() -> None:

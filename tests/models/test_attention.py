@@ -213,7 +213,7 @@ def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
 
 
 def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
-  # Since jax 0.11 the import of Pallas changes the keys of jit, so f would compile again.
+  # Since jax 0.11 importing Pallas changes the keys of jit: f would compile again.
   code = """if True:
     import jax, jax.numpy as jnp
     from bapo_jax.models import attention
