@@ -15,6 +15,7 @@ The model has the sizes of Qwen2.5-0.5B and random weights. The sections are:
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -105,7 +106,7 @@ def report(
     results = jax.block_until_ready(f(*args))
     seconds.append(time.perf_counter() - begun)
   took = statistics.median(seconds)
-  figures = {'ms': round(1e3 * took, 3), 'first_s': round(first_s, 1)}
+  figures: dict[str, Any] = {'ms': round(1e3 * took, 3), 'first_s': round(first_s, 1)}
   if max(seconds) > 2 * took or len(seconds) < 3:
     figures['each_ms'] = [round(1e3 * x, 3) for x in seconds]
   if flops:
@@ -303,26 +304,14 @@ def token() -> None:
     with part(what):
       report(f'{what}, {TOKENS} tokens', jax.jit(program), start, *args)
 
-  def decode(token, cache, actor, position, count):
-    def body(i: jax.Array, state: Any) -> Any:
-      token, cache = state
-      hidden, cache = decoder.decode(actor, token, position + i, cache, SPEC)
-      # A token that depends on the layers, so that the compiler keeps them.
-      return (hidden[:, :1].sum(-1) > 1e9).astype(jnp.int32), cache
+  def decode(_, state, actor, position):
+    token, cache = state
+    hidden, cache = decoder.decode(actor, token, position, cache, SPEC)
+    # A token that depends on the layers, so that the compiler keeps them.
+    return (hidden[:, :1].sum(-1) > 1e9).astype(jnp.int32), cache
 
-    return jax.lax.fori_loop(0, count, body, (token, cache))
-
-  # The sampler donates the cache, and its loop ends at a count known at run time only.
-  for is_known, is_donated in ((False, True), (True, True), (True, False)):
-    known, donated = (4,) if is_known else (), (0, 1) if is_donated else ()
-    f = jax.jit(decode, static_argnums=known, donate_argnums=donated)
-    what = f'decoder layers, {TOKENS} tokens, known {is_known}, donated {is_donated}'
-    with part(what):
-      copies = jax.tree.map(jnp.copy, (jnp.zeros(SLOTS, jnp.int32), cache))
-      rest = actor, position, TOKENS
-      results = report(what, f, *copies, *rest, is_update=True)
-      if not is_donated:
-        traced(what, f, *results, *rest)
+  start = jnp.zeros(SLOTS, jnp.int32), cache
+  repeated('decoder layers', decode, start, actor, position)
 
   def project(_, hidden, w):
     logits = jnp.einsum('sd,vd->sv', hidden, w, preferred_element_type=jnp.float32)
@@ -358,8 +347,7 @@ def tokamax_kernels() -> dict[str, Callable]:
   if importlib.util.find_spec('xprof') is None:
     # tokamax imports these 30 MiB for benchmarks of its own.
     sys.modules['xprof.cli.tools'] = mock.MagicMock()
-  import tokamax
-
+  tokamax = importlib.import_module('tokamax')
   run = functools.partial(
     tokamax.dot_product_attention,
     is_causal=True,
