@@ -8,6 +8,7 @@ longest one, and the kernel of ragged.py, on accelerators, each up to its length
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,13 +48,17 @@ def resolve(
   small = jnp.dtype(compute).itemsize == 2 and head_width <= WIDEST
   fits = {'splash': platform == 'tpu', 'flash': platform in ('gpu', 'cuda') and small}
   if kind == 'auto':
-    return next((name for name, does_fit in fits.items() if does_fit), 'plain')
+    kind = next((name for name, does_fit in fits.items() if does_fit), 'plain')
   if not fits.get(kind, True):
     raise ValueError(
       f'model.attention={kind} needs {FUSED[kind]}, but this is a {platform} with '
       f'model.compute={jnp.dtype(compute)} and heads of {head_width}; set '
       'model.attention to auto or plain'
     )
+  if kind != 'plain':
+    # Since jax 0.11 this import adds a flag to the keys of jit. If the first trace of a
+    # kernel imports it, all programs compiled until then compile again when called.
+    importlib.import_module('jax.experimental.pallas.tpu')
   return kind
 
 

@@ -167,9 +167,9 @@ stage_e() { # [NAME...]
   done
 }
 
-stage_p() { # its lines are in e.log
+stage_p() { # [SECTION...]; its lines are in e.log
   export PARTS_LIMIT=$((185 * SLOW))
-  step p parts 195 "$PYTHON" -m benchmarks.on_gpu.parts
+  step p parts 195 "$PYTHON" -m benchmarks.on_gpu.parts "$@"
 }
 
 stage_f() {

@@ -30,6 +30,12 @@ MISSING=( # not on the machine
   jaxtyping==0.3.11
   wadler_lindig==0.1.8
 )
+PEERS=( # for `attention` of parts.py only; the newest for Python 3.12 and jax 0.11
+  tokamax==0.0.17
+  qwix==0.1.8
+  einshape==1.0
+  immutabledict==4.3.1
+)
 NEWER=( # there in unknown versions; the project has a minimum, and they are small
   typing_extensions==4.16.0
   absl-py==2.5.1
@@ -50,7 +56,8 @@ done
 rm -rf "$FOLDER" # two versions of one package would stop the installation
 # shellcheck disable=SC2086  # PIP is a command with arguments
 $PIP download -q --no-deps --only-binary=:all: --python-version 3.12 \
-  --implementation cp "${platforms[@]}" -d "$FOLDER" "${MISSING[@]}" "${NEWER[@]}"
+  --implementation cp "${platforms[@]}" -d "$FOLDER" "${MISSING[@]}" "${NEWER[@]}" \
+  "${PEERS[@]}"
 
 mkdir "$FOLDER/kit"
 cat >"$FOLDER/kit/on_gpu.sh" <<'END'

@@ -8,12 +8,15 @@ The model has the sizes of Qwen2.5-0.5B and random weights. The sections are:
 2. `head`: log-probabilities by the size of a tile, beside plain JAX;
 3. `body`: the layers by attention kernel and remat;
 4. `step`: whole updates by tile, remat, pass for the bounds and micro-batches;
-5. `token`: the layers, the head, the draw and attention of a decoded token.
+5. `token`: the layers, the head, the draw and attention of a decoded token;
+6. `attention`: the attention of a layer, by our kernel and by tokamax's, if installed.
 """
 
 import contextlib
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -22,12 +25,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from bapo_jax import main as command_line
 from bapo_jax.learner import scoring
+from bapo_jax.models import attention as kernels
 from bapo_jax.models import (
   decoder,
   layers,
@@ -46,7 +51,7 @@ from benchmarks.on_gpu.sizes import IS_SMALL
 
 LIMIT_S = float(os.environ.get('PARTS_LIMIT', '170'))
 LEAST_S = 12  # no part starts with less time left
-MOST_S = 3  # of timed calls per figure
+MOST_S = 15  # of timed calls per figure; the first may compile again
 BEGUN = time.perf_counter()
 TRACED_KERNELS = 32
 TOKENS = 32  # decoded in one program
@@ -71,14 +76,15 @@ ROWS = 8 if IS_SMALL else 64  # of an update
 TILES_MIB = [4, 148, 592, 1300]  # of logits, see logprob_tiles.largest
 SLOTS, COLUMNS = (4, 128) if IS_SMALL else (256, 512)
 UPDATES = [  # MiB of a tile, remat, bounds_pass, micro-batches
-  (1300, 'dots', 'stored', 4),
   (1300, 'full', 'stored', 4),
+  (1300, 'dots', 'stored', 4),
   (1300, 'dots', 'again', 4),
   (1300, 'dots', 'again', 2),
   (1300, 'none', 'again', 4),
   (148, 'dots', 'stored', 4),
 ]
 TRACED = [UPDATES[0], UPDATES[3]]
+PACKED = [(2, 64)] if IS_SMALL else [(16, 512), (2, 8192)]  # rows, columns of a layer
 if IS_SMALL:  # compiling takes minutes on a CPU
   TILES_MIB, UPDATES = TILES_MIB[:2], TRACED
 
@@ -107,7 +113,9 @@ def report(
     results = jax.block_until_ready(f(*args))
     seconds.append(time.perf_counter() - begun)
   took = statistics.median(seconds)
-  figures = {'ms': round(1e3 * took, 3), 'first_s': round(first_s, 1)}
+  figures: dict[str, Any] = {'ms': round(1e3 * took, 3), 'first_s': round(first_s, 1)}
+  if max(seconds) > 2 * took or len(seconds) < 3:
+    figures['each_ms'] = [round(1e3 * x, 3) for x in seconds]
   if flops:
     figures['tflops'] = round(flops / took / 1e12, 1)
     figures['mfu'] = round(flops / took / roofline.CHIPS['h100'].flops, 3)
@@ -269,6 +277,7 @@ def traced(what: str, f: Callable, *args: Any) -> None:
 
 def token() -> None:
   """Reports the parts of a decoded token, TOKENS of them in one program."""
+  kernels.resolve('flash', 'gpu', SPEC.compute, SPEC.head_width)  # loads Pallas now
   actor = jax.jit(functools.partial(decoder.actor, spec=SPEC))(
     transformer.init(SPEC, jax.random.key(0))
   )
@@ -314,7 +323,73 @@ def token() -> None:
   repeated('ragged attention of a layer', attend, q, *cache[0][0])
 
 
-SECTIONS = (ceilings, head, body, step, token)
+def tokamax_kernels() -> dict[str, Callable]:
+  """Returns tokamax's attention of packed rows by name; empty if it is not installed.
+
+  In public, tokamax takes packed rows as a mask of [T, T] only. `causal` has no mask:
+  it bounds the time of a kernel that reads where the text of each query starts.
+  """
+  if importlib.util.find_spec('tokamax') is None:
+    return {}
+  if importlib.util.find_spec('xprof') is None:
+    # tokamax imports these 30 MiB for benchmarks of its own.
+    sys.modules['xprof.cli.tools'] = mock.MagicMock()
+  tokamax = importlib.import_module('tokamax')
+  run = functools.partial(
+    tokamax.dot_product_attention,
+    is_causal=True,
+    implementation='xla' if IS_SMALL else 'mosaic',
+  )
+
+  def masked(q, k, v, segment):
+    return run(q, k, v, mask=segment[:, None, :, None] == segment[:, None, None])
+
+  return {
+    'tokamax, mask': masked,
+    'tokamax, causal': lambda q, k, v, segment: run(q, k, v),
+  }
+
+
+def attention() -> None:
+  """Reports a layer's attention of packed rows, and how far tokamax's is from ours."""
+
+  def ours(q, k, v, segment):
+    return kernels.attend(q, k, v, kind=SPEC.attention, segment_BT=segment)
+
+  def both(kernel, q, k, v, segment, out):
+    attended, pull = jax.vjp(lambda *x: kernel(*x, segment), q, k, v)
+    return attended, *pull(out)
+
+  H, K, C = SPEC.heads, SPEC.kv_heads, SPEC.head_width
+  for rows, columns in PACKED:
+    q, out = (normal(key, rows, columns, H, C) for key in (0, 1))
+    k, v = (normal(key, rows, columns, K, C) for key in (2, 3))
+    texts = jnp.searchsorted(jnp.array([0.3, 0.9]) * columns, jnp.arange(columns))
+    segment = jnp.where(texts == 2, -1, texts)  # the last cells are empty
+    args = q, k, v, jnp.broadcast_to(segment, (rows, columns))
+    flops = 2 * rows * H * columns**2 * C  # of causal rows without texts
+    results = {}
+    for name, kernel in ({'ours': ours} | tokamax_kernels()).items():
+      what = f'attention of {rows} x {columns}, {name}'
+      with part(what):
+        report(f'{what}: forward', jax.jit(kernel), *args, flops=flops)
+        f = jax.jit(functools.partial(both, kernel))
+        results[name] = report(f'{what}: both', f, *args, out, flops=3.5 * flops)
+    if 'tokamax, mask' in results and 'ours' in results:
+      largest = differences(results['tokamax, mask'], results['ours'])
+      say(f'attention of {rows} x {columns}: masked differs from ours', largest=largest)
+
+
+def differences(found: Any, exact: Any) -> list[float]:
+  """Returns each array's largest difference, relative to the largest number."""
+  pairs = [
+    (a.astype('float32'), b.astype('float32'))
+    for a, b in zip(found, exact, strict=True)
+  ]
+  return [float(abs(a - b).max() / abs(b).max()) for a, b in pairs]
+
+
+SECTIONS = (ceilings, head, body, step, token, attention)
 
 
 def main() -> None:

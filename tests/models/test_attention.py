@@ -1,6 +1,8 @@
 """Every attention kernel equals the obvious version."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +210,24 @@ def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
   with jax.set_mesh(mesh):
     lowered = compiled_for.lower(q, k, k, segment_BT, out)
   assert lowered.compile().memory_analysis().temp_size_in_bytes < GIB
+
+
+def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
+  # Since jax 0.11 importing Pallas changes the keys of jit: f would compile again.
+  code = """if True:
+    import jax, jax.numpy as jnp
+    from bapo_jax.models import attention
+    attention.resolve('auto', 'gpu', 'bfloat16', 64)
+    traces = []
+    f = jax.jit(lambda x: traces.append(x) or x)
+    f(1)
+    from bapo_jax.models import ragged
+    columns = jnp.ones((1, 1, 16, 128)), jnp.ones((1, 1, 128, 16))
+    jax.eval_shape(ragged.attend, jnp.ones((1, 1, 16)), *columns, jnp.ones(1, int))
+    f(1)
+    assert len(traces) == 1, traces
+  """
+  subprocess.run([sys.executable, '-c', code], check=True)
 
 
 def test_auto_chooses_the_kernel_of_the_platform():
