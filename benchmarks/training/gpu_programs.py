@@ -1,6 +1,7 @@
 """Counts what a GPU would run: kernels, copied bytes and loops of a compiled program.
 
   python -m benchmarks.training.gpu_programs [--topology=h100:1] [--config.<knob>=value]
+  python -m benchmarks.training.gpu_programs --planned > benchmarks/on_gpu/planned.json
 
 Compiles the update, the log-probability pass and a decoded token of Qwen2.5-0.5B, as
 benchmarks.on_gpu runs them, for a GPU that may be absent (requirements-plan.txt). The
@@ -19,13 +20,13 @@ from typing import Any
 
 import jax
 
+from bapo_jax import main as command_line
 from bapo_jax.models import logprob_tiles
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import devices, hlo, plan, programs
+from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import budget, resolve
-from bapo_jax.training.config import Config
-from benchmarks.on_gpu import models
-from benchmarks.on_gpu.sizes import CHOSEN, PROMPT
+from benchmarks.on_gpu import models, ours
 
 OPCODE = re.compile(r' = (.*?) ([a-z][\w\-]*)\(')
 # Instructions that run no kernel: names, views, control flow, and ends of async ones.
@@ -106,49 +107,29 @@ def array_bytes(shape: str) -> int:
   return hlo.size(shape, '', False, '')
 
 
-def config_of(folder: str, given: Sequence[str] = ()) -> Config:
-  """Returns the config of stage e of benchmarks.on_gpu, for shapes without weights."""
-  from bapo_jax import main as command_line
-
-  kind, sizes = models.SHAPES['q05']
-  path = os.path.join(folder, 'q05')
-  os.makedirs(path, exist_ok=True)
-  described = dict(sizes, model_type=kind, tie_word_embeddings=True, hidden_act='silu')
-  with open(os.path.join(path, 'config.json'), 'w') as file:
+def job_of(folder: str, name: str, topology: str, given: Sequence[str] = ()) -> Job:
+  """Returns the run of stage e of benchmarks.on_gpu; its model has no weights."""
+  chip, attached = devices.attach(topology)
+  model_type, sizes = models.SHAPES[name]
+  described = dict(sizes, model_type=model_type, tie_word_embeddings=True)
+  os.makedirs(os.path.join(folder, name), exist_ok=True)
+  with open(os.path.join(folder, name, 'config.json'), 'w') as file:
     json.dump(described, file)
-  n = CHOSEN
-  values = {
-    'model.path': path,
-    'model.compute': 'bfloat16',
-    'tokenizer.path': path,
-    'tokenizer.template': '{problem}',
-    'prompts.count': n.prompts,
-    'prompts.max_prompt_tokens': PROMPT,
-    'sampler.group_size': n.group,
-    'sampler.max_new_tokens': n.new,
-    'sampler.max_num_seqs': n.slots,
-    'sampler.prefill_batch_size': n.slots,
-    'sampler.tokens_per_dispatch': 64,
-    'learner.minibatches': n.updates,
-    'learner.grad_accum_steps': n.pieces,
-  }
-  flags = [f'--config.{knob}={value}' for knob, value in values.items()]
-  return command_line.read_config('configs/aime.py', [*flags, *given])
+  flags = [*ours.overrides(folder, name), *given]
+  config = command_line.read_config('configs/aime.py', flags)
+  return plan.planned(config, resolve.make_mesh(config, attached), chip)
 
 
 def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
   """Compiles the programs and returns their counts, memory and schedule."""
-  chip, attached = devices.attach(topology)
   with tempfile.TemporaryDirectory() as folder:
-    config = config_of(folder, given)
-    mesh = resolve.make_mesh(config, attached)
-    job = plan.planned(config, mesh, chip)
+    job = job_of(folder, 'q05', topology, given)
+    config = job.config
     found: dict[str, Any] = {'schedule': str(job.schedule)}
-    scored = config.micro_batch_rows * config.sampler.max_new_tokens
     cells = config.micro_batch_rows * config.row_length
     tile = logprob_tiles.largest(job.schedule.tile_mib, job.spec.vocab)
     _, chunk = logprob_tiles.split(cells, tile.columns, logprob_tiles.COLUMNS)
-    chunks = -(-scored // chunk)
+    chunks = -(-config.micro_batch_rows * config.sampler.max_new_tokens // chunk)
     n = config.sampler.tokens_per_dispatch
     # Loops of unknown length, from the outside in.
     turns = {
@@ -158,7 +139,7 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
     }
     for name in turns:
       program = programs.programs_of(job.spec)[name](job)
-      with jax.set_mesh(mesh):
+      with jax.set_mesh(job.mesh):
         lowered = program.function.lower(*program.args, **program.static)
         executable = lowered.compile()
       row = counts(executable.as_text() or '', turns[name])
@@ -170,8 +151,30 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
   return found
 
 
+def planned() -> dict[str, Any]:
+  """Returns planned.json of benchmarks.on_gpu: schedules, and GiB of programs."""
+  found: dict[str, Any] = {}
+  with tempfile.TemporaryDirectory() as folder:
+    for topology in ('h100:1', 'h200:1'):
+      gpu = devices.parse(topology)[0].gpu
+      assert gpu is not None, 'only called for GPUs'
+      found[gpu.name] = {}
+      for name in ('q05', 'q15', 's135'):
+        job = job_of(folder, name, topology)
+        gib = {}
+        for what, make in programs.programs_of(job.spec).items():
+          row = plan.compiled(make(job), job.mesh)
+          bytes_ = row.total if isinstance(row, plan.Row) else row
+          gib[what] = round(bytes_ / budget.GIB, 2)
+        found[gpu.name][name] = {'schedule': str(job.schedule), 'gib': gib}
+  return found
+
+
 if __name__ == '__main__':
-  where = [x for x in sys.argv[1:] if x.startswith('--topology=')]
-  rest = [x for x in sys.argv[1:] if x not in where]
   jax.config.update('jax_platforms', 'cpu')
-  print(json.dumps(measure((where or ['=h100:1'])[0].split('=')[1], rest)))
+  if sys.argv[1:] == ['--planned']:
+    print(json.dumps(planned(), indent=1))
+  else:
+    where = [x for x in sys.argv[1:] if x.startswith('--topology=')] or ['=h100:1']
+    knobs = [x for x in sys.argv[1:] if x.startswith('--config.')]
+    print(json.dumps(measure(where[0].split('=')[1], knobs)))
