@@ -66,8 +66,8 @@ def test_an_update_on_an_h100(topology):
   topology('h100:1')  # skips without its compiler
   found = gpu_programs.measure('h100:1')
   update, score, token = (found[x] for x in ('train step', 'log-prob pass', 'decode'))
-  # With tiles of 512 x 2374 and the schedule with most memory: 78,049 kernels, 101.7 GiB
-  # copied, 6,152 turns and 28.8 GiB. At each turn the GPU waits for the host.
+  # With tiles of 512 x 2374 and the schedule that stores most: 78,049 kernels, 101.7
+  # GiB copied, 6,152 turns and 28.8 GiB. At each turn the GPU waits for the host.
   assert update['turns_of_unknown_loops'] < 50
   assert update['copied_gib'] < 10
   assert update['kernels'] < 13_000
