@@ -157,13 +157,28 @@ def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> T
   return jax.tree.map_with_path(place, tree)
 
 
+def _split(mesh: Mesh | AbstractMesh, *axes: Any) -> NamedSharding:
+  """Shards leading axes; omits axes of size 1, as the outputs of programs do.
+
+  A jitted function compiles once per spelling of a sharding.
+  """
+  entries = []
+  for axis in axes:
+    names = [axis] if isinstance(axis, str) else axis or ()
+    names = [name for name in names if mesh.shape[name] > 1]
+    entries.append(tuple(names) if names[1:] else next(iter(names), None))
+  while entries and entries[-1] is None:
+    entries.pop()
+  return NamedSharding(mesh, P(*entries))
+
+
 def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
   the inputs of a program only into equal parts.
   """
-  return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
+  return replicated(mesh) if rows % row_shards(mesh) else _split(mesh, ROWS)
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
@@ -193,7 +208,7 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
   heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
-  return NamedSharding(mesh, P(ROWS, heads))
+  return _split(mesh, ROWS, heads)
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import cache, machine
+from bapo_jax.runtime import ahead, cache, machine
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
@@ -116,9 +116,10 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
-    t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
+    kept = ahead.compile_all(trainer.sampler_programs(t, s.actor, partial=False))
   given = Submission(0, 0, trainer.actor_of(t, s))
   trainer.sample_fresh(t, given, key)
+  del kept  # the first call has found its programs
   began = time.perf_counter()
   found = trainer.sample_fresh(t, given, key)
   return time.perf_counter() - began, found

@@ -7,22 +7,27 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
+from bapo_jax import sharding
 from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
+from bapo_jax.rollout import decode
+from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.run import report, report_page, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
-from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
+from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
@@ -34,7 +39,7 @@ from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Resolved, processes_of
 from bapo_jax.training.serve import serve
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
-from bapo_jax.training.trainer import compile_sampler, finished, sent, train_loop
+from bapo_jax.training.trainer import finished, sampler_programs, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -420,23 +425,31 @@ def completed(config: Config, s: TrainState) -> str:
 
 
 def compiled(t: Trainer, s: TrainState) -> Trainer:
-  """Returns the trainer with its sampler and its train step compiled."""
+  """Returns the trainer with the programs of its steps compiled."""
   log('Compiling the sampler and the train step.')
-  began = time.perf_counter()
   with t.timer('compile'):
-    actor = sent(t, t.actor(s.params)) if s.actor is None else s.actor
     if t.remote:
-      t.remote.compile(actor)
-    else:
-      compile_sampler(t.beside or t, actor, s.partial is not None)
-    del actor
+      t.remote.compile(t.actor(s.params) if s.actor is None else s.actor)
+    train_step, *others = ahead.compile_all(programs(t, s))
     machine.trim()  # frees memory for the first updates
-    train_step = build.compile_train_step(t, s)
-    machine.trim()
     if t.remote:
       t.remote.wait_until_compiled()
-  log(f'Compiled in {time.perf_counter() - began:.0f} s.')
-  return dataclasses.replace(t, train_step=train_step)
+  step = functools.partial(train_step.compile(), base=t.base)
+  return dataclasses.replace(t, train_step=step, compiled=others)
+
+
+def programs(t: Trainer, s: TrainState) -> Iterator[Lowered]:
+  """Lowers the large programs of all steps, beginning with the train step."""
+  yield build.lower_train_step(t, s)
+  yield (sync := decode.lower_sync(t.weights(s.params), t.spec, t.mesh))
+  actor = sync.out_info
+  yield from evaluation_engine(t).programs(
+    actor, places=len(t.held_out.id_N), refreshed=False
+  )
+  if t.remote is None:
+    layout = sharding.shardings(actor, t.actor_mesh, 'decode')
+    actor = jax.tree.map(lambda x, s: x.update(sharding=s), actor, layout)
+    yield from sampler_programs(t.beside or t, actor, s.partial is not None)
 
 
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
@@ -468,9 +481,14 @@ def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
+  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
+  given = {'engine': evaluation_engine(t), 'verifier': t.verifier, 'step': step}
+  given['ks'] = t.config.evaluate.k
+  return evaluate.evaluate(t.actor(params), t.held_out, t.tokenizer, key, **given)
+
+
+def evaluation_engine(t: Trainer) -> RolloutEngine:
+  """Returns the sampler of evaluations."""
   knobs = t.config.evaluate
   sampling = knobs.sampling.model_dump() | {'group_size': knobs.group_size}
-  engine = dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)
-  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
-  given = {'engine': engine, 'verifier': t.verifier, 'step': step, 'ks': knobs.k}
-  return evaluate.evaluate(t.actor(params), t.held_out, t.tokenizer, key, **given)
+  return dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)

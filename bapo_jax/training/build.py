@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
@@ -62,7 +63,7 @@ def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
     r.spec,
     max_prompt_tokens=r.config.prompts.max_prompt_tokens,
     eos=r.tokenizer.eos,
-    mesh=r.mesh if r.mesh.size > 1 else None,
+    mesh=r.mesh,
     gallery=gallery,
     **r.config.sampler.model_dump(exclude={'actor_dtype'}),  # part of the spec
   )
@@ -123,15 +124,19 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   return Batch(*fields, pictures=pictures)
 
 
-def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
-  """Compiles the train step for the arrays of a state."""
+def lower_train_step(t: Trainer, s: TrainState) -> Lowered:
+  """Lowers the train step for the arrays of a state."""
   step = make_train_step(t.config, t.rules, t.spec, t.schedule)
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
     batch = abstract_batch(t.config, t.mesh, pictures)
-    compiled = step.lower(s.params, s.opt, batch, base=t.base).compile()
-  return functools.partial(compiled, base=t.base)
+    return step.lower(s.params, s.opt, batch, base=t.base)
+
+
+def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
+  """Compiles the train step for the arrays of a state."""
+  return functools.partial(lower_train_step(t, s).compile(), base=t.base)
 
 
 def make_trainer(
