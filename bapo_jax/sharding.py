@@ -157,28 +157,15 @@ def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> T
   return jax.tree.map_with_path(place, tree)
 
 
-def _split(mesh: Mesh | AbstractMesh, *axes: Any) -> NamedSharding:
-  """Shards leading axes; omits axes of size 1, as the outputs of programs do.
-
-  A jitted function compiles once per spelling of a sharding.
-  """
-  entries = []
-  for axis in axes:
-    names = [axis] if isinstance(axis, str) else axis or ()
-    names = [name for name in names if mesh.shape[name] > 1]
-    entries.append(tuple(names) if names[1:] else next(iter(names), None))
-  while entries and entries[-1] is None:
-    entries.pop()
-  return NamedSharding(mesh, P(*entries))
-
-
 def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
-  the inputs of a program only into equal parts.
+  the inputs of a program only into equal parts. Axes of size 1 are omitted, as in the
+  outputs of programs: a jitted function compiles once per spelling of a sharding.
   """
-  return replicated(mesh) if rows % row_shards(mesh) else _split(mesh, ROWS)
+  wide = tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
+  return NamedSharding(mesh, P() if rows % row_shards(mesh) or not wide else P(wide))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
@@ -207,8 +194,9 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
-  heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
-  return _split(mesh, ROWS, heads)
+  rows, tensor = over_rows(mesh).spec, mesh.shape['tensor']
+  is_split = tensor > 1 and not kv_heads % tensor
+  return NamedSharding(mesh, P(*(rows or (None,)), 'tensor') if is_split else rows)
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ Every new run first shows `short`: one prompt, and the findings about the config
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -116,7 +117,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
-    kept = ahead.compile_all(trainer.sampler_programs(t, s.actor, partial=False))
+    kept = ahead.compile_all(trainer.sampler_programs(t, s.actor))
   given = Submission(0, 0, trainer.actor_of(t, s))
   trainer.sample_fresh(t, given, key)
   del kept  # the first call has found its programs
@@ -220,7 +221,8 @@ def measured(
   teaching = int((spread_P[chosen] > 0).sum())
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
-    step = build.compile_train_step(t, s)
+    step = build.lower_train_step(t, s.params, s.opt).compile()
+    step = functools.partial(step, base=t.base)
   machine.trim()  # as a run does, see experiment.compiled
   t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update

@@ -189,7 +189,7 @@ class RolloutEngine:
       places: number of groups in the output, as in PartialRollouts.
       refreshed: whether to include `refresh`, for partial rollouts.
     """
-    lower = dataclasses.replace(self, apply=lambda f, *args, **kw: f.lower(*args, **kw))
+    lower: Any = dataclasses.replace(self, apply=lambda f, *x, **kw: f.lower(*x, **kw))
     yield (made := lower.empty(places * self.group_size))
     slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.

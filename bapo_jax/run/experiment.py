@@ -11,6 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from bapo_jax.run import report, report_page, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
+from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
@@ -137,6 +139,13 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     begun = checkpoints.latest_step() is not None
     if r.model.directory and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
+    early = None
+    if not begun and r.rollout_mesh is None and hosts.processes() == 1:
+      # Beside the loading. Several processes would not compile in one order.
+      *state, base = build.abstract(r.config, r.spec, r.mesh)
+      like = build.make_trainer(r, material, verifier, timer, base)
+      stack.callback((lane := Lane()).close)
+      early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
     t, s = build.build(r, material, verifier, workdir, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
@@ -144,7 +153,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       stack.callback(t.lane.close)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
-    run.start(s)
+    run.start(s, early)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
       if t.remote is not None:
@@ -260,7 +269,7 @@ class Run:
       'mesh': dict(self.t.mesh.shape),
     }
 
-  def start(self, s: TrainState) -> None:
+  def start(self, s: TrainState, early: Future[list[Lowered]] | None) -> None:
     """Compiles the programs; of a finished run, repeats only a missing evaluation.
 
     Logs which rows of metrics and which evaluations are lost.
@@ -279,7 +288,7 @@ class Run:
       log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
-      self.t = compiled(self.t, s)
+      self.t = compiled(self.t, s, early)
 
   def loop(self, first: TrainState, stop: Stop) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
@@ -424,13 +433,20 @@ def completed(config: Config, s: TrainState) -> str:
   )
 
 
-def compiled(t: Trainer, s: TrainState) -> Trainer:
-  """Returns the trainer with the programs of its steps compiled."""
+def compiled(
+  t: Trainer, s: TrainState, early: Future[list[Lowered]] | None = None
+) -> Trainer:
+  """Returns the trainer with the programs of its steps compiled.
+
+  `early` compiles `programs` already; None: not yet.
+  """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):
     if t.remote:
       t.remote.compile(t.actor(s.params) if s.actor is None else s.actor)
-    train_step, *others = ahead.compile_all(programs(t, s))
+    if early is None:
+      early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
+    train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
     if t.remote:
       t.remote.wait_until_compiled()
@@ -438,18 +454,17 @@ def compiled(t: Trainer, s: TrainState) -> Trainer:
   return dataclasses.replace(t, train_step=step, compiled=others)
 
 
-def programs(t: Trainer, s: TrainState) -> Iterator[Lowered]:
+def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   """Lowers the large programs of all steps, beginning with the train step."""
-  yield build.lower_train_step(t, s)
-  yield (sync := decode.lower_sync(t.weights(s.params), t.spec, t.mesh))
+  yield build.lower_train_step(t, params, opt)
+  yield (sync := decode.lower_sync(t.weights(params), t.spec, t.mesh))
   actor = sync.out_info
   yield from evaluation_engine(t).programs(
     actor, places=len(t.held_out.id_N), refreshed=False
   )
   if t.remote is None:
     layout = sharding.shardings(actor, t.actor_mesh, 'decode')
-    actor = jax.tree.map(lambda x, s: x.update(sharding=s), actor, layout)
-    yield from sampler_programs(t.beside or t, actor, s.partial is not None)
+    yield from sampler_programs(t.beside or t, build.placed(actor, layout))
 
 
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
@@ -482,9 +497,16 @@ def evaluation(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
   key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
-  given = {'engine': evaluation_engine(t), 'verifier': t.verifier, 'step': step}
-  given['ks'] = t.config.evaluate.k
-  return evaluate.evaluate(t.actor(params), t.held_out, t.tokenizer, key, **given)
+  return evaluate.evaluate(
+    t.actor(params),
+    t.held_out,
+    t.tokenizer,
+    key,
+    engine=evaluation_engine(t),
+    verifier=t.verifier,
+    step=step,
+    ks=t.config.evaluate.k,
+  )
 
 
 def evaluation_engine(t: Trainer) -> RolloutEngine:

@@ -39,7 +39,7 @@ def serve(t: Trainer, there: Link, back: Link, stop: Stop) -> int:
     weights = weights if order.weights is None else order.weights
     match order.kind:
       case 'compile':
-        programs = trainer.sampler_programs(t, weights, partial is not None)
+        programs = trainer.sampler_programs(t, weights)
         kept = ahead.compile_all(programs)  # noqa: F841 (keeps them compiled)
         weights = None
         back.send('compiled')

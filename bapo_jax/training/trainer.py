@@ -159,8 +159,9 @@ def run_submission(t: Trainer, given: Submission) -> Sampled:
   return Sampled(fresh, reevaluated, (began, time.perf_counter()))
 
 
-def sampler_programs(t: Trainer, actor: Tree, partial: bool) -> Iterator[Lowered]:
-  """Lowers the programs that sample; `partial`: also those of partial rollouts."""
+def sampler_programs(t: Trainer, actor: Tree) -> Iterator[Lowered]:
+  """Lowers the programs that sample."""
+  partial = t.config.rollout.max_off_policy_steps > 0
   places = t.config.places if partial else t.config.prompts.count
   return t.engine.programs(actor, places=places, refreshed=partial)
 
