@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -31,16 +31,15 @@ def compile_all(programs: Iterable[Lowered]) -> list[Lowered]:
     threads.add(threading.get_ident())
     program.compile()
 
+  def different() -> Iterator[Lowered]:
+    for program in programs:
+      if kept.setdefault(id(program.compiler_ir()), program) is program:
+        yield program  # equal programs have the same module
+
   jax.monitoring.register_event_listener(note)
   try:
     with ThreadPoolExecutor(1 if hosts.processes() > 1 else os.cpu_count()) as pool:
-      waiting = []
-      for program in programs:
-        # Equal programs have the same module, and compile once.
-        if kept.setdefault(id(program.compiler_ir()), program) is program:
-          waiting.append(pool.submit(compile_one, program))
-      for each in waiting:
-        each.result()
+      list(pool.map(compile_one, different()))
   finally:
     jax.monitoring.unregister_event_listener(note)
   seconds = time.perf_counter() - began
