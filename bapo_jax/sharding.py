@@ -161,9 +161,11 @@ def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
-  the inputs of a program only into equal parts.
+  the inputs of a program only into equal parts. Axes of size 1 are omitted, as in the
+  outputs of programs: a jitted function compiles once per spelling of a sharding.
   """
-  return NamedSharding(mesh, P() if rows % row_shards(mesh) else P(ROWS))
+  wide = tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
+  return NamedSharding(mesh, P() if rows % row_shards(mesh) or not wide else P(wide))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
@@ -192,8 +194,9 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
-  heads = None if kv_heads % mesh.shape['tensor'] else 'tensor'
-  return NamedSharding(mesh, P(ROWS, heads))
+  rows, tensor = over_rows(mesh).spec, mesh.shape['tensor']
+  is_split = tensor > 1 and not kv_heads % tensor
+  return NamedSharding(mesh, P(*(rows or (None,)), 'tensor') if is_split else rows)
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

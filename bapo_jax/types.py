@@ -20,6 +20,7 @@ and for pictures:
 # fmt: off
 # ruff: noqa: E501
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -143,6 +144,7 @@ def agree(**arrays: Any) -> dict[str, int]:
   return size
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # one program, not nine
 def empty_groups(rows: int, group: int, length: int) -> Groups:
   """Returns `Groups` of `rows` empty rows, marked by id -1 and completed_step -1."""
   P, G, T = rows, group, length

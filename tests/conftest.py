@@ -153,6 +153,20 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
   return runs.recorded(tmp_path_factory, 'adapters')
 
 
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+  """Returns the names of the programs that JAX compiles, as the test goes on."""
+  names: list[str] = []
+
+  def note(event: str, seconds: float, **details: Any) -> None:
+    if event.endswith('backend_compile_duration'):
+      names.append(details.get('fun_name', ''))
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield names
+  jax.monitoring.unregister_event_duration_listener(note)
+
+
 @pytest.fixture(scope='session')
 def browser(
   tmp_path_factory: pytest.TempPathFactory,

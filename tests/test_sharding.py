@@ -130,7 +130,12 @@ def test_a_mesh_is_ambient_within_current_and_under():
 def test_keys_and_values_are_placed_as_their_projections():
   devices = sharding.make(2, 2, 2)
   assert sharding.over_cache(devices, 2).spec == P(sharding.ROWS, 'tensor')
-  assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS, None)
+  assert sharding.over_cache(devices, 3).spec == P(sharding.ROWS)
+  # Spelled as a program spells its outputs, or its next call compiles again.
+  for sizes in ((8, 1, 1), (1, 4, 2), (1, 1, 8), (2, 2, 2)):
+    placed = sharding.over_cache(sharding.make(*sizes), 8)
+    x = jax.jit(lambda x: x + 1)(jax.device_put(jnp.ones((8, 8)), placed))
+    assert x.sharding.spec == placed.spec
 
 
 def test_an_unmatched_path_raises():

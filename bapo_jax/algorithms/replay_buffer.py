@@ -108,6 +108,7 @@ def init(
   )
 
 
+@functools.partial(jax.jit, static_argnames='rows')
 def draw(stored: Groups, rows: int) -> Groups:
   """Returns the `rows` rows of `stored` tried the longest ago, empty rows last."""
   never = jnp.iinfo(jnp.int32).max

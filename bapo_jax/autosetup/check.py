@@ -10,6 +10,7 @@ Every new run first shows `short`: one prompt, and the findings about the config
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -25,7 +26,7 @@ from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import cache, machine
+from bapo_jax.runtime import ahead, cache, machine
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
@@ -116,9 +117,10 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
-    t.engine.warm_up(s.actor, key, places=t.config.prompts.count, refreshed=False)
+    kept = ahead.compile_all(trainer.sampler_programs(t, s.actor))
   given = Submission(0, 0, trainer.actor_of(t, s))
   trainer.sample_fresh(t, given, key)
+  del kept  # the first call has found its programs
   began = time.perf_counter()
   found = trainer.sample_fresh(t, given, key)
   return time.perf_counter() - began, found
@@ -219,7 +221,8 @@ def measured(
   teaching = int((spread_P[chosen] > 0).sum())
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
-    step = build.compile_train_step(t, s)
+    step = build.lower_train_step(t, s.params, s.opt).compile()
+    step = functools.partial(step, base=t.base)
   machine.trim()  # as a run does, see experiment.compiled
   t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update

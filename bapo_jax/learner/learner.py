@@ -123,15 +123,14 @@ def update(
   Returns:
     (params, opt, updates in order).
   """
-  source_P = jnp.where(trained_on(groups).any(1), source_P, -1)
-  filled_P = exchange.whole(source_P >= 0)
+  source_P, order_EP = _seats(groups, source_P, key, epochs)
+  filled_P = exchange.whole(source_P) >= 0
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
   arrays = groups, source_P, prox_PGT, pictures
   updates = []
-  for epoch_key in jax.random.split(key, epochs):
-    order_P = np.asarray(jax.random.permutation(epoch_key, len(filled_P)))
+  for order_P in exchange.whole(order_EP):
     for seats_P in _minibatches(order_P, filled_P, minibatches):
       batch = place(_part(arrays, seats_P, version, advantage_rule, weights))
       params, opt, metrics, tokens = train_step(params, opt, batch)
@@ -139,6 +138,16 @@ def update(
   on_host = exchange.fetched([update.metrics for update in updates])
   updates = [u._replace(metrics=x) for u, x in zip(updates, on_host, strict=True)]
   return params, opt, updates
+
+
+@functools.partial(jax.jit, static_argnames='epochs')
+def _seats(
+  groups: Groups, source_P: Array, key: Array, epochs: int
+) -> tuple[Array, Array]:
+  """Returns source_P, -1 without a token to train on, and the order of each epoch."""
+  keys = jax.random.split(key, epochs)
+  order_EP = [jax.random.permutation(key, len(source_P)) for key in keys]
+  return jnp.where(trained_on(groups).any(1), source_P, -1), jnp.stack(order_EP)
 
 
 def _minibatches(

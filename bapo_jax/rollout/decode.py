@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
-from jax.stages import Wrapped
+from jax.stages import Lowered, Wrapped
 from jaxtyping import Bool, Float32, Int32, UInt32
 
 from bapo_jax import sharding
@@ -84,6 +84,11 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
   """Copies the weights to the decoding layout; the learner may then donate its own."""
   return _syncs(spec, mesh)[0](params)
+
+
+def lower_sync(params: Tree, spec: ModelSpec, mesh: Mesh) -> Lowered:
+  """Lowers `sync_actor`; `out_info` of the result is the abstract actor."""
+  return _syncs(spec, mesh)[0].lower(params)
 
 
 def params_of(actor: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:

@@ -4,19 +4,21 @@
    re-evaluation and evaluation differ only in sampling parameters and group size
    (`dataclasses.replace`);
 2. its methods call the compiled functions with these settings, under the mesh;
-3. `warm_up` compiles all shapes that can occur.
+3. `programs` lowers all shapes that can occur, to be compiled ahead.
 """
 
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Wrapped
+from jax.stages import Lowered, Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
@@ -55,6 +57,7 @@ class RolloutEngine:
     mesh: slots and rows are split over its data and fsdp axes; None for one device.
     gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
+    apply: calls a compiled function, or lowers it.
 
   Raises:
     ValueError: rows of these sizes cannot be decoded or have no room to finish, or
@@ -77,6 +80,9 @@ class RolloutEngine:
   top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
   gallery: Gallery | None = None
+  apply: Callable[..., Any] = lambda function, *args, **kwargs: function(
+    *args, **kwargs
+  )
 
   def __post_init__(self):
     if 0 < self.temperature < knobs.COLDEST:
@@ -116,7 +122,11 @@ class RolloutEngine:
   def empty(self, rows: int) -> tuple[Slots, Rows]:
     """Returns free slots and `rows` empty output rows, placed on the mesh."""
     sizes = self.max_num_seqs, rows, self.length, self.cache_segments
-    return _empty(self.spec, *sizes, self.mesh)()
+    return self._call(_empty(self.spec, *sizes, self.mesh))
+
+  def _call(self, function: Wrapped, *args: Any, **kwargs: Any) -> Any:
+    with sharding.current(self.mesh):
+      return self.apply(function, *args, **kwargs)
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
     """Returns the pictures of problems, none for id -1; None in runs on text only."""
@@ -132,8 +142,8 @@ class RolloutEngine:
       rows: the arguments of decode.admit from tokens_RT to new_A.
     """
     _check_layout(params)
-    admit = sharding.under(self.mesh, decode.admit)
-    return admit(params, slots, *rows, self.pictures(id_R), spec=self.spec)
+    args = params, slots, *rows, self.pictures(id_R)
+    return self._call(decode.admit, *args, spec=self.spec)
 
   def refresh(
     self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
@@ -147,16 +157,16 @@ class RolloutEngine:
     """
     _check_layout(params)
     columns = sum(self.segment_sizes[:live])
-    refresh = sharding.under(self.mesh, decode.refresh)
-    pictures = self.pictures(id_A)
-    return refresh(params, slots, slot_A, pictures, spec=self.spec, columns=columns)
+    args = params, slots, slot_A, self.pictures(id_A)
+    return self._call(decode.refresh, *args, spec=self.spec, columns=columns)
 
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
     """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
     _check_layout(params)
-    return sharding.under(self.mesh, decode.run)(
+    return self._call(
+      decode.run,
       params,
       slots,
       key,
@@ -169,16 +179,19 @@ class RolloutEngine:
       sampling=SamplingParams(self.temperature == 0, self.top_k, self.top_p),
     )
 
-  def warm_up(
-    self, params: Tree, key: Array, *, places: int, refreshed: bool = True
-  ) -> None:
-    """Compiles every shape that can occur, with calls that contain only padding.
+  def programs(
+    self, params: Tree, *, places: int, refreshed: bool = True
+  ) -> Iterator[Lowered]:
+    """Yields the program of every shape that can occur, for `ahead.compile_all`.
 
     Args:
+      params: an actor; may be abstract.
       places: number of groups in the output, as in PartialRollouts.
-      refreshed: whether `refresh` is compiled too, for partial rollouts.
+      refreshed: whether to include `refresh`, for partial rollouts.
     """
-    slots, rows = self.empty(places * self.group_size)
+    lower: Any = dataclasses.replace(self, apply=lambda f, *x, **kw: f.lower(*x, **kw))
+    yield (made := lower.empty(places * self.group_size))
+    slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
     no_slot, no_id = zeros + self.max_num_seqs, zeros - 1
@@ -187,12 +200,12 @@ class RolloutEngine:
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
       prompts = np.zeros((R, width), np.int32), np.ones(R, np.int32)
-      slots = self.admit(params, slots, no_id[:R], *prompts, *padding)
+      yield lower.admit(params, slots, no_id[:R], *prompts, *padding)
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
-        slots = self.refresh(params, slots, no_id, no_slot, live)
-      slots, _ = self.run(params, slots, key, 0, 0, live)
-    jax.block_until_ready(decode.harvest(slots, rows))
+        yield lower.refresh(params, slots, no_id, no_slot, live)
+      yield lower.run(params, slots, jax.random.key(0), 0, 0, live)
+    yield decode.harvest.lower(slots, rows)
 
 
 @functools.cache

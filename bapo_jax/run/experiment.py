@@ -7,23 +7,30 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+from jax.stages import Lowered
 
+from bapo_jax import sharding
 from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
+from bapo_jax.rollout import decode
+from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.run import report, report_page, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
-from bapo_jax.runtime import cache, exchange, files, hosts, machine, metrics
+from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
+from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
@@ -34,7 +41,7 @@ from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Resolved, processes_of
 from bapo_jax.training.serve import serve
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
-from bapo_jax.training.trainer import compile_sampler, finished, sent, train_loop
+from bapo_jax.training.trainer import finished, sampler_programs, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -132,6 +139,13 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     begun = checkpoints.latest_step() is not None
     if r.model.directory and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
+    early = None
+    if not begun and r.rollout_mesh is None and hosts.processes() == 1:
+      # Beside the loading. Several processes would not compile in one order.
+      *state, base = build.abstract(r.config, r.spec, r.mesh)
+      like = build.make_trainer(r, material, verifier, timer, base)
+      stack.callback((lane := Lane()).close)
+      early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
     t, s = build.build(r, material, verifier, workdir, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
@@ -139,7 +153,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
       stack.callback(t.lane.close)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
-    run.start(s)
+    run.start(s, early)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
       if t.remote is not None:
@@ -255,7 +269,7 @@ class Run:
       'mesh': dict(self.t.mesh.shape),
     }
 
-  def start(self, s: TrainState) -> None:
+  def start(self, s: TrainState, early: Future[list[Lowered]] | None) -> None:
     """Compiles the programs; of a finished run, repeats only a missing evaluation.
 
     Logs which rows of metrics and which evaluations are lost.
@@ -274,7 +288,7 @@ class Run:
       log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
-      self.t = compiled(self.t, s)
+      self.t = compiled(self.t, s, early)
 
   def loop(self, first: TrainState, stop: Stop) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
@@ -419,24 +433,38 @@ def completed(config: Config, s: TrainState) -> str:
   )
 
 
-def compiled(t: Trainer, s: TrainState) -> Trainer:
-  """Returns the trainer with its sampler and its train step compiled."""
+def compiled(
+  t: Trainer, s: TrainState, early: Future[list[Lowered]] | None = None
+) -> Trainer:
+  """Returns the trainer with the programs of its steps compiled.
+
+  `early` compiles `programs` already; None: not yet.
+  """
   log('Compiling the sampler and the train step.')
-  began = time.perf_counter()
   with t.timer('compile'):
-    actor = sent(t, t.actor(s.params)) if s.actor is None else s.actor
     if t.remote:
-      t.remote.compile(actor)
-    else:
-      compile_sampler(t.beside or t, actor, s.partial is not None)
-    del actor
+      t.remote.compile(t.actor(s.params) if s.actor is None else s.actor)
+    if early is None:
+      early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
+    train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
-    train_step = build.compile_train_step(t, s)
-    machine.trim()
     if t.remote:
       t.remote.wait_until_compiled()
-  log(f'Compiled in {time.perf_counter() - began:.0f} s.')
-  return dataclasses.replace(t, train_step=train_step)
+  step = functools.partial(train_step.compile(), base=t.base)
+  return dataclasses.replace(t, train_step=step, compiled=others)
+
+
+def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
+  """Lowers the large programs of all steps, beginning with the train step."""
+  yield build.lower_train_step(t, params, opt)
+  yield (sync := decode.lower_sync(t.weights(params), t.spec, t.mesh))
+  actor = sync.out_info
+  yield from evaluation_engine(t).programs(
+    actor, places=len(t.held_out.id_N), refreshed=False
+  )
+  if t.remote is None:
+    layout = sharding.shardings(actor, t.actor_mesh, 'decode')
+    yield from sampler_programs(t.beside or t, build.placed(actor, layout))
 
 
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
@@ -468,9 +496,21 @@ def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
+  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
+  return evaluate.evaluate(
+    t.actor(params),
+    t.held_out,
+    t.tokenizer,
+    key,
+    engine=evaluation_engine(t),
+    verifier=t.verifier,
+    step=step,
+    ks=t.config.evaluate.k,
+  )
+
+
+def evaluation_engine(t: Trainer) -> RolloutEngine:
+  """Returns the sampler of evaluations."""
   knobs = t.config.evaluate
   sampling = knobs.sampling.model_dump() | {'group_size': knobs.group_size}
-  engine = dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)
-  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
-  given = {'engine': engine, 'verifier': t.verifier, 'step': step, 'ks': knobs.k}
-  return evaluate.evaluate(t.actor(params), t.held_out, t.tokenizer, key, **given)
+  return dataclasses.replace(t.engine, gallery=t.held_out_gallery, **sampling)

@@ -47,7 +47,7 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
     queue = (each.ready.result() for each in s.queue)
     return [(x.fresh.groups, x.reevaluated.groups) for x in queue]
   G, T = t.engine.group_size, t.engine.length
-  empty = [
+  empty: list[tuple[Groups, Groups]] = [
     (
       empty_groups(t.config.prompts.count, G, T),
       empty_groups(hard_rows(t.config, s.step + i), G, T),

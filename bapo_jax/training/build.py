@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
@@ -16,10 +17,9 @@ from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import optimizer as optimizer_lib
-from bapo_jax.learner.learner import TrainStep
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
-from bapo_jax.models import lora
+from bapo_jax.models import lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
@@ -27,7 +27,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import policy, rules
+from bapo_jax.training import budget, policy, rules
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Model, Resolved, resolve
@@ -62,7 +62,7 @@ def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
     r.spec,
     max_prompt_tokens=r.config.prompts.max_prompt_tokens,
     eos=r.tokenizer.eos,
-    mesh=r.mesh if r.mesh.size > 1 else None,
+    mesh=r.mesh,
     gallery=gallery,
     **r.config.sampler.model_dump(exclude={'actor_dtype'}),  # part of the spec
   )
@@ -117,20 +117,18 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
     shape, kind = tuple(size[axis] for axis in axes), kinds.get(name, jnp.float32)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
   if pictures is not None:
-    layout = sharding.layout_of_rows(pictures, mesh)
-    pictures = jax.tree.map(lambda x, s: x.update(sharding=s), pictures, layout)
+    pictures = placed(pictures, sharding.layout_of_rows(pictures, mesh))
   return Batch(*fields, pictures=pictures)
 
 
-def compile_train_step(t: Trainer, s: TrainState) -> TrainStep:
-  """Compiles the train step for the arrays of a state."""
+def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
+  """Lowers the train step for the arrays of a state; they may be abstract."""
   step = make_train_step(t.config, t.rules, t.spec, t.schedule)
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
     batch = abstract_batch(t.config, t.mesh, pictures)
-    compiled = step.lower(s.params, s.opt, batch, base=t.base).compile()
-  return functools.partial(compiled, base=t.base)
+    return step.lower(params, opt, batch, base=t.base)
 
 
 def make_trainer(
@@ -210,6 +208,26 @@ def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
   capacity = config.buffer.capacity if config.batch.active.uses_buffer else 0
   G = config.sampler.group_size
   return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
+
+
+def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:
+  """Returns abstract (params, opt, base), placed as in training.
+
+  base holds the frozen weights, and is None if all weights are trained.
+  """
+  params, base = transformer.abstract(spec), None
+  if config.lora.rank:
+    make = functools.partial(lora.init, spec, **config.lora.model_dump())
+    params, base = jax.eval_shape(make, jax.random.key(0)), params
+  elif budget.frozen_tower(config, spec):
+    base = {policy.TOWER: params.pop(policy.TOWER)}
+  found = params, jax.eval_shape(optimizer(config).init, params), base
+  return placed(found, sharding.shardings(found, mesh))
+
+
+def placed(tree: Tree, layout: Tree) -> Tree:
+  """Returns the abstract tree with a sharding on every leaf."""
+  return jax.tree.map(lambda x, s: x.update(sharding=s), tree, layout)
 
 
 def build(

@@ -182,11 +182,16 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     params = sharding.under(mesh, sft.fit)(
       r.tokenizer, spec, mesh, T, *made, config.sft, config.sft.seed, r.schedule
     )
-  if not all(jnp.isfinite(w).all() for w in jax.tree.leaves(params)):
+  if not _finite(params):
     raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
   checkpoint.save_params(path, params)
   _copied(path, shared)
   return params
+
+
+@jax.jit  # one program, not two per shape
+def _finite(tree: Tree) -> Array:
+  return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def fingerprint(weights: Tree) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from bapo_jax import sharding
 from bapo_jax.data import prompts
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime import ahead
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.signals import Stop
@@ -38,7 +39,8 @@ def serve(t: Trainer, there: Link, back: Link, stop: Stop) -> int:
     weights = weights if order.weights is None else order.weights
     match order.kind:
       case 'compile':
-        trainer.compile_sampler(t, weights, partial is not None)
+        programs = trainer.sampler_programs(t, weights)
+        kept = ahead.compile_all(programs)  # noqa: F841 (keeps them compiled)
         weights = None
         back.send('compiled')
       case 'submit':

@@ -117,7 +117,8 @@ def fit(
   tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01)
   params = transformer.init(spec, jax.random.key(seed))
   params = exchange.placed(params, sharding.shardings(params, mesh))
-  opt = tx.init(params)
+  layout = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
+  opt = jax.jit(tx.init, out_shardings=layout)(params)
   rng = np.random.default_rng(seed)
   shown = [problem.row for problem in problems]
   encoded = prompts_lib.encode(tokenizer, shown, spec.vision)

@@ -1,7 +1,7 @@
 """Defines what a run consists of: `Trainer` is fixed, `TrainState` changes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
@@ -67,6 +68,7 @@ class Trainer:
   beside: 'Trainer | None' = None  # on the devices that only sample; None: the same
   lane: Lane | None = None  # the thread of `beside`
   remote: RemoteSampler | None = None  # the processes of `beside`, if they are others
+  compiled: Sequence[Lowered] = ()  # keeps the programs of later calls compiled
 
   @property
   def actor_mesh(self) -> Mesh:

@@ -57,12 +57,10 @@ def describe(
     new, learned = concat(*(each.groups for each in fresh)), live(updates)
     row = _of_updates(learned)
     row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
-    reevaluated = sampled.reevaluated
-    masks = new.response_mask_PGT, reevaluated.groups.response_mask_PGT
-    row['rollout/tokens'] = float(masks[0].sum() + masks[1].sum())
+    reevaluated, again = sampled.reevaluated, sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
     of_step, spread = exchange.fetched(
-      _step_metrics(new, groups, source_P, s.buffer, step, eos)
+      _step_metrics(new, again, groups, source_P, s.buffer, step, eos)
     )
     row |= {name: float(value) for name, value in of_step.items()}
     row |= theory(row, learned, spread)
@@ -178,6 +176,7 @@ def theory(
 @jax.jit
 def _step_metrics(
   fresh: Groups,
+  reevaluated: Groups,
   groups: Groups,
   source_P: Array,
   buffer: ReplayBuffer,
@@ -193,7 +192,9 @@ def _step_metrics(
   rate_P = right_PG.mean(1)
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  sampled = fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   metrics = {
+    'rollout/tokens': sampled,
     'rollout/seats': (fresh.completed_step_P >= 0).mean(),
     'rollout/reward': masked_mean(fresh.reward_PG, filled_PG),
     'rollout/accuracy': masked_mean(right_PG, filled_PG),

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 from jax import Array
+from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
@@ -52,6 +53,7 @@ def finished(config: Config, s: TrainState) -> bool:
   return s.step >= config.steps or s.responses >= config.responses
 
 
+@functools.partial(jax.jit, static_argnames='seed')
 def step_keys(seed: int, step: int) -> StepKeys:
   """Returns the random keys of a learner step, a function of seed and step."""
   root = jax.random.key(seed)
@@ -157,11 +159,11 @@ def run_submission(t: Trainer, given: Submission) -> Sampled:
   return Sampled(fresh, reevaluated, (began, time.perf_counter()))
 
 
-def compile_sampler(t: Trainer, actor: Tree, partial: bool) -> None:
-  """Compiles the programs that sample; `partial`: also those of partial rollouts."""
-  key = jax.random.key(t.config.seed)
+def sampler_programs(t: Trainer, actor: Tree) -> Iterator[Lowered]:
+  """Lowers the programs that sample."""
+  partial = t.config.rollout.max_off_policy_steps > 0
   places = t.config.places if partial else t.config.prompts.count
-  t.engine.warm_up(actor, key, places=places, refreshed=partial)
+  return t.engine.programs(actor, places=places, refreshed=partial)
 
 
 def actor_of(t: Trainer, s: TrainState) -> Actor:
@@ -192,6 +194,8 @@ def hard_prompts(t: Trainer, s: TrainState, step: int) -> Prompts:
   A problem that is in flight is not drawn again.
   """
   rows = hard_rows(t.config, step)
+  if not rows:
+    return prompts.prompts_by_id(t.problems, np.zeros(0, np.int32))
   in_flight = [i for each in s.queue for i in each.hard_P]
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows + len(in_flight)).id_P)
   id_P = id_P[(id_P < 0) | ~np.isin(id_P, in_flight)][:rows]
@@ -311,7 +315,7 @@ def fill_batch(
       given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
       filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
       batch, source_P = jax.block_until_ready(filled)
-    if not (source_P >= 0).all() and next_round <= last:
+    if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
       more = Submission(s.step, next_round, actor_of(t, s), s.partial_here)
       rounds.append(sample_fresh(t, more, keys.fresh))
       next_round += 1
@@ -372,7 +376,7 @@ def insert(
   """Stores the step's groups in the replay buffer; returns (state, metrics)."""
   groups = concat(*(each.groups for each in fresh))
   both = groups, reevaluated.groups
-  filled = sum(int((x.completed_step_P >= 0).sum()) for x in both)
+  filled = sum(int((exchange.whole(x.completed_step_P) >= 0).sum()) for x in both)
   s = s.replace(responses=s.responses + filled * t.engine.group_size)
   rounds = float(sum(each.submits for each in fresh))
   metrics = {'rollout/responses': float(s.responses), 'rollout/rounds': rounds}

@@ -14,6 +14,7 @@ from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime import ahead
 from bapo_jax.tools.plan import hlo
 from bapo_jax.types import Prompts
 
@@ -269,42 +270,38 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
   assert set(seen) <= {(3, WIDTH), (4, WIDTH)}
 
 
-def test_nothing_compiles_after_the_warm_up():
-  jitted = (decode.run, decode.admit, decode.harvest, decode.refresh)
+@pytest.mark.parametrize('devices', [None, 1, 2])
+def test_calls_find_the_programs_that_were_compiled_ahead(compiled, devices):
+  mesh = devices and sharding.make(devices=jax.devices()[:devices])
   # Prompts of 3 and of 70 tokens: two buckets; a cache of two segments.
   knobs = KNOBS | {'group_size': 1, 'max_new_tokens': 26, 'cache_segments': 2}
   knobs |= {'max_num_seqs': 2, 'prefill_batch_size': 1, 'tokens_per_dispatch': 8}
   spec = dataclasses.replace(SPEC, positions=128)
-  engine = RolloutEngine(spec, max_prompt_tokens=70, **knobs)
-  engine.warm_up(ACTOR, KEY, places=4)
-  before = [function._cache_size() for function in jitted]
+  engine = RolloutEngine(spec, max_prompt_tokens=70, mesh=mesh, **knobs)
+  actor = decode.sync_actor(PARAMS, spec, mesh) if mesh else ACTOR
+  jax.clear_caches()
+  kept = ahead.compile_all(engine.programs(actor, places=4))
+  # Two widths to prefill; for one segment and for two, `refresh` and `run`; the empty
+  # slots and `harvest`.
+  assert len(kept) == 2 + 2 * 2 + 2
+  compiled.clear()
   rollouts = PartialRollouts(engine, 4)
   tokens_PT = np.full((4, 70), 5, np.int32)
   lengths = np.asarray([3, 70, 20, 64], np.int32)
   ids = np.arange(4, dtype=np.int32)
   rollouts.submit(Prompts(ids, tokens_PT, lengths), np.arange(4))
   while rollouts.unfinished:
-    rollouts.decode(ACTOR, KEY, max_tokens=9)
-    rollouts.refresh(ACTOR)
-  assert [function._cache_size() for function in jitted] == before
+    rollouts.decode(actor, KEY, max_tokens=9)
+    rollouts.refresh(actor)
+  assert compiled == []
 
 
-def test_free_slots_on_a_mesh_are_compiled_once():
+def test_free_slots_on_a_mesh_are_compiled_once(compiled):
   # Every step of a run without partial rollouts makes them.
-  compiled = []
-
-  def note(event, seconds, **_):
-    if event.endswith('backend_compile_duration'):
-      compiled.append(event)
-
   make = functools.partial(partial_rollouts, 8, mesh=sharding.make(data=8), **WIDE)
-  jax.monitoring.register_event_duration_secs_listener(note)
-  try:
-    make()
-    first = len(compiled)
-    make()
-  finally:
-    jax.monitoring.unregister_event_duration_listener(note)
+  make()
+  first = len(compiled)
+  make()
   assert len(compiled) == first > 0
 
 
@@ -334,7 +331,7 @@ def test_weights_in_the_layout_of_the_learner_are_refused():
   for call in (
     lambda: rollouts.decode(PARAMS, KEY, max_tokens=1),
     lambda: rollouts.refresh(PARAMS),
-    lambda: rollouts.engine.warm_up(PARAMS, KEY, places=P),
+    lambda: list(rollouts.engine.programs(PARAMS, places=P)),
   ):
     with pytest.raises(ValueError, match='layout'):
       call()

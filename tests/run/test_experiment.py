@@ -130,6 +130,26 @@ def test_no_step_after_the_second_compiles_a_program(warm, monkeypatch, partial)
   assert later <= {'jit(_take)'}
 
 
+@pytest.mark.nightly
+def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
+  warm, compiled, capsys
+):
+  jax.clear_caches()
+  knobs = {'steps': 1, 'evaluate.group_size': 4}  # that of training
+  assert runs.train(tiny(**knobs), warm('once')) == 0
+  count = collections.Counter(name[4:-1] for name in compiled)
+  large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest')
+  ahead = sum(count[name] for name in large)  # and none of them once more
+  assert f'Compiled {ahead} programs in' in capsys.readouterr().out
+  # Evaluation differs from training in the number of rows alone.
+  assert (count['learn'], count['copy'], count['harvest']) == (1, 1, 2)
+  # Operations outside jit are programs named after them; 91 before they were joined.
+  operations = [name for name in count if hasattr(jax.lax, name) or name[0] == '_']
+  names = {'_bits', '_finite', '_fold', '_mixed', '_part', '_seats', '_step_metrics'}
+  assert len({*operations} - names - {'_take'}) <= 4, operations
+  assert count.total() <= 45
+
+
 def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
   experiment.claim(str(tmp_path), tiny())
   (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due

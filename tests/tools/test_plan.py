@@ -206,7 +206,7 @@ def test_the_programs_are_those_of_the_run(config, mesh):
   params, opt, batch, base = programs.train_step(job).args
   assert base is None
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
-  assert batch.tokens_BT.sharding.spec == P(sharding.ROWS)
+  assert batch.tokens_BT.sharding.spec == P('fsdp')  # data=1 is omitted
   # Parameters and two moments in float32 over 8 devices; vectors are replicated.
   vectors = sum(x.size for x in jax.tree.leaves(params) if x.sharding.spec == P())
   matrices = sum(x.size for x in jax.tree.leaves(params)) - vectors

@@ -79,13 +79,6 @@ def device_spec(config: Config, platform: str) -> ModelSpec:
   return dataclasses.replace(spec, attention=kind)
 
 
-def place(tree: Tree, shardings: Tree) -> Tree:
-  """Returns the abstract tree with a sharding on every leaf."""
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-  )
-
-
 def bytes_per_device(tree: Tree) -> int:
   """Returns the bytes per device of the placed leaves of an abstract tree."""
   return sum(
@@ -96,20 +89,8 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
-  """Returns abstract (params, opt, base), placed as in training.
-
-  base holds the frozen weights, and is None if all weights are trained.
-  """
-  config, spec = job.config, job.spec
-  params, base = transformer.abstract(spec), None
-  if config.lora.rank:
-    make = functools.partial(lora.init, spec, **config.lora.model_dump())
-    params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif budget.frozen_tower(config, spec):
-    base = {policy.TOWER: params.pop(policy.TOWER)}
-  opt = jax.eval_shape(build.optimizer(config).init, params)
-  found = params, opt, base
-  return place(found, sharding.shardings(found, job.mesh))
+  """Returns abstract (params, opt, base), placed as in training."""
+  return build.abstract(job.config, job.spec, job.mesh)
 
 
 def actor(job: Job) -> Tree:
@@ -118,13 +99,13 @@ def actor(job: Job) -> Tree:
     lambda params: decoder.actor(params, job.spec, decoder.joins(job.mesh)),
     transformer.abstract(job.spec),
   )
-  return place(made, sharding.shardings(made, job.mesh, 'decode'))
+  return build.placed(made, sharding.shardings(made, job.mesh, 'decode'))
 
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
   made = jax.eval_shape(lambda: build.empty_buffer(job.config, rules.bind(job.config)))
-  return place(made, sharding.layout_of_rows(made, job.mesh))
+  return build.placed(made, sharding.layout_of_rows(made, job.mesh))
 
 
 def beside_update(job: Job) -> int:
@@ -175,7 +156,7 @@ def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
-  slots = place(slots, decode_lib.slot_shardings(slots, job.mesh))
+  slots = build.placed(slots, decode_lib.slot_shardings(slots, job.mesh))
   return slots, bytes_per_device(slots.cache)
 
 
@@ -261,7 +242,7 @@ def embedded(job: Job, prompts: int) -> pictured.Seen:
   """Returns abstract pictures of `prompts` prompts, embedded if the tower is frozen."""
   _, _, base = learner_state(job)
   seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
-  return place(seen, sharding.layout_of_rows(seen, job.mesh))
+  return build.placed(seen, sharding.layout_of_rows(seen, job.mesh))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
@@ -269,7 +250,7 @@ def pixels_of(job: Job, prompts: int) -> Pictures:
   held = gallery_of(job)
   assert held is not None, 'only called for vision models'
   pixels = jax.eval_shape(lambda: held.empty(prompts))
-  return place(pixels, sharding.layout_of_rows(pixels, job.mesh))
+  return build.placed(pixels, sharding.layout_of_rows(pixels, job.mesh))
 
 
 def tower(job: Job) -> Program:
