@@ -36,14 +36,13 @@ def live_columns(
   k_SKCT = jnp.concatenate([k for k, _ in segments], 3)
   v_SKTC = jnp.concatenate([v for _, v in segments], 2)
   at = position_S[:, None, None, None]
-  new = tuple(
-    jnp.take_along_axis(x, at, axis).squeeze(axis)
-    for x, axis in ((k_SKCT, 3), (v_SKTC, 2))
-  )
+  k_SKC = jnp.take_along_axis(k_SKCT, at, 3)[..., 0]
+  v_SKC = jnp.take_along_axis(v_SKTC, at, 2)[:, :, 0]
   empty = (
-    scatter.put(k_SKCT, 0 * new[0], position_S, 3),
-    scatter.put(v_SKTC, 0 * new[1], position_S, 2),
+    scatter.put(k_SKCT, 0 * k_SKC, position_S, 3),
+    scatter.put(v_SKTC, 0 * v_SKC, position_S, 2),
   )
+  new = k_SKC, v_SKC
   mixed_SHC, (k, v) = ragged.attend(q_SHC, new, empty, position_S, position_S + 1)
   same = (k == k_SKCT).all() & (v == v_SKTC).all()
   return jnp.where(same, mixed_SHC, jnp.nan)
