@@ -29,7 +29,7 @@ from bapo_jax.models.scatter import put, put_values
 
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
-SPAN = 2048  # columns per program of the GPU kernel
+BLOCK, SPAN = 64, 2048  # columns per block and per program of the GPU kernel
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
 MASKED = -1e30  # score of a column past the length; -inf would give NaN differences
 
@@ -271,10 +271,10 @@ def _gpu(
   position_S: Array,
   length_S: Array,
   *,
-  n: int = LANES,
+  n: int = BLOCK,
   span: int = SPAN,
   warps: int = 4,
-  stages: int = 2,
+  stages: int = 3,
   interpret: bool = False,
 ) -> tuple[Array, KeysValues]:
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
@@ -311,8 +311,8 @@ def _gpu(
       *cache,
     ],
     input_output_aliases={3: 2, 4: 3},
-    # With three stages, 128 columns of heads of 128 need 136 KiB of shared memory, and
-    # do not compile for RTX cards, which have 99.
+    # Two blocks are loaded at a time, with two stages one, between products. Blocks of
+    # 128 columns of heads of 128 would not fit RTX cards, which have 99 KiB for them.
     compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=interpret,
     name='ragged_decode',

@@ -77,9 +77,9 @@ TILES_MIB = [4, 148, 592, 1300]  # of logits, see logprob_tiles.largest
 SLOTS, COLUMNS = (4, 128) if IS_SMALL else (256, 512)
 # Of the kernel of decoding: columns per block and per program, warps, stages of loads.
 RAGGED = [
-  *((n, 2048, warps, 2) for n in (32, 64, 128) for warps in (1, 2, 4)),
-  *((64, 2048, warps, 3) for warps in (1, 2)),
-  *((64, 256, 2, 2), (128, 128, 4, 2), (256, 2048, 8, 2)),
+  *((n, 2048, warps, 2) for n in (64, 128) for warps in (2, 4, 8)),
+  *((n, 2048, warps, 3) for n in (32, 64) for warps in (1, 2, 4)),
+  *((64, 2048, 4, 4), (64, 256, 4, 3), (128, 128, 4, 2)),
 ]
 UPDATES = [  # MiB of a tile, remat, bounds_pass, micro-batches
   (1300, 'full', 'stored', 4),
