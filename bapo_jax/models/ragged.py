@@ -292,9 +292,6 @@ def _gpu(
   def whole(*shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *shape), lambda s, k, _: (s, k, 0, 0))
 
-  def spanned(width: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, None, rows, width), lambda *at: (*at, 0, 0))
-
   by_slot = [pl.BlockSpec((None,), lambda s, *_: (s,))] * 2
   by_head = [whole(C, T), whole(T, C)]
   dtype = jnp.float32 if spans > 1 else q_SKGC.dtype
@@ -304,7 +301,13 @@ def _gpu(
     functools.partial(_gpu_span, G=G, n=n, span=span),
     grid=(S, K, spans),
     in_specs=[*by_slot, whole(2 + rows, C), *by_head],
-    out_specs=[spanned(1), spanned(C), *by_head],
+    out_specs=[
+      *(
+        pl.BlockSpec((None, None, None, rows, x), lambda *at: (*at, 0, 0))
+        for x in (1, C)
+      ),
+      *by_head,
+    ],
     out_shape=[
       jax.ShapeDtypeStruct((S, K, spans, G, 1), jnp.float32),
       jax.ShapeDtypeStruct((S, K, spans, G, C), dtype),

@@ -5,6 +5,7 @@
 2. `draw` draws a token per slot; (key, uid, position) determine the noise.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class SamplingParams(NamedTuple):
 
 
 SOFTMAX = SamplingParams()
+_lse = functools.partial(jax.nn.logsumexp, axis=1)
 
 
 def draw(
@@ -76,15 +78,6 @@ def draw(
 
   token_S, chosen_logit_S = jax.vmap(draw_slot)(uid_S, position_S, block_Sn, logits_Sbn)
   return token_S.astype(jnp.int32), chosen_logit_S - jax.nn.logsumexp(block_Sn, -1)
-
-
-def _lse(logits_Sbn: Array) -> Array:
-  """Computes the log-sum-exp of each block in two passes, which suit a cache."""
-  # If truncation removes a whole block, its maximum is -inf, and -inf - -inf is nan.
-  max_Sn = logits_Sbn.max(1)
-  max_Sn = jnp.where(jnp.isinf(max_Sn), 0, max_Sn)
-  sum_Sn = jnp.exp(logits_Sbn - max_Sn[:, None]).sum(1)
-  return max_Sn + jnp.log(sum_Sn)
 
 
 def _lse_once(logits_Sbn: Array) -> Array:
