@@ -8,7 +8,7 @@ The model has the sizes of Qwen2.5-0.5B and random weights. The sections are:
 2. `head`: log-probabilities by the size of a tile, beside plain JAX;
 3. `body`: the layers by attention kernel and remat;
 4. `step`: whole updates by tile, remat, pass for the bounds and micro-batches;
-5. `token`: the layers, the head, the draw and attention of a decoded token;
+5. `token`: the layers, the head, the draw and attention (by tile) of a decoded token;
 6. `attention`: the attention of a layer, by our kernel and by tokamax's, if installed.
 """
 

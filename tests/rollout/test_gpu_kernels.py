@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from bapo_jax import sharding
