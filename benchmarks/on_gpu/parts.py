@@ -325,7 +325,7 @@ def token() -> None:
   q = normal(0, SLOTS, SPEC.heads, SPEC.head_width)
   new = tuple(normal(i, SLOTS, SPEC.kv_heads, SPEC.head_width) for i in (1, 2))
 
-  def attention(what, kernel, q):
+  def attended(what, kernel, q):
     def attend(_, state, new, position):
       q, cache = state
       mixed, cache = kernel(q, new, cache, position, position + 1)
@@ -333,13 +333,13 @@ def token() -> None:
 
     repeated(f'{what} of a layer', attend, (q, cache[0][0]), new, position)
 
-  attention('ragged attention', ragged.attend, q)
+  attended('ragged attention', ragged.attend, q)
   if IS_SMALL or jax.default_backend() == 'gpu':  # a CPU emulates it
     by_head = q.reshape(SLOTS, SPEC.kv_heads, -1, SPEC.head_width)
     for n, span, warps, stages in RAGGED:
       kernel = functools.partial(ragged._gpu, n=n, span=span, interpret=IS_SMALL)
       kernel = functools.partial(kernel, warps=warps, stages=stages)
-      attention(f'ragged {n, span, warps, stages}', kernel, by_head)
+      attended(f'ragged {n, span, warps, stages}', kernel, by_head)
 
 
 def tokamax_kernels() -> dict[str, Callable]:
