@@ -18,6 +18,7 @@ from bapo_jax.models import attention, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized, Weight
+from bapo_jax.models.scatter import put, put_values
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -196,25 +197,23 @@ def decode(
   rotary_S = position_S if shift_S is None else position_S + shift_S
   turn_Sc = layers.rotations(rotary_S, spec)
   x_SD, new = layers.embed(actor, token_S, spec), []
-  attend = functools.partial(attention.cached, position_S=position_S)
-  if is_ragged(spec):
-    length_S = position_S + 1
-    if done_S is not None:
-      length_S = jnp.where(done_S, 1, length_S)
-    attend = functools.partial(_ragged, length_S=length_S)
+  length_S = position_S + 1
+  if done_S is not None:
+    length_S = jnp.where(done_S, 1, length_S)
   for w, segments in zip(actor['layers'], cache, strict=True):
     q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)
-    new.append(_extend(segments, k_SKC, v_SKC, position_S))
-    attended_SHC = attend(q_SHC, new[-1])
+    if is_ragged(spec):
+      from bapo_jax.models import ragged  # loads Pallas
+
+      attended_SHC, extended = ragged.attend(
+        q_SHC, (k_SKC, v_SKC), segments[0], position_S, length_S
+      )
+      new.append([extended])
+    else:
+      new.append(_extend(segments, k_SKC, v_SKC, position_S))
+      attended_SHC = attention.cached(q_SHC, new[-1], position_S)
     x_SD = layers.add_out(w, x_SD, attended_SHC, spec)
   return layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps), new
-
-
-def _ragged(q_SHC: Array, segments: Segments, length_S: Array) -> Array:
-  from bapo_jax.models import ragged  # loads Pallas
-
-  ((k_SKCT, v_SKTC),) = segments
-  return ragged.attend(q_SHC, k_SKCT, v_SKTC, length_S)
 
 
 def _extend(
@@ -225,54 +224,6 @@ def _extend(
     columns = v_SKtC.shape[2]
     # A negative index would count from the end; an index past the end is dropped.
     at_S = jnp.where(position_S < start, columns, position_S - start)
-    new.append((put(k_SKCt, k_SKC, at_S, 3), _put_values(v_SKtC, v_SKC, at_S)))
+    new.append((put(k_SKCt, k_SKC, at_S, 3), put_values(v_SKtC, v_SKC, at_S)))
     start += columns
   return new
-
-
-def _put_values(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
-  """Writes a column of values per slot; see `put`.
-
-  A TPU stores rows of fewer than LANES numbers with the columns last, because it would
-  pad them otherwise. A scatter along the columns would have all values transposed and
-  padded for it, at every token; a scatter of the transposed values leaves the order.
-  """
-
-  def turned(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
-    return put(v_SKtC.swapaxes(2, 3), v_SKC, at_S, 3).swapaxes(2, 3)
-
-  upright = functools.partial(put, axis=2)
-  return jax.lax.platform_dependent(
-    v_SKtC,
-    v_SKC,
-    at_S,
-    tpu=turned if v_SKC.shape[2] % attention.LANES else upright,
-    default=upright,
-  )
-
-
-def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
-  """Writes one value per slot to x [S, ...], at index at_S along `axis`.
-
-  `new` has the shape of `x` without `axis`. A value past the end is dropped.
-
-  The scatter is batched over slots. If its indices contained slot numbers, every device
-  of a mesh that shards slots would gather all values, and XLA's TPU backend would copy
-  the cache: 16.9 GB of temporaries for a cache of 16.9 GB (7B, 2048 slots of 9216).
-  """
-  within_slots = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=tuple(range(1, x.ndim)),
-    inserted_window_dims=(),
-    scatter_dims_to_operand_dims=(axis,),
-    operand_batching_dims=(0,),
-    scatter_indices_batching_dims=(0,),
-  )
-  return jax.lax.scatter(
-    x,
-    at_S[:, None],
-    jnp.expand_dims(new, axis),
-    within_slots,
-    indices_are_sorted=True,
-    unique_indices=True,
-    mode='drop',
-  )

@@ -7,7 +7,8 @@ Pallas kernel that reads them in blocks of columns, and no block past the last:
 2. on a TPU the grid has a step for each live block of each slot, with all key heads in
    a block, so that a step reads about a MiB (`_tpu`);
 3. on a GPU a program reads a span of the columns of a slot and a key head in a loop,
-   and the results of the spans are merged (`_gpu`).
+   and the results of the spans are merged (`_gpu`). The programs also write the newest
+   column, which costs a kernel per array otherwise.
 
 The axis n counts the columns of a block, and G the query heads of a key head.
 """
@@ -24,13 +25,15 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.attention import LANES
+from bapo_jax.models.scatter import put, put_values
 
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
-SPAN = 2048  # columns per program of the GPU kernel
+BLOCK, SPAN = 64, 2048  # columns per block and per program of the GPU kernel
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
 MASKED = -1e30  # score of a column past the length; -inf would give NaN differences
 
+KeysValues = tuple[Array, Array]  # of the cache, or a column per slot, [S, K, C]
 Softmax = tuple[Array, Array, Array]  # [G, 1] maximum, [G, 1] sum, [G, C] mixed values
 
 
@@ -93,65 +96,76 @@ def fold(
   return new_max_G1, sum_G1, mixed_GC * decay_G1 + new_GC
 
 
-def attend(q_SHC: Array, k_SKCT: Array, v_SKTC: Array, length_S: Array) -> Array:
-  """Computes attention [S, H, C] of a query per slot, on a TPU or a GPU.
+def attend(
+  q_SHC: Array,
+  new: KeysValues,
+  cache: KeysValues,
+  position_S: Array,
+  length_S: Array,
+) -> tuple[Array, KeysValues]:
+  """Writes a column to the cache and computes attention, on a TPU or a GPU.
 
   Other platforms emulate the TPU's kernel, for tests. Under a mesh each device runs the
   kernel on its slots and key heads.
 
   Args:
-    k_SKCT, v_SKTC: T is a multiple of LANES; C is a power of two, 16 or more.
-    length_S: i32, at least 1: the number of columns that the query attends to.
+    new: keys and values of the column, [S, K, C].
+    cache: [S, K, C, T] and [S, K, T, C]. T is a multiple of LANES; C is a power of two,
+      16 or more.
+    position_S: i32, below T: where the column is written.
+    length_S: i32, the number of columns that the query attends to: position_S + 1, or 1
+      if the result is not used.
+
+  Returns:
+    the mixed values [S, H, C], and the cache.
   """
-  if k_SKCT.shape[3] % LANES:
-    raise ValueError(
-      f'the cache has {k_SKCT.shape[3]} columns; give a multiple of {LANES}'
+  S, K, _, T = cache[0].shape
+  if T % LANES:
+    raise ValueError(f'the cache has {T} columns; give a multiple of {LANES}')
+
+  def local(q_SHC, new, *args):
+    S, K, C = new[0].shape
+    mixed_SKGC, cache = jax.lax.platform_dependent(
+      q_SHC.reshape(S, K, -1, C),
+      new,
+      *args,
+      tpu=_tpu,
+      cuda=_gpu,
+      default=functools.partial(_tpu, interpret=True),
     )
+    return mixed_SKGC.reshape(q_SHC.shape), cache
+
   mesh = sharding.ambient()
-  if mesh is None:
-    return _local(q_SHC, k_SKCT, v_SKTC, length_S)
-  slots = None if q_SHC.shape[0] % sharding.row_shards(mesh) else sharding.ROWS
-  heads = None if k_SKCT.shape[1] % mesh.shape['tensor'] else 'tensor'
-  by_head = P(slots, heads)
-  return jax.shard_map(
-    _local,
-    in_specs=(by_head, by_head, by_head, P(slots)),
-    out_specs=by_head,
-    check_vma=False,
-  )(q_SHC, k_SKCT, v_SKTC, length_S)
-
-
-def _local(q_SHC: Array, k_SKCT: Array, v_SKTC: Array, length_S: Array) -> Array:
-  """Runs the kernel of the platform on the slots and heads of one device."""
-  S, H, C = q_SHC.shape
-  mixed_SKGC = jax.lax.platform_dependent(
-    q_SHC.reshape(S, k_SKCT.shape[1], -1, C),
-    k_SKCT,
-    v_SKTC,
-    length_S,
-    tpu=_tpu,
-    cuda=_gpu,
-    default=functools.partial(_tpu, interpret=True),
-  )
-  return mixed_SKGC.reshape(S, H, C)
+  if mesh is not None:
+    slots = None if S % sharding.row_shards(mesh) else sharding.ROWS
+    by_head = P(slots, None if K % mesh.shape['tensor'] else 'tensor')
+    local = jax.shard_map(
+      local,
+      in_specs=(by_head, by_head, by_head, P(slots), P(slots)),
+      out_specs=by_head,
+      check_vma=False,
+    )
+  return local(q_SHC, new, cache, position_S, length_S)
 
 
 def _tpu(
   q_SKGC: Array,
-  k_SKCT: Array,
-  v_SKTC: Array,
+  new: KeysValues,
+  cache: KeysValues,
+  position_S: Array,
   length_S: Array,
   *,
   n: int = 0,
   interpret: bool = False,
-) -> Array:
-  """Runs the TPU kernel in blocks of n columns, by default `block_columns`.
+) -> tuple[Array, KeysValues]:
+  """Writes the column, then runs the kernel in blocks of n (default block_columns).
 
-  The slots are in two halves, for the two cores of a v4 or v5p. The half with fewer
-  blocks repeats the last block, which is not read again.
+  The slots are in two halves, for the two cores of a v4 or v5p; see `_visits`.
   """
   from jax.experimental.pallas import tpu as pltpu
 
+  k_SKCT = put(cache[0], new[0], position_S, 3)
+  v_SKTC = put_values(cache[1], new[1], position_S)
   heads = q_SKGC.shape[2]  # rows of zeros fill the tiles
   q_SKGC = jnp.pad(q_SKGC, ((0, 0), (0, 0), (0, -heads % SUBLANES), (0, 0)))
   (S, K, G, C), T = q_SKGC.shape, k_SKCT.shape[3]
@@ -159,22 +173,17 @@ def _tpu(
   halves, steps = 2 - S % 2, S // (2 - S % 2) * (T // n)  # most steps of a half
   slot_N, first_S, most = _visits(length_S, halves, steps, n)
 
-  def where(half: Array, i: Array, slot_N: Any, first_S: Any, length_S: Any) -> Any:
+  def keys(half: Array, i: Array, slot_N: Any, first_S: Any, length_S: Any) -> Any:
     slot = slot_N[half * steps + i]
-    return slot, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
+    return slot, 0, 0, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
 
   def by_slot(*at: Any) -> tuple[Any, ...]:
-    return where(*at)[0], 0, 0, 0
-
-  def keys(*at: Any) -> tuple[Any, ...]:
-    slot, block = where(*at)
-    return slot, 0, 0, block
+    return keys(*at)[0], 0, 0, 0
 
   def values(*at: Any) -> tuple[Any, ...]:
     return keys(*at) if turned else (*keys(*at)[:2], keys(*at)[3], 0)
 
-  # Rows of fewer than LANES numbers would be padded, so XLA stores such values with the
-  # columns last. The kernel reads them in that order: the transposition copies nothing.
+  # XLA stores such values with the columns last (put_values), and copies nothing here.
   turned = C % LANES > 0
   v = v_SKTC.swapaxes(2, 3) if turned else v_SKTC
   mixed_SKGC = pl.pallas_call(
@@ -195,7 +204,7 @@ def _tpu(
     interpret=interpret,
     name='ragged_decode',
   )(slot_N, first_S, length_S, q_SKGC, k_SKCT, v)
-  return mixed_SKGC[:, :, :heads]
+  return mixed_SKGC[:, :, :heads], (k_SKCT, v_SKTC)
 
 
 def _visits(
@@ -205,7 +214,7 @@ def _visits(
 
   Returns (the slot of each step [halves * steps], the first step of each slot [S], the
   number of steps of the half that has more). Steps past the last live block keep the
-  last slot of their half.
+  last slot of their half, and its last block, which is not read again.
   """
   count_hS = blocks(length_S, n).reshape(halves, -1)
   end_hS = jnp.cumsum(count_hS, 1)
@@ -257,76 +266,95 @@ def _tpu_step(
 
 def _gpu(
   q_SKGC: Array,
-  k_SKCT: Array,
-  v_SKTC: Array,
+  new: KeysValues,
+  cache: KeysValues,
+  position_S: Array,
   length_S: Array,
   *,
-  n: int = LANES,
+  n: int = BLOCK,
   span: int = SPAN,
+  warps: int = 4,
+  stages: int = 3,
   interpret: bool = False,
-) -> Array:
+) -> tuple[Array, KeysValues]:
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
 
-  Several programs per row keep all multiprocessors busy if few rows are long.
+  Several programs per row keep all multiprocessors busy if few rows are long. With one
+  per row, the programs write the result, and nothing is merged.
   """
   from jax.experimental.pallas import triton
 
-  (S, K, G, C), T = q_SKGC.shape, k_SKCT.shape[3]
+  (S, K, G, C), T = q_SKGC.shape, cache[0].shape[3]
   spans = -(-T // span)
+  # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
+  rows = max(SUBLANES, pl.next_power_of_2(G))
 
   def whole(*shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *shape), lambda s, k, _: (s, k, 0, 0))
 
-  # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
-  rows = max(SUBLANES, 1 << (G - 1).bit_length())
-  max_SKXG1, sum_SKXG1, mixed_SKXGC = pl.pallas_call(
+  by_slot = [pl.BlockSpec((None,), lambda s, *_: (s,))] * 2
+  by_head = [whole(C, T), whole(T, C)]
+  dtype = jnp.float32 if spans > 1 else q_SKGC.dtype
+  # XLA computes an array in one kernel, but its parts in several.
+  new_SKNC = jnp.concatenate([*(x[:, :, None] for x in new), q_SKGC], 2)
+  lse_SKXG1, mixed_SKXGC, k_SKCT, v_SKTC = pl.pallas_call(
     functools.partial(_gpu_span, G=G, n=n, span=span),
     grid=(S, K, spans),
-    in_specs=[
-      pl.BlockSpec((None,), lambda s, *_: (s,)),
-      whole(rows, C),
-      whole(C, T),
-      whole(T, C),
-    ],
+    in_specs=[*by_slot, whole(2 + rows, C), *by_head],
     out_specs=[
-      pl.BlockSpec((None, None, None, rows, x), lambda *at: (*at, 0, 0))
-      for x in (1, 1, C)
+      *(
+        pl.BlockSpec((None, None, None, rows, x), lambda *at: (*at, 0, 0))
+        for x in (1, C)
+      ),
+      *by_head,
     ],
     out_shape=[
-      jax.ShapeDtypeStruct((S, K, spans, G, x), jnp.float32) for x in (1, 1, C)
+      jax.ShapeDtypeStruct((S, K, spans, G, 1), jnp.float32),
+      jax.ShapeDtypeStruct((S, K, spans, G, C), dtype),
+      *cache,
     ],
-    # With three stages, 128 columns of heads of 128 need 136 KiB of shared memory, and
-    # do not compile for RTX cards, which have 99.
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    input_output_aliases={3: 2, 4: 3},
+    # Two blocks are loaded at a time, with two stages one, between products. Blocks of
+    # 128 columns of heads of 128 would not fit RTX cards, which have 99 KiB for them.
+    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=interpret,
     name='ragged_decode',
-  )(length_S, q_SKGC, k_SKCT, v_SKTC)
-  # A span past the length has the maximum MASKED, and so no weight.
-  weight_SKXG1 = jnp.exp(max_SKXG1 - max_SKXG1.max(2, keepdims=True))
-  mixed_SKGC = (weight_SKXG1 * mixed_SKXGC).sum(2)
-  return (mixed_SKGC / (weight_SKXG1 * sum_SKXG1).sum(2)).astype(q_SKGC.dtype)
+  )(position_S, length_S, new_SKNC, *cache)
+  mixed_SKGC = mixed_SKXGC[:, :, 0]
+  if spans > 1:
+    mixed_SKGC = (jax.nn.softmax(lse_SKXG1, 2) * mixed_SKXGC).sum(2)
+  return mixed_SKGC.astype(q_SKGC.dtype), (k_SKCT, v_SKTC)
 
 
-def _gpu_span(
-  length: Any, q: Any, k: Any, v: Any, *softmax: Any, G: int, n: int, span: int
-) -> None:
-  """Folds the live blocks of a span of one slot and key head."""
+def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
+  """Writes the newest column, and folds the live blocks of a span of one key head.
+
+  The softmax of the first span starts from the newest column, so that no program reads
+  what another writes. All spans write the same numbers.
+  """
   from jax.experimental.pallas import triton
 
-  rows, C = q.shape
+  position, length, new, k, v, lse, mixed, extended_k, extended_v = refs
+  rows, C = mixed.shape
+  k_C, v_C = new[0, :], new[1, :]
+  extended_k[:, position[...]] = k_C
+  extended_v[position[...], :] = v_C
   start = pl.program_id(2) * span
-  left = length[...] - start
+  left = length[...] - 1 - start
   real_R1 = jnp.arange(rows)[:, None] < G
-  q_RC = triton.load(q, mask=real_R1, other=0.0)
-  empty = tuple(
-    jnp.full((rows, x), value, jnp.float32)
-    for x, value in ((1, MASKED), (1, 0.0), (C, 0.0))
-  )
+  q_RC = triton.load(new.at[pl.ds(2, rows), :], mask=real_R1, other=0.0)
+  score_RC = q_RC.astype(jnp.float32) * k_C.astype(jnp.float32)[None]
+  score_R1 = score_RC.sum(1, keepdims=True) * C**-0.5
+  v_RC = jnp.broadcast_to(v_C.astype(jnp.float32)[None], (rows, C))
+  # MASKED: the first live block, or the merging of spans, gives the column no weight.
+  max_R1 = jnp.where(start == 0, score_R1, MASKED)
 
   def body(i: Array, state: Softmax) -> Softmax:
     at = pl.ds(start + i * n, n)
     return fold(state, q_RC, k[:, at], v[at, :], left - i * n)
 
   live = jnp.clip(blocks(left, n), 0, span // n)
-  for x, value in zip(softmax, jax.lax.fori_loop(0, live, body, empty), strict=True):
-    triton.store(x, value, mask=real_R1)
+  state = max_R1, jnp.ones_like(max_R1), v_RC
+  max_R1, sum_R1, mixed_RC = jax.lax.fori_loop(0, live, body, state)
+  triton.store(lse, max_R1 + jnp.log(sum_R1), mask=real_R1)
+  triton.store(mixed, (mixed_RC / sum_R1).astype(mixed.dtype), mask=real_R1)

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
+from bapo_jax.models.scatter import put
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import shapes
@@ -316,9 +317,9 @@ def _step(
   position_S = s.position_S + live_S
   ended_S = (token_S[:, None] == ends[None]).any(1)
   return s._replace(
-    tokens_ST=decoder.put(s.tokens_ST, token_S, at_S),
-    logp_ST=decoder.put(s.logp_ST, logp_S, at_S),
-    policy_version_ST=decoder.put(s.policy_version_ST, version_S, at_S),
+    tokens_ST=put(s.tokens_ST, token_S, at_S),
+    logp_ST=put(s.logp_ST, logp_S, at_S),
+    policy_version_ST=put(s.policy_version_ST, version_S, at_S),
     position_S=position_S,
     done_S=~live_S | ended_S | (position_S >= s.limit_S),
     cache=cache,

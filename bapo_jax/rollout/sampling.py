@@ -5,6 +5,7 @@
 2. `draw` draws a token per slot; (key, uid, position) determine the noise.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class SamplingParams(NamedTuple):
 
 
 SOFTMAX = SamplingParams()
+_lse = functools.partial(jax.nn.logsumexp, axis=1)
 
 
 def draw(
@@ -63,12 +65,7 @@ def draw(
   # of two, so that a vocabulary sharded over devices remains sharded.
   size = min(V & -V, 256)
   logits_Sbn = logits_SV.reshape(S, size, V // size)
-  # Log-sum-exp of each block. If truncation removes a whole block, its maximum is -inf,
-  # and -inf - -inf would be nan.
-  max_Sn = logits_Sbn.max(1)
-  max_Sn = jnp.where(jnp.isinf(max_Sn), 0, max_Sn)
-  sum_Sn = jnp.exp(logits_Sbn - max_Sn[:, None]).sum(1)
-  block_Sn = max_Sn + jnp.log(sum_Sn)
+  block_Sn = jax.lax.platform_dependent(logits_Sbn, cuda=_lse_once, default=_lse)
 
   def draw_slot(
     uid: Array, position: Array, block_n: Array, logits_bn: Array
@@ -81,6 +78,19 @@ def draw(
 
   token_S, chosen_logit_S = jax.vmap(draw_slot)(uid_S, position_S, block_Sn, logits_Sbn)
   return token_S.astype(jnp.int32), chosen_logit_S - jax.nn.logsumexp(block_Sn, -1)
+
+
+def _lse_once(logits_Sbn: Array) -> Array:
+  """Computes `_lse` in one pass, for a GPU, whose time is that of reading logits."""
+
+  def merge(a, b):
+    top = jnp.maximum(a[0], b[0])
+    return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top)
+
+  least = jnp.float32(-1e30)  # -inf would give NaN differences
+  parts = jnp.maximum(logits_Sbn, least), jnp.ones_like(logits_Sbn)
+  max_Sn, sum_Sn = jax.lax.reduce(parts, (least, jnp.float32(0)), merge, (1,))
+  return max_Sn + jnp.log(sum_Sn)
 
 
 def _truncate(logits_SV: Array, sampling: SamplingParams) -> Array:

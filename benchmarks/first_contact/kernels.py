@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.models import attention, ragged
+from bapo_jax.models import attention, ragged, scatter
 from benchmarks import machine
 from benchmarks.first_contact import oracle
 from benchmarks.first_contact.figures import Context, Figure
@@ -28,10 +28,24 @@ ROUNDINGS = {'float32': (16, 64), 'bfloat16': (4, 16)}
 def live_columns(
   q_SHC: jax.Array, segments: Sequence[tuple], position_S: jax.Array
 ) -> jax.Array:
-  """Runs the kernel of ragged.py on segments joined to one cache."""
+  """Runs the kernel of ragged.py on segments joined to one cache.
+
+  The kernel writes the column of the query, which is emptied before. The result is NaN
+  if the cache is not that of the segments afterwards.
+  """
   k_SKCT = jnp.concatenate([k for k, _ in segments], 3)
   v_SKTC = jnp.concatenate([v for _, v in segments], 2)
-  return ragged.attend(q_SHC, k_SKCT, v_SKTC, position_S + 1)
+  at = position_S[:, None, None, None]
+  k_SKC = jnp.take_along_axis(k_SKCT, at, 3)[..., 0]
+  v_SKC = jnp.take_along_axis(v_SKTC, at, 2)[:, :, 0]
+  empty = (
+    scatter.put(k_SKCT, 0 * k_SKC, position_S, 3),
+    scatter.put(v_SKTC, 0 * v_SKC, position_S, 2),
+  )
+  new = k_SKC, v_SKC
+  mixed_SHC, (k, v) = ragged.attend(q_SHC, new, empty, position_S, position_S + 1)
+  same = (k == k_SKCT).all() & (v == v_SKTC).all()
+  return jnp.where(same, mixed_SHC, jnp.nan)
 
 
 # Kernels of decoding: (query, segments, positions) -> mixed values; one line each.

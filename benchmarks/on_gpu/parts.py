@@ -8,7 +8,7 @@ The model has the sizes of Qwen2.5-0.5B and random weights. The sections are:
 2. `head`: log-probabilities by the size of a tile, beside plain JAX;
 3. `body`: the layers by attention kernel and remat;
 4. `step`: whole updates by tile, remat, pass for the bounds and micro-batches;
-5. `token`: the layers, the head, the draw and attention of a decoded token;
+5. `token`: the layers, the head, the draw and attention (by tile) of a decoded token;
 6. `attention`: the attention of a layer, by our kernel and by tokamax's, if installed.
 """
 
@@ -75,6 +75,12 @@ CELLS = B * SCORED
 ROWS = 8 if IS_SMALL else 64  # of an update
 TILES_MIB = [4, 148, 592, 1300]  # of logits, see logprob_tiles.largest
 SLOTS, COLUMNS = (4, 128) if IS_SMALL else (256, 512)
+# Of the kernel of decoding: columns per block and per program, warps, stages of loads.
+RAGGED = [
+  *((n, 2048, warps, 2) for n in (64, 128) for warps in (2, 4, 8)),
+  *((n, 2048, warps, 3) for n in (32, 64) for warps in (1, 2, 4)),
+  *((64, 2048, 4, 4), (64, 256, 4, 3), (128, 128, 4, 2)),
+]
 UPDATES = [  # MiB of a tile, remat, bounds_pass, micro-batches
   (1300, 'full', 'stored', 4),
   (1300, 'dots', 'stored', 4),
@@ -86,7 +92,7 @@ UPDATES = [  # MiB of a tile, remat, bounds_pass, micro-batches
 TRACED = [UPDATES[0], UPDATES[3]]
 PACKED = [(2, 64)] if IS_SMALL else [(16, 512), (2, 8192)]  # rows, columns of a layer
 if IS_SMALL:  # compiling takes minutes on a CPU
-  TILES_MIB, UPDATES = TILES_MIB[:2], TRACED
+  TILES_MIB, UPDATES, RAGGED = TILES_MIB[:2], TRACED, RAGGED[:1]
 
 
 def say(what: str, **figures: Any) -> None:
@@ -316,11 +322,24 @@ def token() -> None:
   uid = jnp.arange(SLOTS, dtype=jnp.uint32)
   repeated('draw and a pass over the logits', draw, (jnp.zeros(SLOTS), logits), uid)
 
-  def attend(_, q, k, v):
-    return ragged.attend(q, k, v, position + 1) * jnp.bfloat16(1.01)
-
   q = normal(0, SLOTS, SPEC.heads, SPEC.head_width)
-  repeated('ragged attention of a layer', attend, q, *cache[0][0])
+  new = tuple(normal(i, SLOTS, SPEC.kv_heads, SPEC.head_width) for i in (1, 2))
+
+  def attended(what, kernel, q):
+    def attend(_, state, new, position):
+      q, cache = state
+      mixed, cache = kernel(q, new, cache, position, position + 1)
+      return mixed * jnp.bfloat16(1.01), cache
+
+    repeated(f'{what} of a layer', attend, (q, cache[0][0]), new, position)
+
+  attended('ragged attention', ragged.attend, q)
+  if IS_SMALL or jax.default_backend() == 'gpu':  # a CPU emulates it
+    by_head = q.reshape(SLOTS, SPEC.kv_heads, -1, SPEC.head_width)
+    for n, span, warps, stages in RAGGED:
+      kernel = functools.partial(ragged._gpu, n=n, span=span, interpret=IS_SMALL)
+      kernel = functools.partial(kernel, warps=warps, stages=stages)
+      attended(f'ragged {n, span, warps, stages}', kernel, by_head)
 
 
 def tokamax_kernels() -> dict[str, Callable]:

@@ -13,26 +13,38 @@ from bapo_jax.models import attention, ragged
 S, H, K, C, T = 8, 14, 2, 32, 384
 EPS = 2.0**-23  # of float32
 LENGTHS = np.asarray([1, 384, 128, 129, 127, 256, 300, 77], np.int32)
-# The kernels of both platforms, in blocks of 128 columns, emulated on a CPU. The GPU's
-# two programs per slot and head merge their results.
+BLOCK = {'tpu': 128, 'gpu': 64}
+# The kernels of both platforms, emulated on a CPU. The GPU's two programs per slot and
+# head merge their results.
 KERNELS = {
-  'tpu': functools.partial(ragged._tpu, n=128, interpret=True),
-  'gpu': functools.partial(ragged._gpu, n=128, span=256, interpret=True),
+  'tpu': functools.partial(ragged._tpu, n=BLOCK['tpu'], interpret=True),
+  'gpu': functools.partial(ragged._gpu, n=BLOCK['gpu'], span=256, interpret=True),
 }
 
 
 def example(dtype='float32', S=S, K=K, C=C, seed=0):
-  """Random queries, keys and values; NaN wherever no kernel may look."""
+  """Random queries, (new keys, new values), (keys, values of the cache)."""
   rng = np.random.default_rng(seed)
-  shapes = (S, H, C), (S, K, C, T), (S, K, T, C)
-  return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+  shapes = (S, H, C), (S, K, C), (S, K, C), (S, K, C, T), (S, K, T, C)
+  q, *arrays = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+  return q, tuple(arrays[:2]), tuple(arrays[2:])
 
 
-def plain(q_SHC, k_SKCT, v_SKTC, length_S):
-  return attention.cached(q_SHC, [(k_SKCT, v_SKTC)], jnp.asarray(length_S) - 1)
+def extended(new, cache, position_S):
+  """The cache with the new column of each slot at its position."""
+  k_SKCT, v_SKTC = map(np.array, cache)
+  for s, position in enumerate(position_S):
+    k_SKCT[s, :, :, position] = new[0][s]
+    v_SKTC[s, :, position] = new[1][s]
+  return k_SKCT, v_SKTC
 
 
-def poisoned(k_SKCT, v_SKTC, length_S, n=128):
+def plain(q_SHC, new, cache, length_S):
+  position_S = jnp.asarray(length_S) - 1
+  return attention.cached(q_SHC, [extended(new, cache, position_S)], position_S)
+
+
+def poisoned(k_SKCT, v_SKTC, length_S, n):
   """The cache with NaN in every block past the last live block of its slot."""
   dead_ST = np.arange(T) >= np.asarray(ragged.blocks(length_S, n))[:, None] * n
   k_SKCT = jnp.where(dead_ST[:, None, None], jnp.nan, k_SKCT)
@@ -46,39 +58,63 @@ def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
   kernel, C, slots, dtype
 ):
   # Heads of 128 have another layout of the values; 5 slots are no two equal halves.
-  q, k, v = example(dtype, slots, C=C)
+  q, new, cache = example(dtype, slots, C=C)
   length_S = LENGTHS[:slots]
-  expected = plain(q, k, v, length_S)
+  expected = plain(q, new, cache, length_S)
   run = jax.jit(KERNELS[kernel])
-  q_SKGC = q.reshape(slots, K, H // K, C)
-  found = run(q_SKGC, *poisoned(k, v, length_S), length_S).reshape(q.shape)
+  q_SKGC, cache = (
+    q.reshape(slots, K, H // K, C),
+    poisoned(*cache, length_S, BLOCK[kernel]),
+  )
+  found, written = run(q_SKGC, new, cache, length_S - 1, length_S)
   assert found.dtype == expected.dtype
   # The weights of bfloat16 are rounded before they are normalised, here, and after.
   limit = 32 * EPS if dtype == 'float32' else 4 * 2.0**-8
-  np.testing.assert_allclose(
-    *(np.asarray(x, np.float32) for x in (found, expected)), atol=limit
-  )
+  pair = found.reshape(q.shape), expected
+  np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in pair), atol=limit)
+  for pair in zip(written, extended(new, cache, length_S - 1), strict=True):
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_finished_slot_only_rewrites_its_column(kernel):
+  # Its length of 1 is not that of its position: it reads a block at most.
+  q, new, cache = example(seed=2)
+  position_S, length_S = LENGTHS - 1, np.ones(S, np.int32)
+  cache = poisoned(*cache, length_S, BLOCK[kernel])
+  q_SKGC = q.reshape(S, K, H // K, C)
+  _, written = jax.jit(KERNELS[kernel])(q_SKGC, new, cache, position_S, length_S)
+  for x, y in zip(written, extended(new, cache, position_S), strict=True):
+    np.testing.assert_array_equal(x, y)
 
 
 def test_every_length_is_masked_in_the_right_column():
   # All lengths of two blocks: a column more or less would move the mean of values.
   length_S = np.arange(1, 257, dtype=np.int32)
-  q, k, v = example(S=256, C=16, seed=1)
-  found = jax.jit(ragged.attend)(q, k, v, length_S)
-  np.testing.assert_allclose(found, plain(q, k, v, length_S), atol=1e-5)
+  q, new, cache = example(S=256, C=16, seed=1)
+  expected = plain(q, new, cache, length_S)
+  found, _ = jax.jit(ragged.attend)(q, new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  run = jax.jit(KERNELS['gpu'])
+  found, _ = run(q.reshape(256, K, -1, 16), new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(found.reshape(q.shape), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize('kv_heads', [1, 2])
 def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
   # A single key head is read by both devices that share a slot.
-  args, mesh = (*example(K=kv_heads), LENGTHS), sharding.make(data=2, fsdp=2, tensor=2)
+  q, new, cache = example(K=kv_heads)
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
   with sharding.current(mesh):
     rows, heads = sharding.over_rows(mesh), sharding.over_cache(mesh, kv_heads)
-    spread = (jax.device_put(x, heads) for x in args[1:3])
-    q, length_S = (jax.device_put(args[i], rows) for i in (0, 3))
-    found = jax.jit(ragged.attend)(q, *spread, length_S)
+    by_slot = jax.device_put((q, new, LENGTHS - 1, LENGTHS), rows)
+    spread = jax.device_put(cache, heads)
+    found, written = jax.jit(ragged.attend)(*by_slot[:2], spread, *by_slot[2:])
   assert found.sharding.shard_shape(found.shape) == (S // 4, H // kv_heads, C)
-  np.testing.assert_allclose(found, plain(*args), atol=32 * EPS)
+  np.testing.assert_allclose(found, plain(q, new, cache, LENGTHS), atol=32 * EPS)
+  for x, y in zip(written, extended(new, cache, LENGTHS - 1), strict=True):
+    assert x.sharding.is_equivalent_to(heads, 4)
+    np.testing.assert_array_equal(x, y)
 
 
 def test_columns_per_block():
@@ -120,20 +156,24 @@ def test_the_steps_of_the_grid_read_every_live_block_once(slots):
 @pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])
 def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
   # Four slots of a Qwen2.5-7B.
-  q, k, v = (
+  q, *arrays = (
     jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
-    for shape in ((7, 128), (128, 4096), (4096, 128))
+    for shape in ((7, 128), (128,), (128,), (128, 4096), (4096, 128))
   )
-  length_S = jax.ShapeDtypeStruct((4,), jnp.int32)
+  new, cache = tuple(arrays[:2]), tuple(arrays[2:])
+  slots = jax.ShapeDtypeStruct((4,), jnp.int32)
   mesh = sharding.make(devices=topology(f'{gpu}:1'))
   device = sharding.replicated(mesh)
-  run = jax.jit(ragged._gpu, in_shardings=device, out_shardings=device)
+  run = jax.jit(
+    ragged._gpu, in_shardings=device, out_shardings=device, donate_argnums=2
+  )
   with jax.set_mesh(mesh):
-    lowered = run.lower(q, k, v, length_S)
-  assert lowered.compile()
+    lowered = run.lower(q, new, cache, slots, slots)
+  # The kernel writes the column in place: nothing of the size of the cache is made.
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**20
 
 
 def test_a_cache_without_whole_tiles_is_refused():
-  q, k, v = example()
+  q, new, (k, v) = example()
   with pytest.raises(ValueError, match='383 columns; give a multiple of 128'):
-    ragged.attend(q, k[..., :383], v[:, :, :383], LENGTHS)
+    ragged.attend(q, new, (k[..., :383], v[:, :, :383]), LENGTHS - 1, LENGTHS)

@@ -63,7 +63,7 @@ def test_text_and_log_probabilities_are_those_of_plain_decoding(
   plain = rollout(PLAIN, temperature)
   assert not calls
   found = rollout(RAGGED, temperature)
-  assert calls and calls[0][1].shape[3] == WIDTH + NEW
+  assert calls and calls[0][2][0].shape[3] == WIDTH + NEW
   np.testing.assert_array_equal(found.tokens_BT, plain.tokens_BT)
   np.testing.assert_array_equal(found.policy_version_BT, plain.policy_version_BT)
   # Rounding grows with the size of a log-probability: 1.7e-5 at -3.7 on one processor.

@@ -56,6 +56,24 @@ def test_chi_square(V, temperature):
   assert chi < k + 2 * math.sqrt(20 * k) + 40
 
 
+def test_a_gpu_sums_blocks_in_one_pass(monkeypatch):
+  # Block 1 is truncated to one token, block 2 to none; differences exceed exp's range.
+  logits_Sbn = 40 * jax.random.normal(KEY, (300, 16, 5))
+  logits_Sbn = logits_Sbn.at[:, 1:, 1].set(-jnp.inf).at[:, :, 2].set(-jnp.inf)
+  lse_Sn = np.asarray(jax.jit(sampling._lse_once)(logits_Sbn))
+  exact_Sn = np.logaddexp.reduce(np.asarray(logits_Sbn, float), 1)
+  some_n = np.asarray([0, 1, 3, 4])
+  np.testing.assert_allclose(lse_Sn[:, some_n], exact_Sn[:, some_n], 1e-6)
+  # With them the tokens are those of the other platforms, none from the empty block.
+  args = KEY, jnp.arange(300), jnp.zeros(300, int), logits_Sbn.reshape(300, 80), 1.0
+  token_S, logp_S = sampling.draw(*args)
+  monkeypatch.setattr(sampling, '_lse', sampling._lse_once)
+  found_S, found_logp_S = sampling.draw(*args)
+  np.testing.assert_array_equal(found_S, token_S)
+  np.testing.assert_allclose(found_logp_S, logp_S, rtol=1e-6, atol=1e-5)
+  assert 2 not in np.unique(found_S % 5)
+
+
 def test_the_coldest_temperature_records_log_probabilities_in_thousandths():
   # Nine logits from 31.999 to 32: 0 to 1 after division by 0.001.
   logits_V = jnp.float32(32) - jnp.arange(9, dtype=jnp.float32) / 8192
