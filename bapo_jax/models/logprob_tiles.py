@@ -230,27 +230,27 @@ class _Columns(NamedTuple):
     return hidden_BtD, (d_logits_Btv / temperature).astype(hidden_BtD.dtype)
 
 
-def _block_gradient(
+Gradients = tuple[Array, Array | None]  # d_hidden_BTD; d_head_VD, None if frozen
+
+
+def _add_block(
+  grads: Gradients,
   columns: _Columns,
   block: _Block,
   temperature: Array,
-  d_hidden_BTD: Array,
   chunk: int,
   used: Array,
-  trained: bool,
-) -> tuple[Array, Array | None]:
-  """Returns (d_hidden_BTD plus the part of one vocabulary block, d_head_vD).
+) -> Gradients:
+  """Adds the part of a vocabulary block; `used` counts chunks with scored columns."""
+  d_hidden_BTD, d_head_VD = grads
 
-  `used` counts the chunks with a scored column; d_head_vD is None unless `trained`.
-  """
-
-  def add_chunk(i, grads):
+  def add_chunk(i: Array, grads: Gradients) -> Gradients:
     d_hidden_BTD, d_head_vD = grads
     hidden_BtD, d_logits_Btv = columns.d_logits(i, chunk, block, temperature)
     d_hidden_BtD = _cut(d_hidden_BTD, i * chunk, chunk, 1) + jnp.einsum(
       'btv,vd->btd', d_logits_Btv, block.head_vD, preferred_element_type=jnp.float32
     )
-    if trained:
+    if d_head_vD is not None:
       d_head_vD += jnp.einsum(
         'btv,btd->vd', d_logits_Btv, hidden_BtD, preferred_element_type=jnp.float32
       )
@@ -259,8 +259,15 @@ def _block_gradient(
     )
     return d_hidden_BTD, d_head_vD
 
-  zeros_vD = jnp.zeros(block.head_vD.shape, jnp.float32) if trained else None
-  return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, zeros_vD))
+  if d_head_VD is None:
+    return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, None))
+  start = d_hidden_BTD, jnp.zeros(block.head_vD.shape, jnp.float32)
+  d_hidden_BTD, d_head_vD = jax.lax.fori_loop(0, used, add_chunk, start)
+  d_head_vD = d_head_vD.astype(d_head_VD.dtype)
+  if block.new_v is not None:  # repeated rows have a gradient from the block before
+    d_head_vD += _cut(d_head_VD, block.start, d_head_vD.shape[0], 0)
+  d_head_VD = jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_head_vD, block.start, 0)
+  return d_hidden_BTD, d_head_VD
 
 
 def backward(
@@ -297,20 +304,9 @@ def backward(
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
   used = -(-columns // chunk)
 
-  def add_block(grads, k):
-    d_hidden_BTD, d_head_VD = grads
+  def add_block(grads: Gradients, k: Array) -> tuple[Gradients, None]:
     head = _block(head_VD, k, block, hidden_BTD.dtype)
-    d_hidden_BTD, d_head_vD = _block_gradient(
-      arrays, head, temperature, d_hidden_BTD, chunk, used, trained
-    )
-    if trained:
-      d_head_vD = d_head_vD.astype(d_head_VD.dtype)
-      if head.new_v is not None:  # repeated rows have a gradient from the block before
-        d_head_vD += _cut(d_head_VD, head.start, block, 0)
-      d_head_VD = jax.lax.dynamic_update_slice_in_dim(
-        d_head_VD, d_head_vD, head.start, 0
-      )
-    return (d_hidden_BTD, d_head_VD), None
+    return _add_block(grads, arrays, head, temperature, chunk, used), None
 
   zeros_VD = jnp.zeros(head_VD.shape, jnp.float32 if sharded else dtype)
   zeros = jnp.zeros(hidden_BTD.shape, jnp.float32), zeros_VD if trained else None

@@ -84,7 +84,7 @@ def step(
   """Counts a step of `slots` slots with `copies` prompts per slot in the cache."""
   chip, (_, tensor) = roofline.CHIPS[machine], MACHINES[machine]
   shape = {'data': 1, 'fsdp': 1, 'tensor': tensor}
-  columns, block = prompt + longest, ragged.LANES
+  columns, block = prompt + longest, ragged.BLOCK
   if chip.gpu is None:
     heads = SPEC.kv_heads // tensor
     block = ragged.block_columns(heads, SPEC.head_width, columns, 2)

@@ -89,7 +89,8 @@ def moved(shape: str, opcode: str, inside: Sequence[str]) -> int:
     if found[2] in MOVES:
       written = found[1]
       if found[2] == 'dynamic-update-slice':
-        written = shapes[re.search(r'\((.*)\)', line)[1].split(', ')[1].split()[-1]]
+        _, update, *_ = line.split('dynamic-update-slice(')[1].split(', ')
+        written = shapes[update.split()[-1]]
       total += array_bytes(written)
     elif found[2] not in FREE and math.prod(dims(found[1])) > 1:
       return 0
@@ -146,6 +147,7 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
       if name == 'decode':
         row = {key: x / n for key, x in row.items()}  # per token
       memory = executable.memory_analysis()
+      assert memory is not None, 'every GPU reports it'
       row['temporaries_gib'] = memory.temp_size_in_bytes / budget.GIB
       found[name] = row
   return found

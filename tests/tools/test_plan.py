@@ -307,7 +307,7 @@ def test_packing_is_an_assumption_that_is_printed(config, mesh):
 
 
 @pytest.mark.parametrize(
-  ('platform', 'block'), [('tpu', 1024), ('gpu', 128), ('cpu', 0)]
+  ('platform', 'block'), [('tpu', 1024), ('gpu', 64), ('cpu', 0)]
 )
 def test_the_share_of_the_cache_that_is_read_is_printed(config, mesh, platform, block):
   # Blocks of one head of 128 in rows of 2048; the plain kernel reads everything.

@@ -199,7 +199,7 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
   live, share, columns = mean_share * config.row_length, 1.0, config.row_length
   if decoder.is_ragged(spec):
     (columns,) = shapes.cache_columns(spec, config.row_length, 1)
-    block = ragged.LANES  # of the GPU's kernel
+    block = ragged.BLOCK  # of the GPU's kernel
     if spec.attention != 'flash':
       size = budget.itemsize(spec.compute)
       block = ragged.block_columns(heads, spec.head_width, columns, size)
