@@ -222,8 +222,10 @@ def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
     f = jax.jit(lambda x: traces.append(x) or x)
     f(1)
     from bapo_jax.models import ragged
-    columns = jnp.ones((1, 1, 16, 128)), jnp.ones((1, 1, 128, 16))
-    jax.eval_shape(ragged.attend, jnp.ones((1, 1, 16)), *columns, jnp.ones(1, int))
+    new, cache = 2 * (jnp.ones((1, 1, 16)),), (
+      jnp.ones((1, 1, 16, 128)), jnp.ones((1, 1, 128, 16)))
+    q, at = jnp.ones((1, 1, 16)), jnp.ones(1, int)
+    jax.eval_shape(ragged.attend, q, new, cache, at, at)
     f(1)
     assert len(traces) == 1, traces
   """

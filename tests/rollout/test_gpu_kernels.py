@@ -8,7 +8,7 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
 from bapo_jax.rollout import decode
-from benchmarks.training.gpu_programs import counts
+from benchmarks.on_gpu.programs import counts
 
 SLOTS, COLUMNS, VOCAB, N = 64, 512, 32000, 8  # one block of tokens
 

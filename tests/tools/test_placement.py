@@ -17,7 +17,7 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import hlo, programs
-from bapo_jax.training import rules
+from bapo_jax.training import build, rules
 from bapo_jax.types import empty_groups
 from tests.tools.test_plan import SEEING, small
 
@@ -58,7 +58,7 @@ def harvest(job):
   rows = decode.Rows(
     *(jax.ShapeDtypeStruct(shape, kind) for kind in ('int32', 'float32', 'int32'))
   )
-  rows = programs.place(rows, sharding.layout_of_rows(rows, job.mesh))
+  rows = build.placed(rows, sharding.layout_of_rows(rows, job.mesh))
   return decode.harvest, (slots, rows), {}
 
 
@@ -86,7 +86,7 @@ def insert(job):
   )
   source_P = jax.ShapeDtypeStruct((config.seats,), 'int32')
   rows = fresh, again, batch, source_P
-  rows = programs.place(rows, sharding.layout_of_rows(rows, mesh))
+  rows = build.placed(rows, sharding.layout_of_rows(rows, mesh))
   static = {
     'thresholds': rules.bind(config).thresholds,
     'max_off_policy_steps': config.buffer.max_off_policy_steps,

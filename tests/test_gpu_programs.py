@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.training import gpu_programs
+from benchmarks.on_gpu import programs
 
 HLO = """
 HloModule example
@@ -53,7 +53,7 @@ ENTRY %main (arg: f32[4,8], k: s32[]) -> f32[4,8] {
 
 def test_kernels_copies_and_turns_by_hand():
   # A copy of 128 bytes; per turn a slice and its write of 32 each, and a sum.
-  found = gpu_programs.counts(HLO, (5,))
+  found = programs.counts(HLO, (5,))
   assert found == {
     'kernels': 1 + 5 * 3,
     'copied_gib': (128 + 5 * (32 + 32)) / 2**30,
@@ -64,7 +64,7 @@ def test_kernels_copies_and_turns_by_hand():
 @pytest.mark.nightly
 def test_an_update_on_an_h100(topology):
   topology('h100:1')  # skips without its compiler
-  found = gpu_programs.measure('h100:1')
+  found = programs.measure('h100:1')
   update, score, token = (found[x] for x in ('train step', 'log-prob pass', 'decode'))
   # With tiles of 512 x 2374 and the schedule that stores most: 78,049 kernels, 101.7
   # GiB copied, 6,152 turns and 28.8 GiB. At each turn the GPU waits for the host.

@@ -1,7 +1,7 @@
 """Counts what a GPU would run: kernels, copied bytes and loops of a compiled program.
 
-  python -m benchmarks.training.gpu_programs [--topology=h100:1] [--config.<knob>=value]
-  python -m benchmarks.training.gpu_programs --planned > benchmarks/on_gpu/planned.json
+  python -m benchmarks.on_gpu.programs [--topology=h100:1] [--config.<knob>=value]
+  python -m benchmarks.on_gpu.programs --planned > benchmarks/on_gpu/planned.json
 
 Compiles the update, the log-probability pass and a decoded token of Qwen2.5-0.5B, as
 benchmarks.on_gpu runs them, for a GPU that may be absent (requirements-plan.txt). The
