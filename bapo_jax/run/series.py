@@ -11,7 +11,7 @@ import numpy as np
 
 from bapo_jax.runtime.metrics import Row
 
-FEW = 20  # a running mean is over one of so many parts of the steps
+FEW = 20  # a running mean is over 1/20 of the steps; so few values are not smoothed
 # Metrics of evaluations -> their standard errors.
 ERRORS = {'eval/accuracy': 'eval/stderr', 'eval/reward': 'eval/reward_stderr'}
 # One spike would flatten the other values.
