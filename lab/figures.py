@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bapo_jax.run import report_plots
+from lab import plots
 from lab.evidence import Drawn, differences_of, relation
 from lab.experiments import Result
 from lab.outcomes import (
@@ -111,7 +111,7 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   order = _order(results, drawn)
   for (title, metric), ax in zip(PANELS, axes.flat, strict=True):
     _draw_cells(ax, results, order, drawn, metric)
-    report_plots.dress(ax, title)
+    plots.dress(ax, title)
     ax.set(xlabel='responses sampled')
     if metric == 'learner/grad_norm' and ax.lines:  # empty axes have no log scale
       ax.set(yscale='log')
@@ -126,7 +126,7 @@ def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   for level, ax in zip(found, axes, strict=True):
     here = [cell for cell in order if cell[1] == level]
     _draw_cells(ax, results, here, drawn, 'evaluations')
-    report_plots.dress(ax, f'Accuracy on held-out problems, {level}')
+    plots.dress(ax, f'Accuracy on held-out problems, {level}')
     ax.set(xlabel='responses sampled', ylim=(0, 1))
   return _with_legend(axes[0])
 
@@ -205,7 +205,7 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   ax.axvline(0, color='#777777', lw=0.8)
   ax.set_yticks(range(len(pairs)), [name.removeprefix(f'{arm} ') for name in pairs])
   ax.invert_yaxis()
-  report_plots.dress(ax, f'{arm} minus others, seed by seed')
+  plots.dress(ax, f'{arm} minus others, seed by seed')
   ax.set(xlabel=f'difference in {OUTCOMES[drawn.outcome][0]}; line: 95 % t interval')
   return ax.figure
 
@@ -224,7 +224,7 @@ def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
       ax.plot(found, y_L, 'o-', color=colour[arm], lw=0.7, ms=3, alpha=0.4)
     if len(shared):
       ax.plot(found, y_SL.mean(0), color=colour[arm], lw=2.5, label=arm)
-  report_plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
+  plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
   return _with_legend(ax)
 
 
@@ -237,7 +237,7 @@ def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
       ax.plot(x_N, y_SN.mean(0), label=', '.join(cell[1:]))
   for share in PROMISED:
     ax.axhline(share, color='#777777', lw=0.8, ls=':')
-  report_plots.dress(ax, 'Positive share before the search')
+  plots.dress(ax, 'Positive share before the search')
   ax.set(xlabel='responses sampled', ylim=(0, 0.6))
   return _with_legend(ax)
 
@@ -266,7 +266,7 @@ def _points(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _axes(rows: int, columns: int, size: tuple[float, float]) -> 'np.ndarray':
   """Returns the axes of a new figure, [rows, columns]."""
-  return np.atleast_2d(report_plots.new_figure(*size, DPI).subplots(rows, columns))
+  return np.atleast_2d(plots.new_figure(*size, DPI).subplots(rows, columns))
 
 
 Draw = Callable[[Mapping[str, Result], Drawn], 'Figure']

@@ -18,8 +18,8 @@ from jax import Array
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.run import step_record
-from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
 from bapo_jax.types import SOURCES, Batch, Bounds, LossRule, MaskRule
+from lab.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes

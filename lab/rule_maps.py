@@ -20,7 +20,6 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import loss
-from bapo_jax.run.report_plots import BLUE, ORANGE
 from bapo_jax.training import rules as rules_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipRule, Weigh
@@ -28,6 +27,7 @@ from lab import rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
+from lab.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flax import traverse_util
 
-from bapo_jax.run import report_plots, step_record
-from bapo_jax.run.report_plots import BLUE, GREY, ORANGE
+from bapo_jax.run import step_record
+from bapo_jax.run.series import FEW, errors, running_mean, series
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import viewer
 from bapo_jax.tools.viewer import RecordedGroup
 from bapo_jax.types import CUTS
+from lab.plots import BLUE, GREY, ORANGE, dress, new_figure
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -86,17 +87,17 @@ def differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 def overlay(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws the curves of all runs, a panel per metric and a colour per run."""
-  figure = report_plots.new_figure(11, 12, DPI)
+  figure = new_figure(11, 12, DPI)
   axes = figure.subplots(len(PANELS) // 2, 2)
   for ax, (title, unit, names) in zip(axes.flat, PANELS, strict=True):
-    report_plots.dress(ax, title)
+    dress(ax, title)
     for run, colour in zip(runs, COLOURS, strict=False):
       for name, line in zip(names, ('-', '--'), strict=False):
-        step_N, value_N = report_plots.series(run.rows, name)
+        step_N, value_N = series(run.rows, name)
         if name == 'eval/accuracy':
-          report_plots.evaluations(ax, run.rows, name, color=colour)
+          _evaluations(ax, run.rows, name, color=colour)
         elif len(step_N):
-          report_plots.curve(ax, step_N, value_N, color=colour, linestyle=line)
+          _curve(ax, step_N, value_N, color=colour, linestyle=line)
     ax.set_xlabel('step', fontsize=9)
     ax.set_ylabel(unit, fontsize=9)
     ax.grid(color='0.9', linewidth=0.8)
@@ -109,16 +110,32 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
   return figure
 
 
+def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
+  """Draws pale raw values and their running mean; few points are drawn as dots."""
+  width = len(value_N) // FEW | 1
+  if width > 1:
+    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
+  if len(value_N) <= FEW:
+    line |= {'marker': 'o', 'markersize': 4}
+  ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
+
+
+def _evaluations(ax: 'Axes', rows: Sequence[Row], name: str, **line: Any) -> None:
+  """Draws evaluations as dots with their standard errors."""
+  line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
+  ax.errorbar(*series(rows, name), errors(rows, name), **line)
+
+
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
 
   Crosses are tokens clipped by their update, pluses are masked tokens. Grey lines are
   the bounds of the updates.
   """
-  figure = report_plots.new_figure(5.5 * len(runs), 4, DPI)
+  figure = new_figure(5.5 * len(runs), 4, DPI)
   panels = figure.subplots(1, len(runs), squeeze=False, sharey=True)[0]
   for ax, run in zip(panels, runs, strict=True):
-    report_plots.dress(ax, run.label)
+    dress(ax, run.label)
     for name, colour, sign in (('A > 0', BLUE, 1), ('A < 0', ORANGE, -1)):
       mu_N, ratio_N, cut_N = tokens(run.groups, sign)
       kept = {'s': 6, 'alpha': 0.5, 'linewidth': 0, 'color': colour}
@@ -166,10 +183,10 @@ def tokens(
 
 def lengths(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws length and advantage of the recorded responses, coloured by verdict."""
-  figure = report_plots.new_figure(5.5 * len(runs), 3.2, DPI)
+  figure = new_figure(5.5 * len(runs), 3.2, DPI)
   panels = figure.subplots(1, len(runs), squeeze=False, sharex=True, sharey=True)[0]
   for ax, run in zip(panels, runs, strict=True):
-    report_plots.dress(ax, run.label)
+    dress(ax, run.label)
     responses = [r for group in run.groups for r in group.responses]
     for name, colour, correct in (('right', BLUE, True), ('wrong', ORANGE, False)):
       pairs = [(r.length, r.advantage) for r in responses if r.correct == correct]

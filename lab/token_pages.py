@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapo_jax.run.report_plots import BLUE, ORANGE
 from lab.counterfactual import Applied, Recorded
+from lab.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

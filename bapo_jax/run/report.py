@@ -1,6 +1,6 @@
-"""Writes the report of a run: a summary, curves, tables and sample responses.
+"""Writes the report of a run as text: a summary, tables and sample responses.
 
-1. report.md is for people and shows the curves of report_plots;
+1. report.md is for people; report_page draws the curves;
 2. report.json has the main results, for programs.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_jax.autosetup import knob_lists
-from bapo_jax.run.report_plots import draw_curves, draw_timeline, mean, series, spans
+from bapo_jax.run.series import mean, series
 from bapo_jax.runtime import files, markdown, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.metrics import Row
@@ -205,15 +205,6 @@ def overlap_sentence(rows: Sequence[Row]) -> str:
   )
 
 
-def _overlap(workdir: pathlib.Path, rows: Sequence[Row]) -> str:
-  """Writes timeline.png and returns its block; '' without mesh.rollout devices."""
-  if not (drawn := spans(rows)):
-    return ''
-  draw_timeline(workdir / 'timeline.png', drawn)
-  figure = '![When the last steps were sampled and trained](timeline.png)'
-  return f'{overlap_sentence(rows)}\n\n{figure}'
-
-
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
@@ -222,7 +213,7 @@ def write(
   spent: dict[str, Any],
   steps: int,
 ) -> None:
-  """Writes report.md, its figures and report.json to a workdir with metrics.jsonl.
+  """Writes report.md and report.json to a workdir with metrics.jsonl.
 
   Strings from the config, the data and the model are escaped in report.md.
 
@@ -240,15 +231,14 @@ def write(
   phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
   phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
   phases['other'] = max(0.0, wall_s - sum(phases.values()))
-  draw_curves(workdir / 'curves.png', rows, level)
   blocks = [
     f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
     summary(*results, steps, spent),
     target_sentence(rows, level),
     idle_sentence(rows),
     _rewards(*results),
-    '![Curves over the training steps](curves.png)',
-    _overlap(workdir, rows),
+    'The curves are in report.html.',
+    overlap_sentence(rows),
     *_tables(rows, phases, wall_s),
     '## Responses before and after',
     *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),

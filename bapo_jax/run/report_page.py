@@ -12,6 +12,7 @@ import base64
 import collections
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -24,19 +25,7 @@ from bapo_jax import knobs
 from bapo_jax.rewards import verifiers
 from bapo_jax.run import charts, page, report, step_record
 from bapo_jax.run.charts import Curve
-from bapo_jax.run.report_plots import (
-  ERRORS,
-  FEW,
-  LANES,
-  PANELS,
-  Panel,
-  Span,
-  errors,
-  running_mean,
-  series,
-  spans,
-  spiky,
-)
+from bapo_jax.run.series import ERRORS, FEW, errors, running_mean, series, spiky
 from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.hosts import differences
@@ -46,7 +35,7 @@ from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
-from bapo_jax.types import CUTS
+from bapo_jax.types import CUTS, SOURCES
 
 TEXT = 1500  # characters of a text on the page
 GROUPS = 6  # recorded groups on the page
@@ -59,6 +48,35 @@ CHANGES = {
   (True, True): ('right before and after', 1),
 }
 PICTURES = 600_000  # bytes of all pictures on the page
+
+
+class Panel(NamedTuple):
+  """A subplot with up to three metrics."""
+
+  title: str
+  unit: str  # of the vertical axis
+  labels: dict[str, str]  # metric -> its name in the legend
+
+
+SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}
+BOUNDS = {'clip/high': 'high', 'clip/low': 'low'}
+CLIPPED = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
+LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
+REWARDS = {'rollout/reward': 'fresh responses', 'eval/reward': 'held-out problems'}
+PANELS = (
+  Panel('Reward', 'mean reward', REWARDS),
+  Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
+  Panel('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
+  Panel('KL from behaviour to current policy', 'nats per token', {'loss/kl': ''}),
+  Panel('Positive share', 'share of the gradient', SHARES),
+  Panel('Clip bounds', 'probability ratio', BOUNDS),
+  Panel('Tokens clipped', 'share', CLIPPED | {'clip/fraction': 'all tokens'}),
+  Panel('Batch by source', 'share of the seats', {f'batch/{x}': x for x in SOURCES}),
+  Panel('Gradient norm', 'norm', {'learner/grad_norm': ''}),
+  Panel('Response length', 'tokens', LENGTHS | {'rollout/length': 'all'}),
+  Panel('Groups of both verdicts', 'share of the groups', {'batch/learnable': ''}),
+  Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
+)
 
 
 class RunFiles(NamedTuple):
@@ -142,6 +160,40 @@ def build(run: RunFiles) -> Iterator[Element]:
     yield from _changes(run)
   yield from _tables(rows)
   yield from _settings(values)
+
+
+LANES = ('sampling', 'training')
+SHOWN = 6  # steps in a timeline
+
+
+class Span(NamedTuple):
+  """A time in which sampling or training was busy with the groups of a step."""
+
+  lane: int  # index into LANES
+  step: int  # that trains on the groups
+  begin: float  # seconds since the first span
+  end: float
+
+
+def spans(rows: Sequence[Row]) -> list[Span]:
+  """Returns when the last steps were sampled and trained; [] without mesh.rollout.
+
+  A step trains from the end of the step before, without its waiting, to its own end.
+  """
+  known = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
+  found = []
+  for before, row in itertools.pairwise(known):
+    if before['overlap/ended'] > row['overlap/ended']:
+      found = []  # the process was resumed between the steps
+      continue
+    waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
+    times = (row['overlap/sampling'], row['overlap/sampled'])
+    found += [
+      Span(0, int(row['step']), *times),
+      Span(1, int(row['step']), before['overlap/ended'] + waited, row['overlap/ended']),
+    ]
+  first = min((span.begin for span in found), default=0.0)
+  return [x._replace(begin=x.begin - first, end=x.end - first) for x in found]
 
 
 def timeline(drawn: Sequence[Span]) -> Element:

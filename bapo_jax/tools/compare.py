@@ -25,17 +25,8 @@ from scipy import special
 from bapo_jax.run import charts, page
 from bapo_jax.run.charts import Curve, Points
 from bapo_jax.run.report import fifths
-from bapo_jax.run.report_page import shown
-from bapo_jax.run.report_plots import (
-  ERRORS,
-  FEW,
-  REWARDS,
-  errors,
-  mean,
-  running_mean,
-  series,
-  spiky,
-)
+from bapo_jax.run.report_page import REWARDS, shown
+from bapo_jax.run.series import ERRORS, FEW, errors, mean, running_mean, series, spiky
 from bapo_jax.runtime import files, html, metrics
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.html import element

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bapo_jax.run import report_plots
 from bapo_jax.runtime import glossary
-from lab import run_plots
+from lab import plots, run_plots
 
 LOGP = np.log([0.5, 0.25, 1.0]).tolist()
 
@@ -86,7 +85,7 @@ def test_figures_show_all_runs(two):
   assert len(figure.axes) == len(run_plots.PANELS)
   lines = [line for line in figure.axes[0].lines if len(line.get_ydata())]
   drawn = {line.get_color(): list(line.get_ydata()) for line in lines}
-  assert drawn == {report_plots.BLUE: [0.1, 0.3], report_plots.ORANGE: [0.2]}
+  assert drawn == {plots.BLUE: [0.1, 0.3], plots.ORANGE: [0.2]}
   ratios = run_plots.ratios(two)
   assert [ax.get_title(loc='left') for ax in ratios.axes] == ['first', 'bare']
   # Of each sign: tokens kept, clipped and masked; of the run without a record, none.

@@ -20,7 +20,7 @@ import runs
 from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
-from bapo_jax.run import experiment, report, resume
+from bapo_jax.run import experiment, report, report_page, resume
 from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
@@ -65,7 +65,9 @@ def test_a_recorded_run_learned_and_reports(recorded):
   assert list(report) == keys.split()
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']
-  assert (recorded.workdir / 'curves.png').stat().st_size > 10_000
+  assert not list(recorded.workdir.glob('*.png'))
+  page = (recorded.workdir / 'report.html').read_text()
+  assert page.count('<figure>') == len(report_page.PANELS)
 
 
 def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
