@@ -152,20 +152,33 @@ def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> T
 
   def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
     spec = spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
-    return NamedSharding(mesh, spec)
+    return _named(mesh, *spec)
 
   return jax.tree.map_with_path(place, tree)
+
+
+def _named(mesh: Mesh | AbstractMesh, *entries: Any) -> NamedSharding:
+  """Returns a sharding without mesh axes of size 1, spelled as programs spell outputs.
+
+  A jitted function compiles once per spelling of a sharding.
+  """
+  spec = list[Any]()
+  for entry in entries:
+    axes = entry if isinstance(entry, tuple) else (entry,)
+    wide = [axis for axis in axes if axis and mesh.shape[axis] > 1]
+    spec.append(tuple(wide) if len(wide) > 1 else next(iter(wide), None))
+  while spec and spec[-1] is None:
+    spec.pop()
+  return NamedSharding(mesh, P(*spec))
 
 
 def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   """Returns the sharding of arrays whose leading axis is a batch of `rows`.
 
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
-  the inputs of a program only into equal parts. Axes of size 1 are omitted, as in the
-  outputs of programs: a jitted function compiles once per spelling of a sharding.
+  the inputs of a program only into equal parts.
   """
-  wide = tuple(axis for axis in ROWS if mesh.shape[axis] > 1)
-  return NamedSharding(mesh, P() if rows % row_shards(mesh) or not wide else P(wide))
+  return _named(mesh, *(() if rows % row_shards(mesh) else (ROWS,)))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
@@ -194,9 +207,7 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
-  rows, tensor = over_rows(mesh).spec, mesh.shape['tensor']
-  is_split = tensor > 1 and not kv_heads % tensor
-  return NamedSharding(mesh, P(*(rows or (None,)), 'tensor') if is_split else rows)
+  return _named(mesh, ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

@@ -23,8 +23,6 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, LogpDiff, Tree
 
-Recompute = Callable[[Tree, Groups, int, Seen], tuple[Groups, LogpDiff]]  # jitted
-
 
 def packed_logprobs(
   params: Tree,

@@ -462,6 +462,9 @@ def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   yield from evaluation_engine(t).programs(
     actor, places=len(t.held_out.id_N), refreshed=False
   )
+  # Without pictures, and if the learner scores with its own weights.
+  if t.recompute and not (t.pictures or t.config.rollout.depth or t.remote):
+    yield build.lower_recompute(t, params)
   if t.remote is None:
     layout = sharding.shardings(actor, t.actor_mesh, 'decode')
     yield from sampler_programs(t.beside or t, build.placed(actor, layout))

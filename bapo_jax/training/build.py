@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Lowered, Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
@@ -32,7 +32,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Model, Resolved, resolve
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree
+from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree, empty_groups
 
 
 class Material(NamedTuple):
@@ -131,6 +131,30 @@ def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
     return step.lower(params, opt, batch, base=t.base)
 
 
+@functools.cache  # one program for the trainers that compile and that run it
+def _scorers(
+  rows: int, spec: ModelSpec, schedule: Schedule, temperature: float
+) -> tuple[Wrapped, Wrapped]:
+  """Jits `scoring.score` and `scoring.recompute`."""
+  knobs = dict(rows=rows, spec=spec, schedule=schedule, temperature=temperature)
+  score = functools.partial(scoring.score, **knobs)
+  return jax.jit(score), jax.jit(functools.partial(scoring.recompute, score=score))
+
+
+def lower_recompute(t: Trainer, params: Tree) -> Lowered:
+  """Lowers the program that scores the fresh groups of a step."""
+  assert t.recompute is not None, 'only called if responses are scored'
+  sizes = t.config.prompts.count, t.engine.group_size, t.engine.length
+  groups = jax.eval_shape(lambda: empty_groups(*sizes))
+  rows, whole = sharding.over_rows(t.mesh, sizes[0]), sharding.replicated(t.mesh)
+  # Tokens come from the sampler, verdicts from the host.
+  groups = placed(
+    groups, jax.tree.map(lambda x: rows if x.ndim == 3 else whole, groups)
+  )
+  with sharding.current(t.mesh):
+    return t.recompute.lower(t.weights(params), groups, 0, None)
+
+
 def make_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
@@ -138,17 +162,9 @@ def make_trainer(
   config, spec, mesh, bound = r.config, r.spec, r.mesh, rules.bind(r.config)
   train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
-  score = functools.partial(
-    scoring.score,
-    rows=config.micro_batch_rows,
-    spec=spec,
-    schedule=r.schedule,
-    temperature=config.sampler.temperature,
-  )
-  at_start = sharding.under(mesh, jax.jit(score))
-  recompute = None
-  if recomputes(config):
-    recompute = jax.jit(functools.partial(scoring.recompute, score=score))
+  temperature = config.sampler.temperature
+  score, recompute = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
+  at_start = sharding.under(mesh, score)
   t = Trainer(
     config=config,
     rules=bound,
@@ -164,7 +180,7 @@ def make_trainer(
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
     if config.loss.active.needs_proximal
     else None,
-    recompute=recompute and sharding.under(mesh, recompute),
+    recompute=recompute if recomputes(config) else None,
     timer=timer,
     base=base,
     pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
@@ -176,7 +192,6 @@ def make_trainer(
     t,
     mesh=r.rollout_mesh,
     engine=dataclasses.replace(t.engine, mesh=r.rollout_mesh),
-    recompute=recompute and sharding.under(r.rollout_mesh, recompute),
     timer=PhaseTimer(),
     base=None,  # an actor has all weights
     pictures=pictured.embedder(gallery, spec, r.rollout_mesh, None, r.schedule),

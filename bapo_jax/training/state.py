@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Lowered, Wrapped
 
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import TrainStep, Updated
 from bapo_jax.learner.pictured import OfProblems, Seen
-from bapo_jax.learner.scoring import Recompute
 from bapo_jax.models import lora
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -60,7 +59,7 @@ class Trainer:
   verifier: Verifier
   train_step: TrainStep  # jitted once
   proximal: Score | None  # scores with the weights at the step's start; None if unused
-  recompute: Recompute | None  # scores sampled responses; None if off
+  recompute: Wrapped | None  # `scoring.recompute` of responses; None if off
   timer: PhaseTimer
   base: Tree = None  # frozen weights; None if all weights are trained
   pictures: OfProblems | None = None  # of training problems; None without

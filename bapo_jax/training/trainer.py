@@ -257,7 +257,7 @@ def recompute(t: Trainer, found: Rollout, actor: Actor) -> Rollout:
   weights = actor.learners
   if weights is None:
     weights = decode.params_of(actor.weights, t.spec, t.mesh)
-  with t.timer('score'):
+  with t.timer('score'), sharding.current(t.mesh):
     groups, diff = jax.block_until_ready(
       t.recompute(weights, found.groups, actor.version, t.seen(found.groups))
     )

@@ -137,10 +137,11 @@ def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
   warm, compiled, capsys
 ):
   jax.clear_caches()
-  knobs = {'steps': 1, 'evaluate.group_size': 4}  # that of training
+  knobs = {'steps': 2, 'evaluate.group_size': 4}  # that of training
+  knobs |= {'learner.recompute_logprobs': 'on', 'batch.rule': 'fresh_only'}
   assert runs.train(tiny(**knobs), warm('once')) == 0
   count = collections.Counter(name[4:-1] for name in compiled)
-  large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest')
+  large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest', 'recompute')
   ahead = sum(count[name] for name in large)  # and none of them once more
   assert f'Compiled {ahead} programs in' in capsys.readouterr().out
   # Evaluation differs from training in the number of rows alone.
