@@ -152,12 +152,12 @@ def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> T
 
   def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
     spec = spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
-    return _named(mesh, *spec)
+    return named(mesh, *spec)
 
   return jax.tree.map_with_path(place, tree)
 
 
-def _named(mesh: Mesh | AbstractMesh, *entries: Any) -> NamedSharding:
+def named(mesh: Mesh | AbstractMesh, *entries: Any) -> NamedSharding:
   """Returns a sharding without mesh axes of size 1, spelled as programs spell outputs.
 
   A jitted function compiles once per spelling of a sharding.
@@ -178,7 +178,7 @@ def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
   If `rows` do not divide over the mesh, the arrays are replicated, because JAX splits
   the inputs of a program only into equal parts.
   """
-  return _named(mesh, *(() if rows % row_shards(mesh) else (ROWS,)))
+  return named(mesh, *(() if rows % row_shards(mesh) else (ROWS,)))
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
@@ -207,7 +207,7 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
 
 def over_cache(mesh: Mesh | AbstractMesh, kv_heads: int) -> NamedSharding:
   """Returns the sharding of keys and values [S, K, ...]: S split, K if it divides."""
-  return _named(mesh, ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
+  return named(mesh, ROWS, None if kv_heads % mesh.shape['tensor'] else 'tensor')
 
 
 def current(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

@@ -111,7 +111,7 @@ def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
   repeated = index.get(NAMES['head']) if spec.tied else None
   params = {}
   for parameter, like in transformer.flatten(transformer.abstract(spec)).items():
-    layout = NamedSharding(mesh, sharding.spec_of(parameter, like.shape, mesh))
+    layout = sharding.named(mesh, *sharding.spec_of(parameter, like.shape, mesh))
     params[parameter] = _load_parameter(parameter, like, layout, index)
     if repeated and parameter == 'embed':
       head = {NAMES['embed']: repeated}
