@@ -50,11 +50,15 @@ def largest(mib: int, V: int) -> Tile:
 
 
 def split(n: int, most: int, step: int) -> tuple[int, int]:
-  """Returns (count, size) of equal parts of n, each at most `most`, in whole steps.
+  """Returns (count, size) of equal parts of n, each at most `most`.
 
-  The last part may exceed n. `most` is a multiple of `step`, or smaller.
+  If n does not divide, they have whole steps, and the last part exceeds n. `most` is a
+  multiple of `step`, or smaller.
   """
-  step, parts = min(step, most), -(-n // most)
+  parts = -(-n // most)
+  if n % parts == 0:
+    return parts, n // parts
+  step = min(step, most)
   size = min(n, -(-n // (parts * step)) * step)
   return -(-n // size), size
 

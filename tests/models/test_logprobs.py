@@ -93,7 +93,9 @@ def test_parts_are_equal_and_no_larger_than_the_limit():
   assert logprob_tiles.split(50257, 1 << 20, 128) == (1, 50257)
   # 6,144 columns at most 2,516 at a time, and 900 at most 256.
   assert logprob_tiles.split(6144, 2516, 8) == (3, 2048)
-  assert logprob_tiles.split(900, 256, 8) == (4, 232)
+  assert logprob_tiles.split(900, 256, 8) == (4, 225)
+  assert logprob_tiles.split(901, 256, 8) == (4, 232)
+  assert logprob_tiles.split(32000, 4096, 128) == (8, 4000)
   for n, most in ((20, 7), (151, 10), (1, 5), (257, 128)):
     parts, size = logprob_tiles.split(n, most, 128)
     assert size <= most and (parts - 1) * size < n <= parts * size
