@@ -28,7 +28,7 @@ PREFILL = 16384  # prompt tokens at once, per device
 SEGMENT = 1024  # smallest number of columns of a cache segment
 LR, LR_SIZE = 1e-6, 1.5e9  # of the papers, and the weights of their smallest model
 LR_MOST = 1e-4  # reached at 15 M weights; nothing was measured below that size
-LEAST = 'the least recomputation that fits memory'
+FASTEST = 'the fastest schedule that fits memory'
 LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2025
 
 
@@ -145,9 +145,9 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 
 
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
-  """Derives learner.grad_accum_steps: the fewest that allow the least recomputation."""
+  """Derives learner.grad_accum_steps: the fewest with which the fastest remat fits."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  least, fitting = budget.choices(config, spec, mesh, facts.memory)[0].remat, []
+  fastest, fitting = budget.choices(config, spec, mesh, facts.memory)[0].remat, []
   n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
     tried = config.with_values(learner={'grad_accum_steps': n})
@@ -155,31 +155,31 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
     needed = budget.count(tried, spec, found, mesh).update
     if needed <= facts.memory:
       fitting.append((n, found.remat, needed))
-      if found.remat == least:
+      if found.remat == fastest:
         break
     n *= 2
   rows, room = config.minibatch_rows, f'{facts.memory / GIB:.3g} GiB'
   if not fitting:
     return max(most, 1), f'NOTHING FITS: a single row at a time needs more than {room}'
-  n, _, needed = next((x for x in fitting if x[1] == least), fitting[0])
+  n, _, needed = next((x for x in fitting if x[1] == fastest), fitting[0])
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
 
 def schedule_of(config: Config, facts: Facts) -> Schedule:
-  """Returns the `Schedule` with the least recomputation that fits in device memory."""
+  """Returns the fastest `Schedule` that fits in device memory."""
   mesh, spec = mesh_of(config, facts), spec_of(config, facts)
   return budget.choose_schedule(config, spec, mesh, facts.memory)
 
 
 def backward(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives model.remat, what the backward pass recomputes, from `schedule_of`."""
-  return schedule_of(config, facts).remat, LEAST
+  return schedule_of(config, facts).remat, FASTEST
 
 
 def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives learner.bounds_pass from `schedule_of`."""
   alone = 'no bounds over several micro-batches'
-  reason = LEAST if budget.bounds_wait(config) else alone
+  reason = FASTEST if budget.bounds_wait(config) else alone
   return schedule_of(config, facts).bounds_pass, reason
 
 

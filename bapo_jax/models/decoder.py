@@ -18,11 +18,10 @@ from bapo_jax.models import attention, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized, Weight
-from bapo_jax.models.scatter import put, put_values
+from bapo_jax.models.scatter import KeysValues, put, put_values
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
-KeysValues = tuple[Array, Array]  # [rows, K, C, columns] and [rows, K, columns, C]
 Segments = list[KeysValues]  # consecutive columns
 JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 

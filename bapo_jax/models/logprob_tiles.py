@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-COLUMNS, ROWS = 8, 128  # a tile's sides are multiples: of a register, of a TPU's lanes
-MASKED = -1e30  # instead of -inf, whose product with 0 is NaN
+# Uneven tiles have sides that are multiples of a CPU's register and of a TPU's lanes.
+COLUMN_STEP, ROW_STEP = 8, 128
+MASKED = -1e30  # a logit without weight; -inf would give NaN products and differences
 
 
 class Tile(NamedTuple):
@@ -40,9 +41,10 @@ def _first(head_VD: Array, sharded: bool) -> int | Array:
 def largest(mib: int, V: int) -> Tile:
   """Returns the largest tile whose float32 logits take `mib` MiB.
 
-  It has all rows of a small head, else 4,096 and more; then as many columns as the
-  memory allows, 2,048 if it allows 8,192 rows. A product of the head then does over
-  1,000 FLOPs per byte, and every chip of `plan` is bound by its products.
+  A large tile has about 2,048 columns: a product of the head then does over 1,000 FLOPs
+  per byte, and every chip of `plan` is bound by its products. A tile has at least 4,096
+  rows, or the whole head, and at most 64 columns per MiB, beyond which a small
+  vocabulary gains nothing.
   """
   logits = mib << 18
   rows = min(V, max(4096, logits // 2048))
@@ -119,7 +121,7 @@ def forward(
     sharded: whether the arrays are one device's shards, within `jax.shard_map`.
   """
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  blocks, block = split(head_VD.shape[0], tile.rows, ROWS)
+  blocks, block = split(head_VD.shape[0], tile.rows, ROW_STEP)
   chunk = tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
   # Only chunks with scored columns are computed; the count is known at run time.
@@ -302,7 +304,7 @@ def backward(
   """
   dtype = head_VD.dtype
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  (blocks, block), chunk = split(head_VD.shape[0], tile.rows, ROWS), tile.columns
+  (blocks, block), chunk = split(head_VD.shape[0], tile.rows, ROW_STEP), tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)

@@ -39,12 +39,12 @@ def token_stats(
   Args:
     hidden_BTD: final hidden states; the one in column t predicts the token in column t.
     temperature: divides the logits, as in sampling.
-    tile: columns of T and rows of the head that are projected at once, at most.
+    tile: maximum columns of T and rows of the head that are projected at once.
     columns: i32, number of leading columns to score; later tiles cost nothing and
       give 0. None stands for all columns.
   """
   T = hidden_BTD.shape[1]
-  chunks, chunk = logprob_tiles.split(T, tile.columns, logprob_tiles.COLUMNS)
+  chunks, chunk = logprob_tiles.split(T, tile.columns, logprob_tiles.COLUMN_STEP)
   if pad := chunks * chunk - T:
     hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
     token_BT = jnp.pad(token_BT, ((0, 0), (0, pad)))

@@ -25,15 +25,14 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.attention import LANES
-from bapo_jax.models.scatter import put, put_values
+from bapo_jax.models.logprob_tiles import MASKED
+from bapo_jax.models.scatter import KeysValues, put, put_values
 
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
 BLOCK, SPAN = 64, 2048  # columns per block and per program of the GPU kernel
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
-MASKED = -1e30  # score of a column past the length; -inf would give NaN differences
 
-KeysValues = tuple[Array, Array]  # of the cache, or a column per slot, [S, K, C]
 Softmax = tuple[Array, Array, Array]  # [G, 1] maximum, [G, 1] sum, [G, C] mixed values
 
 

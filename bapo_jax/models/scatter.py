@@ -8,6 +8,8 @@ from jax import Array
 
 from bapo_jax.models.attention import LANES
 
+KeysValues = tuple[Array, Array]  # [S, K, C, columns] and [S, K, columns, C]
+
 
 def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
   """Writes one value per slot to x [S, ...], at index at_S along `axis`.

@@ -80,9 +80,7 @@ class RolloutEngine:
   top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
   gallery: Gallery | None = None
-  apply: Callable[..., Any] = lambda function, *args, **kwargs: function(
-    *args, **kwargs
-  )
+  apply: Callable[..., Any] = lambda f, *args, **knobs: f(*args, **knobs)
 
   def __post_init__(self):
     if 0 < self.temperature < knobs.COLDEST:
@@ -189,7 +187,7 @@ class RolloutEngine:
       places: number of groups in the output, as in PartialRollouts.
       refreshed: whether to include `refresh`, for partial rollouts.
     """
-    lower: Any = dataclasses.replace(self, apply=lambda f, *x, **kw: f.lower(*x, **kw))
+    lower: Any = dataclasses.replace(self, apply=lambda f, *x, **k: f.lower(*x, **k))
     yield (made := lower.empty(places * self.group_size))
     slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bapo_jax.models.logprob_tiles import MASKED
+
 
 class SamplingParams(NamedTuple):
   """The distribution of a token; the default, which training uses, is the softmax."""
@@ -87,7 +89,7 @@ def _lse_once(logits_Sbn: Array) -> Array:
     top = jnp.maximum(a[0], b[0])
     return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top)
 
-  least = jnp.float32(-1e30)  # -inf would give NaN differences
+  least = jnp.float32(MASKED)
   parts = jnp.maximum(logits_Sbn, least), jnp.ones_like(logits_Sbn)
   max_Sn, sum_Sn = jax.lax.reduce(parts, (least, jnp.float32(0)), merge, (1,))
   return max_Sn + jnp.log(sum_Sn)

@@ -33,11 +33,10 @@ RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
 # Tiles of logits: MiB on a CPU; elsewhere a share of the memory, or MiB if it is short.
 TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
-# The time of a schedule, fitted to layers of a 0.5B on an H100 (docs/performance.md,
-# "Where an update goes"): 'dots' recomputes this share of a forward pass, and in the
-# time that a saved byte takes, products do this many FLOPs. For TPUs, from the roofline
-# of a v5p: written once and read once. On a CPU only 'none' saves too much, see
-# `choices`.
+# Constants of `overhead`, fitted to layers of a 0.5B on an H100 (docs/performance.md,
+# "One H100"): the share of a forward pass that 'dots' recomputes, and the FLOPs of
+# products in the time of writing and reading a saved byte. TPUs: from the roofline of a
+# v5p. CPUs: 0, because only 'none' saves too much there, see `choices`.
 DOTS = 0.3
 FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
@@ -183,8 +182,8 @@ def _passes(
   Gathered are the weights and gradients of one layer and the head, divided over tensor.
   Activations are the saved values of all layers and the hidden states with gradients
   (of one micro-batch, or with bounds_pass='stored' of all and one more); the backward
-  pass of one layer, with the queries' gradients by block of keys; and three blocks of
-  logits.
+  pass of one layer, with the queries' gradients by block of keys, or three tiles of
+  logits if they are larger.
   """
   spec = _with_kernel(spec, mesh)
   tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
@@ -308,9 +307,8 @@ def choices(
   """Lists the schedules that the knobs allow, fastest first by `overhead`.
 
   On a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all
-  but the products. Of equals, sequence sharding, which sends more bytes, and small
-  tiles come last.
-  `memory` is that of a device, in bytes.
+  but the products. Among equals, sequence sharding, which sends more bytes, and small
+  tiles come last. `memory` is in bytes per device.
   """
   c, platform = config, mesh.devices.flat[0].platform
   remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
@@ -336,8 +334,10 @@ def choices(
 def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) -> float:
   """Estimates the time that a schedule adds to an update, in its forward passes.
 
-  It recomputes layers, runs a forward pass for the bounds, and writes and reads what it
-  saves: once for the layers of a micro-batch, once more for those of all.
+  It recomputes layers, runs a forward pass for the bounds unless they are stored, and
+  writes and reads what it saves: once for the layers of a micro-batch, and once more if
+  micro-batches wait. Without a search over micro-batches, that forward pass is counted
+  for every schedule alike.
   """
   forward = 2 * matrices(spec) / spec.layers
   forward += 2 * length * spec.heads * spec.head_width  # attention to half the row

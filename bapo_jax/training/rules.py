@@ -11,7 +11,7 @@ from jax import Array
 from bapo_jax.algorithms import advantage, batch_rules, clip, loss, masks, replay_buffer
 from bapo_jax.algorithms.knobs import active
 from bapo_jax.own_code import Slot, described, file_of, is_place, load
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import Config, code
 from bapo_jax.types import Batch, Bounds, Rules, empty_groups
 
 
@@ -45,9 +45,7 @@ def check(config: Config) -> None:
   Raises:
     ValueError: a rule raises an error, or does not return what its slot demands.
   """
-  slots = 'loss', 'clip', 'mask', 'advantage', 'batch'
-  slots = *(getattr(config, name) for name in slots), config.rewards.shaping
-  if not any(is_place(getattr(slot, 'rule')) for slot in slots):  # noqa: B009
+  if not code(config):  # the arrays below would compile a program each
     return
   B, T, G, seats = 4, 8, config.sampler.group_size, config.batch.active.seats(2)
   bound, P = bind(config), 2

@@ -17,16 +17,16 @@
 #   TOTAL   seconds for everything                 (540)
 #   SMALL   not empty: tiny sizes, for a dry run on a CPU
 #   SLOW    factor on the limits of all stages, for a busy machine (1)
-#   SITE    where the wheels are installed         (/tmp/site)
-#   WORK    models, runs and compiled programs     (/tmp/on_gpu)
+#   SITE    where the wheels are installed         (runs/site)
+#   WORK    models, runs and compiled programs     (runs/work)
 set -uo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)
 OUT=${OUT:-runs/on_gpu}
 WHEELS=${WHEELS-$ROOT/.whl}
-SITE=${SITE:-/tmp/site}
-WORK=${WORK:-/tmp/on_gpu}
+SITE=${SITE:-$ROOT/runs/site}
+WORK=${WORK:-$ROOT/runs/work}
 TOTAL=${TOTAL:-540}
 SMALL=${SMALL:-}
 SLOW=${SLOW:-1}

@@ -129,7 +129,7 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {'schedule': str(job.schedule)}
     cells = config.micro_batch_rows * config.row_length
     tile = logprob_tiles.largest(job.schedule.tile_mib, job.spec.vocab)
-    _, chunk = logprob_tiles.split(cells, tile.columns, logprob_tiles.COLUMNS)
+    _, chunk = logprob_tiles.split(cells, tile.columns, logprob_tiles.COLUMN_STEP)
     chunks = -(-config.micro_batch_rows * config.sampler.max_new_tokens // chunk)
     n = config.sampler.tokens_per_dispatch
     # Loops of unknown length, from the outside in.

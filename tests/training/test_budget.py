@@ -210,7 +210,7 @@ def test_auto_takes_the_fastest_schedule_that_fits():
 
 
 def measured():
-  """What an H100 measured: name -> ms."""
+  """Reads the milliseconds measured on an H100, by name."""
   lines = (RESULTS / 'h100/parts.jsonl').read_text().splitlines()
   return {x['what']: x['ms'] for x in map(json.loads, lines) if {'what', 'ms'} <= {*x}}
 
