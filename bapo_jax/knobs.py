@@ -1,8 +1,7 @@
 """Describes every knob once: name, type, default, range, one sentence.
 
 1. A section of the config is a frozen class whose fields are made by `knob`. The
-   class is in knobs.py of the package that uses it, which imports neither JAX nor
-   NumPy, so that a bad value fails before these imports.
+   section of a rule, a `parts.Part`, is also the rule.
 2. `validate` makes a section from plain values, or raises one sentence that names the
    knob, its value and its range.
 3. `describe` gives the line of each knob in docs/config.md.
@@ -21,6 +20,7 @@ from pydantic.fields import FieldInfo
 PLACE = r'(?:python|.+\.py):[A-Za-z_]\w*'  # of a user's own function
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
+Range = tuple[float, float]
 AnySection = TypeVar('AnySection', bound='Section')
 Place = Annotated[str, pydantic.StringConstraints(pattern=f'^{PLACE}$')]
 
@@ -31,6 +31,11 @@ class Section(pydantic.BaseModel):
   model_config = pydantic.ConfigDict(
     frozen=True, extra='forbid', strict=True, protected_namespaces=()
   )
+
+  @classmethod
+  def described(cls) -> dict[str, FieldInfo]:
+    """Returns name -> field; a subclass may describe its fields in more detail."""
+    return cls.model_fields
 
   # Runs before the validators of a section, which may then rely on every range.
   @pydantic.model_validator(mode='after')
@@ -44,10 +49,6 @@ class Section(pydantic.BaseModel):
     return self
 
 
-class NoKnobs(Section):
-  """The section of a rule without knobs."""
-
-
 def knob(
   default: Any,
   description: str,
@@ -58,6 +59,7 @@ def knob(
   below: float | None = None,
   infinite: bool = False,
   rising: bool = False,
+  needs: str | tuple[str, ...] = (),
 ) -> Any:
   """Makes a field of a section.
 
@@ -68,11 +70,16 @@ def knob(
     above, below: exclusive limits.
     infinite: accepts infinity, which means no limit.
     rising: no value of a tuple is below its predecessor.
+    needs: conditions without which the knob, or every knob of the section, has no
+      effect, such as 'lora.rank > 0'; see training/needs.py.
   """
+  extra: dict[str, Any] = {'needs': (needs,) if isinstance(needs, str) else needs}
   if isinstance(default, type) and issubclass(default, Section):
-    return pydantic.Field(default_factory=default, description=description)
+    return pydantic.Field(
+      default_factory=default, description=description, json_schema_extra=extra
+    )
   limits = {'least': least, 'most': most, 'above': above, 'below': below}
-  extra: dict[str, Any] = {'infinite': infinite, 'rising': rising}
+  extra |= {'infinite': infinite, 'rising': rising}
   extra |= {name: value for name, value in limits.items() if value is not None}
   return pydantic.Field(default, description=description, json_schema_extra=extra)
 
@@ -93,10 +100,30 @@ def validate(
     raise ValueError(_sentence(section, values, error.errors()[0], name)) from None
 
 
+def restore(section: type[AnySection], values: Any) -> AnySection:
+  """Returns the section of values that were JSON, in which tuples are lists.
+
+  Raises:
+    pydantic.ValidationError: a value is invalid.
+  """
+
+  def tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {key: tuples(x) for key, x in value.items()}
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+  return section.model_validate(tuples(values))
+
+
+def fields_of(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:
+  """Yields (dotted name, field, value) of the knobs and sections of a section."""
+  for key, field in type(section).described().items():
+    yield f'{name}.{key}' if name else key, field, getattr(section, key)
+
+
 def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:
   """Yields (dotted name, field, value) of every knob, nested sections included."""
-  for key, field in type(section).model_fields.items():
-    value, path = getattr(section, key), f'{name}.{key}' if name else key
+  for path, field, value in fields_of(section, name):
     if isinstance(value, Section):
       yield from fields(value, path)
     else:
@@ -165,6 +192,11 @@ def kind(annotation: Any) -> str:
   return names[annotation]
 
 
+def needed(field: FieldInfo) -> tuple[str, ...]:
+  """Returns the conditions without which a knob or a section has no effect."""
+  return _limits(field).get('needs', ())
+
+
 def _limits(field: FieldInfo) -> dict[str, Any]:
   extra = field.json_schema_extra
   return dict(extra) if isinstance(extra, dict) else {}
@@ -198,7 +230,7 @@ def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str
     section = inner
   dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
-    if path[-1:] == ['own']:  # names a knob of the section around it
+    if path[-1:] == ['custom']:  # names a knob of the section around it
       dotted = '.'.join(path[:-1])
     sentence = f'{dotted}.{error["ctx"]["error"]}'.lstrip('.')
     long = len(sentence) > 400  # a value in it may be

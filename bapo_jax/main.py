@@ -22,7 +22,7 @@ from absl import app, flags, logging
 
 from bapo_jax import knobs
 from bapo_jax.runtime import hosts, machine, signals
-from bapo_jax.training import foreign_names, inert_knobs
+from bapo_jax.training import foreign_names, needs
 from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
 from bapo_jax.training.config import parse as parse_config
 
@@ -177,7 +177,7 @@ def read_config(file: str | None, given: list[str]) -> Config:
   values = load(file)
   found = overrides(given, values)
   config = parse_config(decided(merged(values, found)))
-  inert_knobs.refuse(found, [config])
+  needs.refuse(found, [config])
   return config
 
 

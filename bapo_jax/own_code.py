@@ -13,14 +13,13 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import json
 import os
 import re
 import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import pydantic
@@ -206,8 +205,12 @@ def digest(place: str) -> str:
   return hashlib.sha256(text).hexdigest()[:12]
 
 
-def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
+def section(
+  places: Sequence[str], base: type[Section], rule: type[Section] | None = None
+) -> type[Any]:
   """Returns a subclass of `base` with a knob per keyword-only argument of functions.
+
+  With `rule`, which is `parts.Custom`, a section of this class calls the function.
 
   The annotation, or else the default, gives the type of a knob. Functions that share
   the name of an argument share the knob. Class variables of `base` take the values that
@@ -224,17 +227,19 @@ def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    arguments = getattr(base, 'arguments')  # noqa: B009 (every base has them)
     try:
-      given = base.arguments or [p.name for p in parameters if p not in own]
+      given = arguments or [p.name for p in parameters if p not in own]
       signature.bind(*given, **{p.name: p.default for p in own})
     except TypeError as error:
-      arguments = ', '.join(base.arguments)
+      names = ', '.join(arguments)
       raise ValueError(
-        f'{place} cannot be called with ({arguments}): {error}; define it as '
-        f'{place.rpartition(":")[2]}({arguments}, *, knob=default)'
+        f'{place} cannot be called with ({names}): {error}; define it as '
+        f'{place.rpartition(":")[2]}({names}, *, knob=default)'
       ) from None
     for p in own:
-      if p.name.startswith('_') or hasattr(base, p.name):
+      taken = p.name in base.model_fields or hasattr(base, p.name)
+      if p.name.startswith('_') or taken:
         raise ValueError(f'{place}: the argument {p.name} cannot be a knob; rename it')
       new = _knob(place, p, _hint(function, p))
       kind, field = knobs.setdefault(p.name, new)
@@ -246,12 +251,21 @@ def section(places: Sequence[str], base: type[OwnKnobs]) -> type[OwnKnobs]:
     needs |= _declared(place, function, base)
   if not places:
     return base
-  made = pydantic.create_model('Own', __base__=base, **knobs)
-  for name, value in needs.items():
-    setattr(made, name, value)
   # One class for equal knobs, so that two equal configs compare equal.
   key = base, tuple(places), tuple(map(digest, places))
-  return _sections.setdefault(key, made)
+  if key in _sections:
+    return _sections[key]
+  if rule is None:
+    made: Any = pydantic.create_model('Custom', __base__=base, **knobs)
+  else:
+    knobs['rule'] = str, places[0]
+    made = pydantic.create_model('Custom', __base__=(rule, base), **knobs)
+    made.function = staticmethod(load(places[0]))
+    made.keywords = tuple(name for name in knobs if name != 'rule')
+  for name, value in needs.items():
+    setattr(made, name, value)
+  _sections[key] = made
+  return made
 
 
 def _hint(function: Function, parameter: inspect.Parameter) -> Any:
@@ -288,14 +302,14 @@ def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any
   return kind, field
 
 
-def _declared(place: str, function: Function, base: type[OwnKnobs]) -> dict[str, Any]:
+def _declared(place: str, function: Function, base: type[Section]) -> dict[str, Any]:
   """Returns what a function declares; raises ValueError if the slot knows no such."""
   kinds = {
     name: typing.get_args(kind)[0]
     for name, kind in typing.get_type_hints(base).items()
     if typing.get_origin(kind) is ClassVar and hasattr(base, name)
   }
-  known = sorted(set(kinds) - {'arguments', 'model_config'})
+  known = sorted(set(kinds) - {'arguments', 'model_config', 'rules'})
   needs = declares(function)
   for name, value in needs.items():
     if name not in known:
@@ -308,40 +322,40 @@ def _declared(place: str, function: Function, base: type[OwnKnobs]) -> dict[str,
 
 
 class Slot(Section):
-  """A section with a rule that may be a place; its field `own` has the rule's knobs."""
+  """A section whose knobs may name custom functions; `custom` has their knobs."""
 
-  # The fields that may be places; `own` follows them.
+  # The fields that may be paths of functions; `custom` follows them.
   places: ClassVar[tuple[str, ...]] = ('rule',)
 
-  # Errors are relative to the slot: 'rule=my.py:f: ...' or 'own.tau=...'.
-  @pydantic.field_validator('own', mode='before', check_fields=False)
   @classmethod
-  def _own(cls, values: Any, info: pydantic.ValidationInfo) -> Any:
-    base = cls.model_fields['own'].annotation
+  def custom_type(cls, values: Mapping[str, Any]) -> type[OwnKnobs]:
+    """Returns the section of the custom functions that these values name.
+
+    Raises:
+      ValueError: a function cannot be used.
+    """
+    base = cls.model_fields['custom'].annotation
     assert isinstance(base, type) and issubclass(base, OwnKnobs)
+    named = {name: placed(str(values.get(name, ''))) for name in cls.places}
+    paths = list(dict.fromkeys(path for paths in named.values() for path in paths))
+    try:
+      return section(paths, base)
+    except ValueError as error:
+      name = next(name for name in named if named[name])
+      raise ValueError(f'{name}={error}') from None
+
+  # Errors are relative to the section: 'rule=my.py:f: ...' or 'custom.tau=...'.
+  @pydantic.field_validator('custom', mode='before', check_fields=False)
+  @classmethod
+  def _custom(cls, values: Any, info: pydantic.ValidationInfo) -> Any:
     if isinstance(values, OwnKnobs):
       values = values.model_dump()
-    given = {name: str(info.data.get(name, '')) for name in cls.places}
-    found = list(dict.fromkeys(x for text in given.values() for x in placed(text)))
-    if not found and values:
-      name, rule = next(iter(given.items()))
-      raise ValueError(
-        f'own={shown(values)} has no effect with {name}={rule!r}; remove it, or set '
-        f'{name} to {EXAMPLE}'
-      )
-    try:
-      made = section(found, base)
-    except ValueError as error:
-      name = next(n for n, text in given.items() if placed(text))
-      raise ValueError(f'{name}={error}') from None
-    if info.mode == 'json':  # tuples are lists
-      values = made.model_validate_json(json.dumps(values)).model_dump()
-    return validate(made, values, 'own')
+    return validate(cls.custom_type(info.data), values, 'custom')
 
 
-def own(base: type[OwnKnobs]) -> Any:
-  """Makes the field `own` of a slot; it follows the fields that may be places."""
-  sentence = 'Knobs of an own function: its keyword arguments.'
+def custom_knobs(base: type[OwnKnobs]) -> Any:
+  """Makes the field `custom` of a section; it follows the fields that may be paths."""
+  sentence = 'Knobs of custom functions: their keyword arguments.'
   return pydantic.Field(
     default_factory=base, validate_default=True, description=sentence
   )

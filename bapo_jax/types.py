@@ -19,10 +19,10 @@ and for pictures:
 
 # fmt: off
 # ruff: noqa: E501
-import dataclasses
 import functools
+import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,8 @@ class LogpDiff(NamedTuple):
   tokens: Int32[Array, '']     # tokens compared
 
 
-SOURCES = ('fresh', 'reevaluated', 'reused')  # of the groups in a batch
+Source = Literal['fresh', 'reevaluated', 'reused']  # of the groups in a batch
+SOURCES: tuple[Source, ...] = typing.get_args(Source)
 # Of a token: not cut; no gradient by bounds or loss rule; left out by Bounds.keep_BT.
 CUTS = ('', 'clipped', 'masked')
 
@@ -207,17 +208,17 @@ Weigh = Callable[[Bounds], Array]
 FindBounds = Callable[[Array], Bounds]
 
 
-class ClipRule(Protocol):
+class ClipFunction(Protocol):
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     """Returns the bounds at which a loss rule clips these ratios."""
 
 
-class MaskRule(Protocol):
+class MaskFunction(Protocol):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
     """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
 
 
-class LossRule(Protocol):
+class LossFunction(Protocol):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
@@ -227,17 +228,17 @@ class LossRule(Protocol):
     """
 
 
-class AdvantageRule(Protocol):
+class AdvantageFunction(Protocol):
   def __call__(self, reward_PG: Array) -> Array:
     """Returns adv_PG, the advantages within each group; 0 where all rewards are equal."""
 
 
-class ThresholdRule(Protocol):
+class ThresholdFunction(Protocol):
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     """Returns the thresholds for groups of G, given the share of right responses."""
 
 
-class BatchRule(Protocol):
+class BatchFunction(Protocol):
   def __call__(
     self,
     fresh: Groups,
@@ -248,15 +249,3 @@ class BatchRule(Protocol):
     seats: int,
   ) -> tuple[Groups, Array]:
     """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-  """The chosen rule of each kind, with its knobs bound; fixed for a run."""
-
-  batch: BatchRule
-  advantage: AdvantageRule
-  clip: ClipRule
-  mask: MaskRule
-  loss: LossRule
-  thresholds: ThresholdRule

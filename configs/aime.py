@@ -50,7 +50,7 @@ def recipe() -> ConfigDict:
   config = tiny()
   config.title = 'trial, tiny, clip of the public recipe'
   config.clip.rule = 'recipe'
-  config.loss.clipped.limit = 20.0
+  config.loss.limit = 20.0
   config.learner.bounds_scope = 'micro_batch'
   return config
 
@@ -99,7 +99,7 @@ def balanced_paper(name: str = 'DeepSeek-R1-Distill-Qwen-7B') -> ConfigDict:
   config = large(name)
   config.title += ", Balanced PO's settings"
   config.clip.rule = 'balanced'
-  config.clip.balanced.update(
+  config.clip.update(
     target=0.4,  # rho_0, section 5
     low=(0.6, 0.9),  # [a-, b-], section 5
     high=(1.2, 3.0),  # [a+, b+], section 5
@@ -143,13 +143,13 @@ def batch_paper() -> ConfigDict:
   config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
   config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
   config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
-  config.buffer.thresholds.fixed.update(
+  config.buffer.thresholds.update(
     hard=1 / 8,  # c1, settings
     reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
   )
   config.optimizer.lr = 1e-6  # settings
   config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
-  config.clip.fixed.update(low=0.8, high=1.2)
+  config.clip.update(low=0.8, high=1.2)
   config.loss.kl = 0.001  # settings: .001 to .01, by task; older scripts: .001 for math
   config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config

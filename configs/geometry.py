@@ -95,13 +95,13 @@ def geometry3k(size: str) -> ConfigDict:
   config.buffer.hard_order = 'fifo'  # section 3: a FIFO of hard problems
   config.buffer.max_off_policy_steps = 3  # section 3: reused at an age of 1 to 3 steps
   config.buffer.thresholds.rule = 'fixed'  # settings; 'moving' is Eq. 8
-  config.buffer.thresholds.fixed.update(
+  config.buffer.thresholds.update(
     hard=1 / 8,  # c1, settings
     reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
   )
   config.optimizer.lr = 1e-6  # settings
   config.clip.rule = 'fixed'  # settings: epsilon = 0.2 on both sides
-  config.clip.fixed.update(low=0.8, high=1.2)
+  config.clip.update(low=0.8, high=1.2)
   config.loss.kl = 0.01  # settings: .001 to .01, by task; the authors' script
   config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
   return config

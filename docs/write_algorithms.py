@@ -49,7 +49,7 @@ def preset(name: str, **more: Any) -> dict[str, Any]:
   return {key: value for key, value in chosen.items() if key != 'range'}
 
 
-PPO_BOUNDS = {'clip.fixed.low': (0.8, 'PPO'), 'clip.fixed.high': (1.2, 'PPO')}
+PPO_BOUNDS = {'clip.low': (0.8, 'PPO'), 'clip.high': (1.2, 'PPO')}
 CUT = 'r A; 0 if A > 0 and r >= high, or A < 0 and r <= low'
 GOLDEN, CLIPPED = 'rules_that_weigh_log_pi_golden', 'clipped_golden'
 REPLAYED = {'buffer.max_off_policy_steps': (3, PAPER), 'buffer.max_reuse': (3, 'ours')}
@@ -66,14 +66,14 @@ METHODS: dict[str, dict[str, Method]] = {
       {'DAPO': '2503.14476'},
       'the same with a higher bound',
       preset('DAPO (clip-higher)'),
-      {'clip.fixed.low': (0.8, PAPER), 'clip.fixed.high': (1.28, PAPER)},
+      {'clip.low': (0.8, PAPER), 'clip.high': (1.28, PAPER)},
       (CLIPPED,),
     ),
     'dual clip': Method(
       {'Ye et al.': '1912.09729'},
       'also 0 if A < 0 and r >= dual',
       preset('dual clip'),
-      {**PPO_BOUNDS, 'clip.fixed.dual': (3.0, PAPER)},
+      {**PPO_BOUNDS, 'clip.dual': (3.0, PAPER)},
       (CLIPPED,),
     ),
     'unclipped': Method(
@@ -89,11 +89,11 @@ METHODS: dict[str, dict[str, Method]] = {
       '`configs/aime.py:balanced_paper`',
       {'clip.rule': 'balanced'},
       {
-        'clip.balanced.target': (0.42, 'ours; paper .4'),
-        'clip.balanced.low': ((0.6, 0.9), PAPER),
-        'clip.balanced.high': ((1.2, 3.0), PAPER),
-        'clip.balanced.low_step': (0.02, PAPER),
-        'clip.balanced.high_step': (0.05, PAPER),
+        'clip.target': (0.42, 'ours; paper .4'),
+        'clip.low': ((0.6, 0.9), PAPER),
+        'clip.high': ((1.2, 3.0), PAPER),
+        'clip.low_step': (0.02, PAPER),
+        'clip.high_step': (0.05, PAPER),
       },
       ('balanced_is_algorithm_1_to_the_last_bit', 'share_golden'),
     ),
@@ -103,7 +103,7 @@ METHODS: dict[str, dict[str, Method]] = {
       '--config=configs/aime.py:recipe',
       {
         **{f'recipe.{k}': (x, CODE) for k, x in clip.Recipe()._asdict().items()},
-        'loss.clipped.limit': (20.0, CODE),
+        'loss.limit': (20.0, CODE),
       },
       ('recipe_is_the_public_loop',),
     ),
@@ -113,10 +113,10 @@ METHODS: dict[str, dict[str, Method]] = {
       '(1 + sqrt(1 + 4 high / q)) / 2, at most cap',
       preset('DCPO'),
       {
-        'clip.dcpo.low': (0.16, PAPER),
-        'clip.dcpo.high': (0.2, PAPER),
-        'clip.dcpo.cap': (10.0, CODE),
-        'clip.dcpo.dual': (3.0, CODE),
+        'clip.low': (0.16, PAPER),
+        'clip.high': (0.2, PAPER),
+        'clip.cap': (10.0, CODE),
+        'clip.dual': (3.0, CODE),
       },
       (PUBLISHED,),
     ),
@@ -127,9 +127,9 @@ METHODS: dict[str, dict[str, Method]] = {
       'min(r, 20) A; 0 if A > 0 and p - q > high, or A < 0 and q - p > low (Eq. 13)',
       preset('DPPO, binary TV'),
       {
-        'mask.dppo_tv.low': (0.2, 'SkyRL'),
-        'mask.dppo_tv.high': (0.2, 'SkyRL'),
-        'loss.tis.cap': (20.0, PAPER),
+        'mask.low': (0.2, 'SkyRL'),
+        'mask.high': (0.2, 'SkyRL'),
+        'loss.cap': (20.0, PAPER),
       },
       (PUBLISHED, 'binary_total_variation_golden'),
     ),
@@ -139,9 +139,9 @@ METHODS: dict[str, dict[str, Method]] = {
       '(Eq. 14)',
       preset('DPPO, binary KL'),
       {
-        'mask.dppo_kl.low': (0.05, 'SkyRL'),
-        'mask.dppo_kl.high': (0.05, 'SkyRL'),
-        'loss.tis.cap': (20.0, PAPER),
+        'mask.low': (0.05, 'SkyRL'),
+        'mask.high': (0.05, 'SkyRL'),
+        'loss.cap': (20.0, PAPER),
       },
       (PUBLISHED,),
     ),
@@ -149,14 +149,14 @@ METHODS: dict[str, dict[str, Method]] = {
       {'Ring-1T': '2510.18855'},
       'r A if low <= r <= high, else 0',
       preset('IcePop'),
-      {'mask.icepop.low': (0.5, PAPER), 'mask.icepop.high': (5.0, PAPER)},
+      {'mask.low': (0.5, PAPER), 'mask.high': (5.0, PAPER)},
       (PUBLISHED,),
     ),
     'KPop': Method(
       {'Guo et al.': 'https://ringtech.notion.site/kpop'},
       'r A; 0 if KL(Bernoulli(p), Bernoulli(q)) or its reverse is above the limit',
       preset('KPop'),
-      {'mask.kpop.limit': (0.1, 'blog')},
+      {'mask.limit': (0.1, 'blog')},
       ('kpop_masks_by_both_divergences',),
     ),
     'M2PO': Method(
@@ -164,7 +164,7 @@ METHODS: dict[str, dict[str, Method]] = {
       'r A; 0 for the tokens of the minibatch with the largest (log r)^2, until the '
       'mean of the others is below the limit',
       preset('M2PO'),
-      {'mask.m2po.limit': (0.04, 'AReaL')},
+      {'mask.limit': (0.04, 'AReaL')},
       (PUBLISHED, 'm2po_keeps_as_many_tokens_as_a_sort_allows'),
     ),
     'OPSM': Method(
@@ -173,7 +173,7 @@ METHODS: dict[str, dict[str, Method]] = {
       'limit; a mask on top of any other rule',
       preset('DeepSeek-V3.2 (sequence masking)'),
       {
-        'mask.opsm.limit': (0.1, 'ours; TRL .5, slime .0001'),
+        'mask.limit': (0.1, 'ours; TRL .5, slime .0001'),
         **PPO_BOUNDS,
       },
       (PUBLISHED,),
@@ -184,35 +184,35 @@ METHODS: dict[str, dict[str, Method]] = {
       {'Hilton et al.': '2110.00641', 'AReaL': '2505.24298'},
       'min(prox / mu, cap) times the weight of PPO, with r = pi / prox; PPO with TIS',
       preset('decoupled PPO (AReaL)'),
-      {**PPO_BOUNDS, 'loss.decoupled.cap': (2.0, 'ours')},
+      {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
       ('decoupled_golden',),
     ),
     "AReaL's mask": Method(
       {'AReaL': 'https://github.com/inclusionAI/AReaL'},
       'the same; 0 if prox / mu is above the cap',
-      preset('decoupled PPO (AReaL)', loss__decoupled__beyond_cap='mask'),
-      {**PPO_BOUNDS, 'loss.decoupled.cap': (2.0, 'ours')},
+      preset('decoupled PPO (AReaL)', loss__beyond_cap='mask'),
+      {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
       ('decoupled_golden',),
     ),
     'GSPO': Method(
       {'GSPO': '2507.18071'},
       'as PPO, with one ratio per response: (pi(y) / mu(y))^(1 / length)',
       preset('GSPO'),
-      {'clip.fixed.low': (0.9997, PAPER), 'clip.fixed.high': (1.0004, PAPER)},
+      {'clip.low': (0.9997, PAPER), 'clip.high': (1.0004, PAPER)},
       ('sequence_golden', 'sequence_is_the_gradient_of_the_papers_objective'),
     ),
     'CISPO': Method(
       {'MiniMax-M1': '2506.13585'},
       'clip(r, low, high) A: the bounds cut no token',
       preset('CISPO'),
-      {'clip.fixed.low': (0.0, PAPER), 'clip.fixed.high': (1.2, 'ours')},
+      {'clip.low': (0.0, PAPER), 'clip.high': (1.2, 'ours')},
       (GOLDEN, 'cispo_has_no_dual_clip'),
     ),
     'TIS': Method(
       {'Yao et al.': 'https://fengyao.notion.site/off-policy-rl'},
       'min(r, cap) A: truncated importance sampling, Ionides (2008)',
       preset('TIS'),
-      {'loss.tis.cap': (2.0, 'slime')},
+      {'loss.cap': (2.0, 'slime')},
       (GOLDEN,),
     ),
     'REINFORCE': Method(
@@ -238,7 +238,7 @@ METHODS: dict[str, dict[str, Method]] = {
       {'SAPO': '2511.20347'},
       '4 s (1 - s) r A, s = sigmoid(tau (r - 1)), tau by the sign of A',
       preset('SAPO'),
-      {'loss.sapo.positive': (1.0, PAPER), 'loss.sapo.negative': (1.05, PAPER)},
+      {'loss.positive': (1.0, PAPER), 'loss.negative': (1.05, PAPER)},
       (PUBLISHED, 'sapo_golden'),
     ),
     'VESPO': Method(
@@ -246,8 +246,8 @@ METHODS: dict[str, dict[str, Method]] = {
       'W^a e^(b (1 - W)) A, W = pi(y) / mu(y), (a, b) by the sign of A',
       preset('VESPO'),
       {
-        'loss.vespo.positive': ((2.0, 3.0), PAPER),
-        'loss.vespo.negative': ((3.0, 2.0), PAPER),
+        'loss.positive': ((2.0, 3.0), PAPER),
+        'loss.negative': ((3.0, 2.0), PAPER),
       },
       (PUBLISHED,),
     ),
@@ -255,7 +255,7 @@ METHODS: dict[str, dict[str, Method]] = {
       {'ASPO': '2510.06062'},
       'as PPO with weight 1 / r for A > 0; weights above cap are limited to it',
       preset('ASPO'),
-      {**PPO_BOUNDS, 'loss.aspo.cap': (3.0, CODE)},
+      {**PPO_BOUNDS, 'loss.cap': (3.0, CODE)},
       (PUBLISHED, 'an_infinite_cap_leaves_finite_weights'),
     ),
     'FIPO': Method(
@@ -265,9 +265,9 @@ METHODS: dict[str, dict[str, Method]] = {
       preset('FIPO'),
       {
         **PPO_BOUNDS,
-        'loss.fipo.half_life': (32.0, 'ms-swift'),
-        'loss.fipo.limits': ((0.8, 1.2), 'ms-swift'),
-        'loss.fipo.safety': (4.0, 'ms-swift'),
+        'loss.half_life': (32.0, 'ms-swift'),
+        'loss.limits': ((0.8, 1.2), 'ms-swift'),
+        'loss.safety': (4.0, 'ms-swift'),
       },
       (PUBLISHED,),
     ),
@@ -329,7 +329,7 @@ METHODS: dict[str, dict[str, Method]] = {
       {},
       "this step's groups and replay_ratio times as many older ones, drawn at random",
       {'batch.rule': 'replay', 'buffer.thresholds.rule': 'everything'},
-      {'batch.replay.replay_ratio': (1, 'ours'), **REPLAYED},
+      {'batch.replay_ratio': (1, 'ours'), **REPLAYED},
       ('replay_takes_all_fresh_groups_and_as_many_older_ones',),
     ),
     'Batch Adaptation PO': Method(
@@ -340,8 +340,8 @@ METHODS: dict[str, dict[str, Method]] = {
       {'batch.rule': 'adapted', 'clip.rule': 'fixed'},
       {
         **PPO_BOUNDS,
-        'buffer.thresholds.fixed.hard': (1 / 8, PAPER),
-        'buffer.thresholds.fixed.reusable': ((1 / 8, 5 / 8), PAPER),
+        'buffer.thresholds.hard': (1 / 8, PAPER),
+        'buffer.thresholds.reusable': ((1 / 8, 5 / 8), PAPER),
         **REPLAYED,
         'buffer.reeval_interval': (2, 'ours; paper 5'),
         'buffer.reevaluate': (16, 'ours; paper 128'),
@@ -354,10 +354,10 @@ METHODS: dict[str, dict[str, Method]] = {
       'cap',
       {
         'batch.rule': 'adapted',
-        'clip.balanced.sources': ('fresh', 'reevaluated'),
-        'clip.balanced.reused_high': 1.2,
+        'clip.sources': ('fresh', 'reevaluated'),
+        'clip.reused_high': 1.2,
       },
-      {'clip.balanced.reused_high': (1.2, 'ours')},
+      {'clip.reused_high': (1.2, 'ours')},
       (
         'the_search_may_leave_reused_rows_out',
         'reused_rows_may_have_a_cap_of_their_own',

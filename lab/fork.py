@@ -2,7 +2,7 @@ r"""Continues a run from one of its checkpoints under several rules, and compare
 
   python -m lab.fork runs/x --step=20 --steps=10 --arms=run --arms=clip.rule=fixed
   python -m lab.fork runs/x --step=20 --steps=10 --seeds=4 \
-    --arms=run --arms='clip.rule=balanced,clip.balanced.target=0.3'
+    --arms=run --arms='clip.rule=balanced,clip.target=0.3'
   python -m lab.fork runs/x --bisect='loss/entropy < 0.1'
 
 1. An arm is named by its overrides, separated by commas; `run` is the run unchanged.
@@ -41,7 +41,7 @@ from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.tools import compare
 from bapo_jax.tools.compare import Difference
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import evaluate, inert_knobs
+from bapo_jax.training import evaluate, needs
 from bapo_jax.training.config import Config
 from lab import experiments
 
@@ -152,7 +152,7 @@ def config_of(run: Config, arm: str, knobs: experiments.Knobs) -> Config:
   own = {'title': f'{run.title}, fork {arm}', 'responses': math.inf}
   own |= {'checkpoint.keep': 1, 'checkpoint.best': 0, 'checkpoint.final': 'run'}
   config = config_lib.parse(config_lib.merged(values, found | own | dict(knobs)))
-  inert_knobs.refuse(found, [config])
+  needs.refuse(found, [config])
   return config
 
 

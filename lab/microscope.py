@@ -33,7 +33,7 @@ from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner.objective import Objective
 from bapo_jax.models import layers, transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.types import AdvantageRule, Batch, ClipRule, LossRule, MaskRule, Tree
+from bapo_jax.types import AdvantageFunction, Batch, ClipFunction, LossFunction, MaskFunction, Tree
 
 SYMBOLS, POSITIONS, PROMPTS = 8, 4, 4
 PLACES = PROMPTS * sum(SYMBOLS**n for n in range(1, POSITIONS + 1))  # K
@@ -68,10 +68,10 @@ class Task(NamedTuple):
 class Rule(NamedTuple):
   """A method: the rules of the slots that change the gradient."""
 
-  loss: LossRule = loss.clipped
-  clip: ClipRule = clip.fixed
-  mask: MaskRule = masks.nothing
-  advantage: AdvantageRule = advantage.group_relative
+  loss: LossFunction = loss.clipped
+  clip: ClipFunction = clip.fixed
+  mask: MaskFunction = masks.nothing
+  advantage: AdvantageFunction = advantage.group_relative
   whole_batch: bool = False  # bounds or mask depend on the other responses
 
 
@@ -194,7 +194,7 @@ def _score(logp_NT: Array, task: Task, value_N: Array) -> Array:
   return jnp.where(task.mask_NT, (jnp.exp(total_N) * value_N)[:, None], 0) / PROMPTS
 
 
-def advantages(rule: AdvantageRule) -> tuple[np.ndarray, np.ndarray]:
+def advantages(rule: AdvantageFunction) -> tuple[np.ndarray, np.ndarray]:
   """Returns the advantage [G] of a right and of a wrong response.
 
   Entry k is for k right responses among the G - 1 others.
@@ -441,7 +441,7 @@ def drawn(
   task: Task,
   tables: Tables,
   up_to_QR: Array,
-  rule: AdvantageRule,
+  rule: AdvantageFunction,
   key: Array,
   groups: int,
 ) -> tuple[Batch, Array]:

@@ -18,7 +18,7 @@ from jax import Array
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.run import step_record
-from bapo_jax.types import SOURCES, Batch, Bounds, LossRule, MaskRule
+from bapo_jax.types import SOURCES, Batch, Bounds, LossFunction, MaskFunction
 from lab.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def single(
 
 
 def curve(
-  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
+  rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns (gain_N, weight_N) of responses of one token; see `single`."""
   gain_BT, _ = loss.gain(rule, logp_BT, batch, lambda _: bounds)
@@ -70,9 +70,9 @@ def constant(low: float = 0.0, high: float = math.inf) -> Bounds:
 
 def draw(
   axis: 'Axes',
-  rule: LossRule,
+  rule: LossFunction,
   bounds: Bounds,
-  mask: MaskRule = masks.nothing,
+  mask: MaskFunction = masks.nothing,
   probability: float = 0.15,
 ) -> None:
   """Plots the weight over the ratio for an advantage of 1 and of -1.

@@ -22,7 +22,7 @@ from jax import Array
 from bapo_jax.algorithms import loss
 from bapo_jax.training import rules as rules_lib
 from bapo_jax.training.config import Config
-from bapo_jax.types import Batch, Bounds, ClipRule, Weigh
+from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
 from lab import rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
@@ -90,7 +90,7 @@ def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:
   def searched(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     return bounds
 
-  clip: ClipRule = bound.clip if bounds.low.ndim else searched
+  clip: ClipFunction = bound.clip if bounds.low.ndim else searched
   rule = Rule(bound.loss, clip, bound.mask)
   return {sign: weights(rule, sign) == 0 for sign in (1, -1)}
 

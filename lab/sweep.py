@@ -26,7 +26,7 @@ from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
-from bapo_jax.training import inert_knobs, policy
+from bapo_jax.training import needs, policy
 from bapo_jax.training.config import OVERRIDE, merged, overrides
 from lab import evidence, experiments
 from lab.experiments import Experiment, RunSpec
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   found = overrides(given)
   made = made._replace(values=merged(made.values, found))
   specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
-  inert_knobs.refuse(found, [spec.config for spec in specs.values()])
+  needs.refuse(found, [spec.config for spec in specs.values()])
   folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
   if args.workers < 1:
     raise ValueError(f'--workers={args.workers}: give at least 1')

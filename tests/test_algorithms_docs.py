@@ -64,6 +64,6 @@ def test_every_named_test_exists():
 
 def test_a_default_that_is_not_the_published_value_is_refused():
   method = METHODS['clip']['dual clip']
-  wrong = method._replace(values={'clip.fixed.dual': (4.0, 'paper')})
+  wrong = method._replace(values={'clip.dual': (4.0, 'paper')})
   with pytest.raises(ValueError, match=r'clip\.fixed\.dual=3\.0, but 4\.0'):
     write_algorithms.row('dual clip', wrong)

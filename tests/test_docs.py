@@ -112,7 +112,7 @@ def test_the_config_file_of_running_is_valid(tmp_path):
   (tmp_path / 'my.py').write_text(text)
   file = re.search(r'--config=(\S+)', command)[1]
   config = read_config(str(tmp_path / file), re.findall(r'--config\.\S+', command))
-  assert (config.steps, config.seed, config.clip.fixed.high) == (400, 1, 1.28)
+  assert (config.steps, config.seed, config.clip.high) == (400, 1, 1.28)
   assert read_config(str(tmp_path / 'my.py'), []).steps == 20
 
 

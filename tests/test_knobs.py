@@ -30,8 +30,8 @@ INF, NAN = math.inf, math.nan
   ('path', 'sentence'),
   [
     # Of a rule that is not in force, too; and of the source of a weight.
-    ('clip.fixed.target', 'the nearest in its section are high, dual, low'),
-    ('clip.unclipped.low', 'its section has no knobs'),
+    ('clip.target', 'the nearest in its section are high, dual, low'),
+    ('clip.low', 'its section has no knobs'),
     (
       'batch.weights.reuse',
       'the nearest in its section are reused, fresh, reevaluated',

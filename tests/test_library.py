@@ -89,4 +89,4 @@ def test_the_printed_command_is_accepted(tmp_path, monkeypatch):
   (command,) = re.findall(r'python -m bapo_jax.main ((?:.*\\\n)*.*)', PAGE)
   config, *given = command.replace('\\\n', ' ').split()
   made = main.read_config(str(ROOT / config.partition('=')[2]), given)
-  assert made.loss.own.tau == 1.05 and made.rewards.own.per_token == 0.01
+  assert made.loss.tau == 1.05 and made.rewards.custom.per_token == 0.01

@@ -34,7 +34,7 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
   ([GOOD, '--config.steps=' + '9' * 5000], 'steps=' + '9' * 57 + '...: give an int'),
   ([GOOD, '--config.responses=nan'], 'responses=nan: give a number above 0 or inf'),
-  ([GOOD, '--config.clip.balanced.low=3'], 'low=3: give a tuple of 2 numbers'),
+  ([GOOD, '--config.clip.low=3'], 'low=3: give a tuple of 2 numbers'),
   ([GOOD, '--config.evaluate.k=(1,8)'], 'evaluate.group_size=1'),
   ([GOOD, '--config.evaluate.k=' + '(' * 5000], 'evaluate.k=((((('),
   ([GOOD, '--config.clip.rule=balnced'], "clip.rule='balnced': give one of 'uncl"),
@@ -148,7 +148,7 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
     ({'stps': 3}, 'stps is not a knob; the nearest in its section are steps'),
     ({'steps': '3'}, "steps='3': give an integer"),
     ({'clip': 3}, 'clip=3'),
-    ({'clip': {'rule': 'fixed', 'fixed': {'hi': 1.5}}}, 'clip.fixed.hi is not a knob'),
+    ({'clip': {'rule': 'fixed', 'fixed': {'hi': 1.5}}}, 'clip.hi is not a knob'),
   ],
 )
 def test_what_a_config_file_sets_is_checked_like_an_override(values, message, tmp_path):
@@ -160,9 +160,9 @@ def test_what_a_config_file_sets_is_checked_like_an_override(values, message, tm
 
 def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   (tmp_path / 'own.py').write_text(DICT.format({'clip': {'rule': 'fixed'}}))
-  given = ['--config.clip.fixed.high=1.28', '-config.seed=3', '--config.seed=4']
+  given = ['--config.clip.high=1.28', '-config.seed=3', '--config.seed=4']
   config = main.read_config(str(tmp_path / 'own.py'), given)
-  assert (config.clip.rule, config.clip.fixed.high, config.seed) == ('fixed', 1.28, 4)
+  assert (config.clip.rule, config.clip.high, config.seed) == ('fixed', 1.28, 4)
   assert config.clip.balanced == Config().clip.balanced
 
 
@@ -176,8 +176,8 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
     ('--config.metrics.wandb=False', False),
     ('--config.evaluate.k=(1, 8)', (1, 8)),
     ('--config.evaluate.k=8', (8,)),
-    ('--config.clip.balanced.sources=fresh', ('fresh',)),
-    ("--config.clip.balanced.sources=('fresh','reused')", ('fresh', 'reused')),
+    ('--config.clip.sources=fresh', ('fresh',)),
+    ("--config.clip.sources=('fresh','reused')", ('fresh', 'reused')),
   ],
 )
 def test_an_override_is_read_by_the_type_of_its_knob(given, value):

@@ -16,27 +16,27 @@ SAPO = {'loss.rule': f'{MY}:sapo', 'clip.rule': 'unclipped'}
 
 
 def test_keyword_arguments_are_knobs():
-  made = tiny(**SAPO, **{'loss.own.tau': 2})
-  assert made.loss.own.tau == 2.0 and made.loss.active.bounds == 'ignored'
+  made = tiny(**SAPO, **{'loss.tau': 2})
+  assert made.loss.tau == 2.0 and made.loss.bounds == 'ignored'
   stored = json.loads(json.dumps(made.model_dump()))
   assert from_json(stored) == made  # tuples, own knobs and all
-  assert tiny(**SAPO).loss.own.tau == 1.0
+  assert tiny(**SAPO).loss.tau == 1.0
 
 
 def test_command_line_arguments_set_own_knobs_in_any_order():
-  given = ['--config.loss.own.tau=2', f'--config.loss.rule={MY}:sapo']
-  assert overrides(given)['loss.own.tau'] == 2.0
+  given = ['--config.loss.tau=2', f'--config.loss.rule={MY}:sapo']
+  assert overrides(given)['loss.tau'] == 2.0
   values = {'buffer': {'thresholds': {'rule': f'{MY}:rate'}}}
   with pytest.raises(ValueError, match=r'buffer.thresholds.rule=.* no function rate'):
-    overrides(['--config.buffer.thresholds.own.x=1'], values)
+    overrides(['--config.buffer.thresholds.x=1'], values)
 
 
 @pytest.mark.parametrize(
   ('knobs', 'message'),
   [
-    ({**SAPO, 'loss.own.tau': 'hot'}, r"^loss\.own\.tau='hot': give a number$"),
+    ({**SAPO, 'loss.tau': 'hot'}, r"^loss\.own\.tau='hot': give a number$"),
     (
-      {**SAPO, 'loss.own.low': 1.0},
+      {**SAPO, 'loss.low': 1.0},
       r'^loss\.own\.low is not a knob; the nearest .* are tau$',
     ),
     ({'loss.own': {'tau': 1.0}}, r"^loss\.own=.* no effect with rule='clipped'"),
@@ -144,8 +144,8 @@ def test_a_registered_function_has_a_place():
     return reward_PG * scale
 
   place = own_code.register(f)
-  values = plain(**{'advantage.rule': place, 'advantage.own.scale': 3.0})
-  assert config.parse(values).advantage.own.scale == 3.0
+  values = plain(**{'advantage.rule': place, 'advantage.scale': 3.0})
+  assert config.parse(values).advantage.scale == 3.0
   with pytest.raises(ValueError, match='has no name; define it by `def'):
     own_code.register(lambda reward_PG: reward_PG)
   with pytest.raises(ValueError, match=r'python:gone: .* by bapo_jax\.train'):
@@ -186,9 +186,9 @@ def test_whatever_can_be_called_is_a_function(tmp_path, name):
   path = tmp_path / 'own.py'
   path.write_text(FORMS)
   place = {'loss.rule': f'{path}:{name}', 'clip.rule': 'unclipped'}
-  assert tiny(**place).loss.own.model_dump() == {'tau': 2.0}
-  made = tiny(**place, **{'loss.own.tau': 3})  # a number, as its default
-  assert made.loss.own.tau == 3.0 and made.loss.active.bounds == 'ignored'
+  assert tiny(**place).loss.model_dump() == {'tau': 2.0}
+  made = tiny(**place, **{'loss.tau': 3})  # a number, as its default
+  assert made.loss.tau == 3.0 and made.loss.bounds == 'ignored'
   rules.check(made)
   rule = rules.bind_rule({}, made.loss)
   power = 3 if name in ('called', 'method', 'twice') else 1

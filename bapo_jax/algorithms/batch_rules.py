@@ -1,27 +1,31 @@
-"""Selects the groups of a batch: one function per batch rule.
+"""Selects the groups of a batch: one class per batch rule.
 
-A rule maps (fresh, reevaluated, buffer, now, key, seats, k) to (groups, source_P). A
+A rule maps (fresh, reevaluated, buffer, now, key, seats) to (groups, source_P). A
 batch always has `seats` seats for groups; an empty seat is masked out. `source_P` is
 the index of each seat into types.SOURCES, -1 for an empty seat.
 
 A group is learnable if it has correct and wrong responses and its unmasked responses
 differ in reward: equal rewards, shaped or not, give no advantage (`types.learnable`).
 
-`fresh_only` returns the groups just sampled (GRPO).
-`learnable_only` returns the fresh learnable groups; the loop samples more prompts while
+`FreshOnly` returns the groups just sampled (GRPO).
+`LearnableOnly` returns the fresh learnable groups; the loop samples more prompts while
 seats are empty (DAPO's dynamic sampling).
-`replay` adds replayed groups to the fresh ones, learnable or not.
-`adapted` fills the seats in this order (Batch Adaptation PO, Definition 3.1):
+`Replay` adds replayed groups to the fresh ones, learnable or not.
+`Adapted` fills the seats in this order (Batch Adaptation PO, Definition 3.1):
 1. X1: fresh learnable groups,
 2. X2: groups of re-evaluated problems that the current policy sometimes solves,
 3. X3: reusable groups from the replay buffer, drawn at random.
 """
 
+import functools
+from typing import Annotated, ClassVar, Literal
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import knobs
+from bapo_jax.knobs import Section, knob
+from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
   Groups,
@@ -35,67 +39,139 @@ from bapo_jax.types import (
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
 
 
-def fresh_only(
-  fresh: Groups,
-  reevaluated: Groups,
-  buffer: ReplayBuffer,
-  now: int | Array,
-  key: Array,
-  seats: int,
-) -> tuple[Groups, Array]:
-  """Returns all fresh groups; this is the baseline batch rule."""
-  return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
+class SourceWeights(Section):
+  """Factors that multiply the advantage of a row, one per source."""
+
+  fresh: float = knob(1.0, 'Factor on the advantage of fresh rows.', least=0)
+  reevaluated: float = knob(
+    1.0,
+    'Factor on the advantage of re-evaluated rows.',
+    least=0,
+    needs=('batch.reevaluates', 'buffer.reevaluate > 0'),
+  )
+  reused: float = knob(
+    1.0, 'Factor on the advantage of reused rows.', least=0, needs='batch.uses_buffer'
+  )
 
 
-def learnable_only(
-  fresh: Groups,
-  reevaluated: Groups,
-  buffer: ReplayBuffer,
-  now: int | Array,
-  key: Array,
-  seats: int,
-) -> tuple[Groups, Array]:
-  """Returns the first fresh learnable groups, at most one per problem.
+class BatchRule(Part):
+  """Selects the groups of a batch; its class variables declare what a rule needs."""
+
+  arguments = ('fresh', 'reevaluated', 'buffer', 'now', 'key', 'seats')
+  uses_buffer: ClassVar[bool] = False  # reads the replay buffer
+  reevaluates: ClassVar[bool] = False  # reads re-evaluated groups of hard problems
+  asks_again: ClassVar[bool] = False  # more prompts are sampled while seats are empty
+
+  weights: SourceWeights = knob(SourceWeights, 'Weights by source.')
+  max_extra_rounds: int = knob(
+    2,
+    'Maximum extra rounds of prompts per step while learnable_only has empty seats.',
+    least=0,
+    most=1024,
+    needs='batch.asks_again',
+  )
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
+    raise NotImplementedError
+
+  def seats(self, prompts: int) -> int:
+    """Returns the number of groups in a batch, for `prompts` prompts per step."""
+    return prompts
+
+  @property
+  def extra_rounds(self) -> int:
+    """How many rounds of prompts a step may add to its first round."""
+    return self.max_extra_rounds if self.asks_again else 0
+
+
+class FreshOnly(BatchRule):
+  """All fresh groups; the baseline: GRPO."""
+
+  rule: Literal['fresh_only'] = 'fresh_only'
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
+
+
+class LearnableOnly(BatchRule):
+  """The first fresh learnable groups, at most one per problem: DAPO's dynamic sampling.
 
   This is the filter of DAPO (arXiv:2503.14476, Eq. 11). As in DAPO, learnable groups
   beyond the last seat are dropped.
   """
-  earned_N = first_of(fresh.id_P, learnable(fresh))
-  return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
+
+  asks_again = True
+
+  rule: Literal['learnable_only'] = 'learnable_only'
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    earned_N = first_of(fresh.id_P, learnable(fresh))
+    return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
 
 
-def replay(
-  fresh: Groups,
-  reevaluated: Groups,
-  buffer: ReplayBuffer,
-  now: int | Array,
-  key: Array,
-  seats: int,
-  k: knobs.ReplayRule = knobs.ReplayRule(),
-) -> tuple[Groups, Array]:
-  """Returns the fresh groups and k.replay_ratio random older groups per fresh group.
+class Replay(BatchRule):
+  """The fresh groups and `replay_ratio` random older groups per fresh group.
 
-  Plain experience replay, the baseline of `adapted`. buffer.thresholds decides which
+  Plain experience replay, the baseline of `Adapted`. buffer.thresholds decides which
   groups the buffer keeps; with 'everything' the buffer keeps all groups.
   """
-  assert seats == len(fresh.id_P) * (1 + k.replay_ratio)
-  reusable = buffer.reusable
-  candidates = concat(fresh, reusable)
-  source_N = _sources(jnp.asarray([FRESH, REUSED]), fresh, reusable)
-  earned_N = (candidates.completed_step_P >= 0) & (
-    (source_N == FRESH) | (candidates.completed_step_P < now)
+
+  uses_buffer = True
+
+  rule: Literal['replay'] = 'replay'
+  replay_ratio: int = knob(
+    1, 'Replayed groups per fresh group in a batch.', least=1, most=1024
   )
-  return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    assert seats == self.seats(len(fresh.id_P))
+    reusable = buffer.reusable
+    candidates = concat(fresh, reusable)
+    source_N = _sources(jnp.asarray([FRESH, REUSED]), fresh, reusable)
+    earned_N = (candidates.completed_step_P >= 0) & (
+      (source_N == FRESH) | (candidates.completed_step_P < now)
+    )
+    return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
+
+  def seats(self, prompts: int) -> int:
+    """Returns the number of groups in a batch, fresh and replayed."""
+    return prompts * (1 + self.replay_ratio)
 
 
-def adapted(
-  fresh: Groups,
-  reevaluated: Groups,
-  buffer: ReplayBuffer,
-  now: int | Array,
-  key: Array,
-  seats: int,
-) -> tuple[Groups, Array]:
+class Adapted(BatchRule):
   """Fills the seats from X1, X2 and X3 in this order (arXiv:2602.20722, Def. 3.1).
 
   `buffer.thresholds` defines the pass rates of hard and reusable groups. The buffer
@@ -104,21 +180,64 @@ def adapted(
   Returns:
     (groups, source_P): learnable groups; for each problem only the first in this order.
   """
-  candidates = concat(fresh, reevaluated, buffer.reusable)
-  source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
-  k_N, thresholds = candidates.correct_PG.sum(1), buffer.thresholds
-  reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
-  # A promoted group without a seat so far is reusable regardless of its pass rate.
-  others = len(candidates.id_P) - len(buffer.usage_count_P)
-  reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
-  # All sources need both verdicts. X2 must have improved; X3 must be in the band and
-  # from an earlier step: groups of this step are among the fresh groups already.
-  earned_N = learnable(candidates)
-  earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
-  earned_N &= (source_N != REUSED) | (reusable_N & (candidates.completed_step_P < now))
-  # Sources are concatenated by priority, so the first row of each problem is kept.
-  earned_N = first_of(candidates.id_P, earned_N)
-  return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
+
+  uses_buffer = True
+  reevaluates = True
+
+  rule: Literal['adapted'] = 'adapted'
+
+  def __call__(
+    self,
+    fresh: Groups,
+    reevaluated: Groups,
+    buffer: ReplayBuffer,
+    now: int | Array,
+    key: Array,
+    seats: int,
+  ) -> tuple[Groups, Array]:
+    candidates = concat(fresh, reevaluated, buffer.reusable)
+    source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
+    k_N, thresholds = candidates.correct_PG.sum(1), buffer.thresholds
+    reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
+    # A promoted group without a seat so far is reusable regardless of its pass rate.
+    others = len(candidates.id_P) - len(buffer.usage_count_P)
+    reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
+    # All sources need both verdicts. X2 must have improved; X3 must be in the band and
+    # from an earlier step: groups of this step are among the fresh groups already.
+    earned_N = learnable(candidates)
+    earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
+    earned_N &= (source_N != REUSED) | (
+      reusable_N & (candidates.completed_step_P < now)
+    )
+    # Sources are concatenated by priority, so the first row of each problem is kept.
+    earned_N = first_of(candidates.id_P, earned_N)
+    return _seated(candidates, earned_N, source_N, _luck(key, source_N), seats)
+
+
+Batching = Annotated[
+  BatchRule,
+  OneOf(
+    'Batch rule: selects the groups of a batch.',
+    FreshOnly,
+    LearnableOnly,
+    Replay,
+    Adapted,
+  ),
+]
+
+
+@functools.partial(jax.jit, static_argnames=('rule', 'seats'))
+def select(
+  rule: BatchRule,
+  fresh: Groups,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
+  now: int | Array,
+  key: Array,
+  seats: int,
+) -> tuple[Groups, Array]:
+  """Applies a batch rule, as one program."""
+  return rule(fresh, reevaluated, buffer, now, key, seats=seats)
 
 
 def _sources(source: Array, *groups: Groups) -> Array:
@@ -149,11 +268,3 @@ def _seated(
   source_P = jnp.where(earned_N, source_N, -1)[order_P]
   groups = take(candidates, order_P)
   return groups, jnp.where(jnp.arange(seats) < len(order_N), source_P, -1)
-
-
-RULES = {
-  'fresh_only': fresh_only,
-  'learnable_only': learnable_only,
-  'replay': replay,
-  'adapted': adapted,
-}

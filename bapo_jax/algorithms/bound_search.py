@@ -25,14 +25,27 @@ meets a target, with at most 7 evaluations instead of a loop of up to 51 steps.
 
 import math
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax.algorithms.knobs import BalancedClip, Contribution
-from bapo_jax.types import SOURCES, Batch, Bounds, agree
+from bapo_jax.types import SOURCES, Batch, Bounds, Source, agree
+
+Contribution = Literal['gradient', 'surrogate']
+Order = Literal['upper', 'lower']
+
+
+class Share(NamedTuple):
+  """The share that a search balances; `clip.Balanced` explains the fields."""
+
+  target: float = 0.42
+  contribution: Contribution = 'gradient'
+  weight: Literal['one', 'behaviour'] = 'one'
+  order: Order = 'upper'
+  sources: tuple[Source, ...] = SOURCES
 
 
 def search(
@@ -40,7 +53,7 @@ def search(
   batch: Batch,
   lows: np.ndarray,
   highs: np.ndarray,
-  k: BalancedClip,
+  k: Share,
   weight_BT: Array | None = None,
 ) -> Bounds:
   """Returns the first point of a path of bounds that meets the target, or the last.
@@ -51,7 +64,7 @@ def search(
     ratio_BT, batch, weight_BT: see `contributions`.
     lows, highs: the ascending values of each bound, computed on the host, because a
       compiled low + step * i may round once instead of twice.
-    k: its ranges and steps are not read, since `lows` and `highs` contain the values.
+    k: the share to balance.
 
   Returns:
     The bounds, with `cap` and `dual` inf. If no token counts, they stay at the start.
@@ -115,7 +128,7 @@ def share(
   batch: Batch,
   low: Array | float,
   high: Array | float,
-  k: BalancedClip = BalancedClip(),
+  k: Share = Share(),
   weight_BT: Array | None = None,
 ) -> Array:
   """Returns P / (P + N), the share of tokens with A > 0; 0 if no such token counts.
@@ -129,7 +142,7 @@ def share(
 
 
 def contributions(
-  ratio_BT: Array, batch: Batch, k: BalancedClip, weight_BT: Array | None = None
+  ratio_BT: Array, batch: Batch, k: Share, weight_BT: Array | None = None
 ) -> tuple[Array, Array]:
   """Returns what each token adds to P and to N while no bound cuts the token.
 

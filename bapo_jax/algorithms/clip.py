@@ -1,10 +1,10 @@
-"""Limits how far the policy may move a token: one function per clip rule.
+"""Limits how far the policy may move a token: one class per clip rule.
 
-A rule maps (ratio_BT, batch, weigh, k) to Bounds. `unclipped` and `fixed` return
-constants (PPO, GRPO; DAPO's clip-higher; dual clip). `balanced` searches both bounds at
-every update (Balanced PO, arXiv:2510.18927, Algorithm 1): it raises the upper bound,
-and then if necessary the lower bound, until the tokens with A > 0 reach their target
-share of the policy gradient. `recipe` is the variant of the paper's public code.
+A rule maps (ratio_BT, batch, weigh) to Bounds. `Unclipped` and `Fixed` return constants
+(PPO, GRPO; DAPO's clip-higher; dual clip). `Balanced` searches both bounds at every
+update (Balanced PO, arXiv:2510.18927, Algorithm 1): it raises the upper bound, and then
+if necessary the lower bound, until the tokens with A > 0 reach their target share of
+the policy gradient. `Recipe` is the variant of the paper's public code.
 
 The contribution of a token to the share is its weight in the gradient of the active
 loss rule; `weigh` computes the weights for given bounds. bound_search.py sums them and
@@ -12,144 +12,295 @@ explains why bisection finds the same bounds as the published loop.
 """
 
 import math
-from typing import NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 from jax import Array
 
-from bapo_jax.algorithms import bound_search, knobs
-from bapo_jax.types import Batch, Bounds, Weigh
+from bapo_jax.algorithms import bound_search
+from bapo_jax.algorithms.bound_search import Contribution, Order
+from bapo_jax.knobs import Range, knob
+from bapo_jax.parts import OneOf, Part
+from bapo_jax.types import Batch, Bounds, Source, Weigh
+
+TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
+WIDEST = 1e6  # points of a searched range
 
 
-class Recipe(NamedTuple):
+class ClipRule(Part):
+  """Limits how far updates may move the probability of a token."""
+
+  arguments = ('ratio_BT', 'batch', 'weigh')
+  # A rule gives no bounds, `bounds`, or a `mask` of tokens, which fits any loss rule.
+  gives: ClassVar[Literal['nothing', 'bounds', 'mask']] = 'bounds'
+  # A rule that searches bounds balances the contributions of tokens to this sum.
+  searches: ClassVar[Literal['nothing', 'gradient', 'surrogate']] = 'nothing'
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    """Returns the bounds at which a loss rule clips these ratios.
+
+    Args:
+      ratio_BT: the ratios that the loss rule clips. A token whose ratio is nan does not
+        count.
+      batch: the tokens; its mask, advantages and sources decide which tokens count.
+      weigh: bounds -> weights of the tokens in the gradient of the loss.
+    """
+    raise NotImplementedError
+
+
+def _dual(default: float, needs: str | tuple[str, ...] = ()) -> Any:
+  sentence = 'Dual clip: a token with A < 0 is cut from this ratio on; inf: none.'
+  return knob(default, sentence, above=1, infinite=True, needs=needs)
+
+
+class Unclipped(ClipRule):
+  """No bounds: plain importance weights."""
+
+  gives = 'nothing'
+
+  rule: Literal['unclipped'] = 'unclipped'
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    return constant(0.0, math.inf, math.inf)
+
+
+class Fixed(ClipRule):
+  """The same bounds at every update, the baseline: PPO, GRPO, DAPO.
+
+  `low` and `high` are 1 - eps and 1 + eps of PPO (arXiv:1707.06347, Eq. 7); a larger
+  `high` is DAPO's clip-higher (arXiv:2503.14476, Eq. 10). `dual` is c of dual-clip PPO
+  (arXiv:1912.09729): a token with A < 0 and a ratio of at least c has no gradient.
+  """
+
+  rule: Literal['fixed'] = 'fixed'
+  low: float = knob(0.8, 'Lower bound of the ratio, 1 - epsilon.', least=0, most=1)
+  high: float = knob(
+    1.2, 'Upper bound of the ratio, 1 + epsilon; inf: none.', least=1, infinite=True
+  )
+  dual: float = _dual(math.inf, needs='cuts_tokens')
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    return constant(self.low, self.high, self.dual)
+
+
+def _step(default: float, bound: str) -> Any:
+  sentence = f'Step of the {bound}; 0 for a range of one point.'
+  return knob(default, sentence, least=0, needs="clip.resolution == 'step'")
+
+
+class Balanced(ClipRule):
+  """Bounds that are searched at every update: Balanced PO (arXiv:2510.18927).
+
+  The search (Algorithm 1 of the paper) raises the bounds step by step until tokens with
+  A > 0 have the target share of the policy gradient. `target` is rho_0 of the paper,
+  `low` [a-, b-], `high` [a+, b+], `low_step` delta_2 and `high_step` delta_1.
+
+  resolution='step' equals Algorithm 1 to the last bit; 'continuous' finds the crossing
+  point to within TOLERANCE and ignores the steps. Only contribution='gradient' with
+  weight='one' is a share of the gradient; 'surrogate' with weight='behaviour' is Eq. 8
+  of the camera-ready.
+  """
+
+  searches = 'gradient'
+
+  rule: Literal['balanced'] = 'balanced'
+  target: float = knob(
+    0.42,
+    'Target share of tokens with A > 0 in the policy gradient, rho_0.',
+    least=0,
+    below=1,
+  )
+  low: Range = knob(
+    (0.6, 0.9), 'First and last value of the lower bound.', above=0, most=1, rising=True
+  )
+  high: Range = knob(
+    (1.2, 3.0),
+    'First and last value of the upper bound.',
+    least=1,
+    most=1e9,
+    rising=True,
+  )
+  low_step: float = _step(0.02, 'lower bound, delta_2')
+  high_step: float = _step(0.05, 'upper bound, delta_1')
+  contribution: Contribution = knob(
+    'gradient',
+    'Contribution of a token: its gradient weight, or its clipped surrogate.',
+  )
+  weight: Literal['one', 'behaviour'] = knob(
+    'one', 'Weight of a token in the share: 1, or its probability under the sampler.'
+  )
+  order: Order = knob('upper', 'The bound that moves first, to its end if necessary.')
+  resolution: Literal['step', 'continuous'] = knob(
+    'step', 'step: Algorithm 1 to the last bit; continuous: the crossing within 1e-4.'
+  )
+  sources: tuple[Source, ...] = knob(
+    ('fresh', 'reevaluated', 'reused'),
+    'Sources of the rows that the search counts; the bounds apply to all rows.',
+    needs='mixes_sources',
+  )
+  reused_high: float = knob(
+    math.inf,
+    'Upper limit of the upper bound for reused rows; inf: none.',
+    above=1,
+    infinite=True,
+    needs='batch.uses_buffer',
+  )
+  dual: float = _dual(math.inf)
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    """Returns the first bounds on the path of Algorithm 1 that meet the target share.
+
+    `weigh` is called once, with no bounds except `reused_high` and `dual`, so that
+    tokens cut by these two do not count.
+
+    Returns:
+      The bounds. If no point meets the target: the last point, with target_met=False.
+      If no token counts: the first point, with no_evidence=True and target_met=False.
+    """
+    limits = {'cap': jnp.float32(self.reused_high), 'dual': jnp.float32(self.dual)}
+    if self.resolution == 'continuous':
+      paths = clamped(self.low, TOLERANCE), clamped(self.high, TOLERANCE)
+    else:
+      paths = points(self.low, self.low_step), points(self.high, self.high_step)
+    weight_BT = weigh(constant(0.0, math.inf, math.inf)._replace(**limits))
+    bounds = bound_search.search(ratio_BT, batch, *paths, self.share, weight_BT)
+    return bounds._replace(**limits)
+
+  @property
+  def share(self) -> bound_search.Share:
+    """The share that the search balances."""
+    return bound_search.Share(
+      self.target, self.contribution, self.weight, self.order, self.sources
+    )
+
+  @pydantic.model_validator(mode='after')
+  def _searchable(self) -> Self:
+    if not self.sources:
+      raise ValueError('sources=() is empty; add fresh, reevaluated or reused')
+    if self.resolution == 'step':
+      _check_step('low', self.low, self.low_step)
+      _check_step('high', self.high, self.high_step)
+    elif self.high[1] - self.high[0] > WIDEST * TOLERANCE:
+      raise ValueError(
+        f"high={self.high} is too wide for resolution='continuous', which searches it "
+        f'in steps of {TOLERANCE:g}: give a range of width {WIDEST * TOLERANCE:g} or '
+        "less, or resolution='step'"
+      )
+    return self
+
+
+def _check_step(name: str, ends: Range, step: float) -> None:
+  """Raises a ValueError unless the range contains 1 to WIDEST steps."""
+  width = ends[1] - ends[0]
+  if step == width == 0:  # a constant bound
+    return
+  if not 0 < step <= width + 1e-6:
+    raise ValueError(
+      f'{name}_step={step} must be above 0 and at most {width:.6g}, the width of the '
+      f'range {ends}; for a constant bound set both ends equal and the step to 0'
+    )
+  if width / step > WIDEST:
+    raise ValueError(
+      f'{name}_step={step} gives over {WIDEST:,.0f} steps in {ends}; raise the step'
+    )
+
+
+class PublicCode(NamedTuple):
   """The settings of the bound search in Balanced PO's public code."""
 
   positive_to_negative: float = 0.5  # target P / N: surrogate of A > 0 over A < 0
-  low: knobs.Range = (0.8, 0.95)
-  high: knobs.Range = (1.2, 2.0)
+  low: Range = (0.8, 0.95)
+  high: Range = (1.2, 2.0)
   low_step: float = 0.05
   high_step: float = 0.1
   dual: float = 3.0
 
 
-def unclipped(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-  """Returns no bounds at all: plain importance weights."""
-  return _constant(0.0, math.inf, math.inf)
-
-
-def fixed(
-  ratio_BT: Array, batch: Batch, weigh: Weigh, k: knobs.FixedClip = knobs.FixedClip()
-) -> Bounds:
-  """Returns the same bounds at every update; this is the baseline clip rule.
-
-  k.low and k.high are 1 - eps and 1 + eps of PPO (arXiv:1707.06347, Eq. 7); a larger
-  k.high is DAPO's clip-higher (arXiv:2503.14476, Eq. 10). k.dual is c of dual-clip PPO
-  (arXiv:1912.09729): a token with A < 0 and a ratio of at least c has no gradient.
-  """
-  return _constant(k.low, k.high, k.dual)
-
-
-def balanced(
-  ratio_BT: Array,
-  batch: Batch,
-  weigh: Weigh,
-  k: knobs.BalancedClip = knobs.BalancedClip(),
-) -> Bounds:
-  """Returns the first bounds on the path of Algorithm 1 that meet the target share.
-
-  Args:
-    ratio_BT: the ratios that the loss rule clips. A token whose ratio is nan does not
-      count.
-    batch: the tokens; its mask, advantages and sources decide which tokens count.
-    weigh: bounds -> weights in the gradient. It is called once, with no bounds except
-      `reused_high` and `dual`, so that tokens cut by these two do not count.
-    k: `target` is rho_0 of the paper, `low` [a-, b-], `high` [a+, b+], `low_step`
-      delta_2 and `high_step` delta_1. resolution='step' equals Algorithm 1 to the last
-      bit; 'continuous' finds the crossing point to within TOLERANCE and ignores the
-      steps. Only contribution='gradient' with weight='one' is a share of the gradient;
-      'surrogate' with weight='behaviour' is Eq. 8 of the camera-ready.
-
-  Returns:
-    The bounds. If no point meets the target: the last point, with target_met=False. If
-    no token counts: the first point, with no_evidence=True and target_met=False.
-  """
-  limits = {'cap': jnp.float32(k.reused_high), 'dual': jnp.float32(k.dual)}
-  if k.resolution == 'continuous':
-    paths = clamped(k.low, knobs.TOLERANCE), clamped(k.high, knobs.TOLERANCE)
-  else:
-    paths = points(k.low, k.low_step), points(k.high, k.high_step)
-  weight_BT = weigh(_constant(0.0, math.inf, math.inf)._replace(**limits))
-  bounds = bound_search.search(ratio_BT, batch, *paths, k, weight_BT)
-  return bounds._replace(**limits)
-
-
-def recipe(ratio_BT: Array, batch: Batch, weigh: Weigh, k: Recipe = Recipe()) -> Bounds:
-  """Returns the bounds that the search of Balanced PO's public code finds.
+class Recipe(ClipRule):
+  """The search of Balanced PO's public code, with its settings.
 
   The search balances the clipped surrogate and not the gradient, so it does not call
   `weigh`. It moves the lower bound first and shortens the last step so that both bounds
   can reach their ends. To reproduce published runs, combine this rule with
-  loss.clipped.limit=20 and learner.bounds_scope='micro_batch' (configs/aime.py:recipe).
-  If no token has an advantage, both bounds stay at their start; the public code reports
-  the target as met in this case.
-
-  Args:
-    k: the target t is for P / N; as a share P / (P + N) it is t / (1 + t). Only the
-      loss applies k.dual, not the search.
+  loss.limit=20 and learner.bounds_scope='micro_batch' (configs/aime.py:recipe). If no
+  token has an advantage, both bounds stay at their start; the public code reports the
+  target as met in this case.
   """
-  search = knobs.BalancedClip(
-    target=k.positive_to_negative / (1 + k.positive_to_negative),
-    contribution='surrogate',
-    order='lower',
-  )
-  paths = clamped(k.low, k.low_step), clamped(k.high, k.high_step)
-  bounds = bound_search.search(ratio_BT, batch, *paths, search)
-  return bounds._replace(dual=jnp.float32(k.dual))
+
+  searches = 'surrogate'
+  settings: ClassVar[PublicCode] = PublicCode()
+
+  rule: Literal['recipe'] = 'recipe'
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    k = self.settings
+    # The target t of the code is for P / N; as a share P / (P + N) it is t / (1 + t).
+    target = k.positive_to_negative / (1 + k.positive_to_negative)
+    share = bound_search.Share(target, contribution='surrogate', order='lower')
+    paths = clamped(k.low, k.low_step), clamped(k.high, k.high_step)
+    bounds = bound_search.search(ratio_BT, batch, *paths, share)
+    return bounds._replace(dual=jnp.float32(k.dual))  # applied by the loss alone
 
 
-def dcpo(
-  ratio_BT: Array, batch: Batch, weigh: Weigh, k: knobs.DcpoClip = knobs.DcpoClip()
-) -> Bounds:
-  """Returns bounds by token [B, T], wider for unlikely tokens: DCPO.
+class Dcpo(ClipRule):
+  """Bounds by token, wider for unlikely tokens: DCPO (arXiv:2509.02333).
 
-  arXiv:2509.02333: with p = pi(token) and q = mu(token), a token is inside its bounds
-  while |p - q| r <= eps, for r above 1/2. The upper bound is at most k.cap, as in the
-  public code.
+  With p = pi(token) and q = mu(token), a token is inside its bounds while
+  |p - q| r <= eps, for r above 1/2. The upper bound is at most `cap`, as in the public
+  code.
   """
-  q_BT = jnp.exp(batch.behavior_logp_BT)
-  low_BT = (1 + jnp.sqrt(jnp.maximum(1 - 4 * k.low / q_BT, 0))) / 2
-  high_BT = (1 + jnp.sqrt(1 + 4 * k.high / q_BT)) / 2
-  high_BT = jnp.minimum(high_BT, k.cap)
-  return _constant(0.0, math.inf, k.dual)._replace(
-    low=low_BT, high=high_BT, start_low=low_BT, start_high=high_BT
+
+  rule: Literal['dcpo'] = 'dcpo'
+  low: float = knob(0.16, 'Epsilon of the lower bound.', above=0, most=1)
+  high: float = knob(0.2, 'Epsilon of the upper bound.', above=0, most=10)
+  cap: float = knob(
+    10.0, 'Largest upper bound of a token; inf: none.', above=1, infinite=True
   )
+  dual: float = _dual(3.0)
+
+  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
+    """Returns bounds by token [B, T]."""
+    q_BT = jnp.exp(batch.behavior_logp_BT)
+    low_BT = (1 + jnp.sqrt(jnp.maximum(1 - 4 * self.low / q_BT, 0))) / 2
+    high_BT = (1 + jnp.sqrt(1 + 4 * self.high / q_BT)) / 2
+    high_BT = jnp.minimum(high_BT, self.cap)
+    return constant(0.0, math.inf, self.dual)._replace(
+      low=low_BT, high=high_BT, start_low=low_BT, start_high=high_BT
+    )
 
 
-def _constant(low: float, high: float, dual: float) -> Bounds:
+Clip = Annotated[
+  ClipRule,
+  OneOf(
+    'Clip rule: how far updates may move the probability of a token.',
+    Balanced,
+    Fixed,
+    Unclipped,
+    Recipe,
+    Dcpo,
+  ),
+]
+
+
+def constant(low: float, high: float, dual: float) -> Bounds:
+  """Returns bounds that are not searched."""
+  met = jnp.asarray(True)
+  no = jnp.asarray(False)
   low_, high_, dual_, cap = (jnp.float32(x) for x in (low, high, dual, math.inf))
-  met, no = jnp.asarray(True), jnp.asarray(False)
   return Bounds(low_, high_, cap, dual_, low_, high_, jnp.int32(0), met, no, no)
 
 
-def points(ends: knobs.Range, step: float) -> np.ndarray:
+def points(ends: Range, step: float) -> np.ndarray:
   """Returns start + i * step for all whole steps: 15 steps for 0.6..0.9 by 0.02."""
   # Multiplied, not accumulated: sixteen float additions of 0.02 stop at 0.88.
   steps = int((ends[1] - ends[0]) / step + 1e-6) if step else 0
   return np.asarray([ends[0] + step * i for i in range(steps + 1)], np.float32)
 
 
-def clamped(ends: knobs.Range, step: float) -> np.ndarray:
+def clamped(ends: Range, step: float) -> np.ndarray:
   """Returns start + i * step, or `end` if that would overshoot it."""
   steps = math.ceil((ends[1] - ends[0]) / step - 1e-6) if step else 0
   values = [min(ends[0] + step * i, ends[1]) for i in range(steps + 1)]
   return np.asarray(values, np.float32)
-
-
-RULES = {
-  'unclipped': unclipped,
-  'fixed': fixed,
-  'balanced': balanced,
-  'recipe': recipe,
-  'dcpo': dcpo,
-}

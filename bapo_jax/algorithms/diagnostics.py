@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, loss
-from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.types import (
   CUTS,
   SOURCES,
   Batch,
   Bounds,
   Groups,
-  LossRule,
+  LossFunction,
   TokenStats,
   UpdatedTokens,
   masked_mean,
@@ -43,7 +42,7 @@ OF_TOKENS = (
   'loss/kl_plain',
 )
 
-_SURROGATE = BalancedClip(contribution='surrogate')
+_SURROGATE = bound_search.Share(contribution='surrogate')
 # nan if a minibatch has no token of the kind; a mean over updates skips nan.
 OF_SOME = frozenset(
   {*OF_TOKENS, 'advantage/positive', 'clip/fraction_positive', 'clip/fraction_negative'}
@@ -54,7 +53,7 @@ OF_SOME = frozenset(
 
 
 def diagnose(
-  rule: LossRule, stats: TokenStats, batch: Batch, bounds: Bounds, scale_B: Array
+  rule: LossFunction, stats: TokenStats, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
   """Computes the scalar metrics of one optimiser minibatch; see metrics.GLOSSARY.
 
@@ -104,7 +103,7 @@ def _masked(batch: Batch, bounds: Bounds) -> Array:
 
 
 def updated_tokens(
-  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
+  rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> UpdatedTokens:
   """Returns each token's log-probability, its ratio, and why it was cut.
 
@@ -142,7 +141,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
 
 
 def _shares(
-  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
+  rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
   """Computes the share of tokens with A > 0 at start and final bounds; nan if none."""
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)

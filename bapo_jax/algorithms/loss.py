@@ -1,13 +1,13 @@
-"""Computes the objective of each token: one function per loss rule.
+"""Computes the objective of each token: one class per loss rule.
 
-A rule maps (logp_BT, batch, find, k) to (gain_BT, bounds). `gain_BT` is the objective
+A rule maps (logp_BT, batch, find) to (gain_BT, bounds). `gain_BT` is the objective
 of each token, 0 outside the loss mask; its derivative with respect to logp is the
 weight of the token in the policy gradient. A rule calls `find` with the ratios that it
 clips; `find` searches bounds or returns fixed bounds. In formulas pi is the policy, mu
 the policy that sampled the token, A the advantage, and sg stops the gradient.
 
 1. `ratio` compares the policy with the policy that sampled the tokens;
-2. the rules: `clipped` (PPO, GRPO, DAPO) and published alternatives;
+2. the rules: `Clipped` (PPO, GRPO, DAPO) and published alternatives;
 3. `divergence` is the optional penalty;
 4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
    of each token in the gradient; `finder` puts the loss, clip and mask rule together.
@@ -15,22 +15,27 @@ the policy that sampled the token, A the advantage, and sg stops the gradient.
 
 import math
 import typing
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import knobs
+from bapo_jax.knobs import Range, knob
+from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
   Batch,
   Bounds,
-  ClipRule,
+  ClipFunction,
   FindBounds,
-  LossRule,
-  MaskRule,
+  LossFunction,
+  MaskFunction,
   Weigh,
 )
+
+Aggregate = Literal['token', 'sequence', 'constant']
+KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
 
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
@@ -43,32 +48,85 @@ def ratio(logp_BT: Array, batch: Batch) -> Array:
   return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
 
 
-def clipped(
-  logp_BT: Array,
-  batch: Batch,
-  find: FindBounds,
-  k: knobs.ClippedLoss = knobs.ClippedLoss(),
-) -> tuple[Array, Bounds]:
-  """Computes PPO's clipped surrogate, min(r A, clip(r, low, high) A), r = pi / mu.
+class LossRule(Part):
+  """The objective of a token, and how it is averaged over tokens.
+
+  Its class variables declare what a rule needs.
+  """
+
+  arguments = ('logp_BT', 'batch', 'find')
+  # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
+  bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
+  needs_proximal: ClassVar[bool] = False  # reads Batch.prox_BT
+  weighs_sampler: ClassVar[bool] = False  # corrects the sampler's log-probabilities
+  clips_surrogate: ClassVar[bool] = False  # the gain is min(r A, clip(r, low, high) A)
+
+  aggregate: Aggregate = knob(
+    'token',
+    'token: mean over all tokens; sequence: mean over responses of their token mean; '
+    'constant: mean over responses of their sum / max_new_tokens.',
+  )
+  kl: float = knob(
+    0.0,
+    'Cost per nat of divergence from mu, the policy that sampled the batch.',
+    least=0,
+    most=1000,
+  )
+  kl_direction: KlDirection = knob(
+    'behavior_policy',
+    'The divergence: behavior_policy, KL(mu || pi); policy_behavior, KL(pi || mu); '
+    'squared, (log r)^2 / 2.',
+    needs='loss.kl > 0',
+  )
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    """Returns (gain_BT, bounds): the objective of each token, and the bounds used.
+
+    Args:
+      logp_BT: log pi of each token, nats.
+      batch: the tokens with their advantages and the log-probabilities under mu.
+      find: ratios that the rule clips [B, T] -> the bounds to clip with.
+    """
+    raise NotImplementedError
+
+
+def _cap(default: float, ratio: str) -> Any:
+  sentence = f'Upper limit of {ratio}, the weight of a token; inf: none.'
+  return knob(default, sentence, above=0, infinite=True)
+
+
+class Clipped(LossRule):
+  """PPO's clipped surrogate, min(r A, clip(r, low, high) A), r = pi / mu.
 
   It is Eq. 7 of arXiv:1707.06347. Bounds.dual keeps the gain of a token with A < 0 at
-  dual A or above: dual-clip PPO (arXiv:1912.09729). k.limit clamps |log r|, nats; the
+  dual A or above: dual-clip PPO (arXiv:1912.09729). `limit` clamps |log r|, nats; the
   public code of Balanced PO clamps at 20.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  if k.limit < math.inf:
-    log_r_BT = jnp.clip(log_r_BT, -k.limit, k.limit)
-  bounds = find(jnp.exp(log_r_BT))
-  return _cut_off(log_r_BT, batch, bounds), bounds
+
+  clips_surrogate = True
+
+  rule: Literal['clipped'] = 'clipped'
+  limit: float = knob(
+    math.inf,
+    'Clamps the log-ratio of a token to [-limit, limit], nats; inf: not clamped.',
+    above=0,
+    infinite=True,
+  )
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    if self.limit < math.inf:
+      log_r_BT = jnp.clip(log_r_BT, -self.limit, self.limit)
+    bounds = find(jnp.exp(log_r_BT))
+    return _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def decoupled(
-  logp_BT: Array,
-  batch: Batch,
-  find: FindBounds,
-  k: knobs.DecoupledLoss = knobs.DecoupledLoss(),
-) -> tuple[Array, Bounds]:
-  """Computes min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
+class Decoupled(LossRule):
+  """min(prox / mu, cap) times the clipped surrogate of r = pi / prox.
 
   This is the decoupled objective of arXiv:2110.00641, section 3, as AReaL uses it
   (arXiv:2505.24298, section 5.2). prox is the policy at the start of the learner step.
@@ -77,165 +135,279 @@ def decoupled(
   Training"). In the first update of a step r is 1 however stale the data are, so that
   the clip rule `balanced` has nothing to balance there.
 
-  k.beyond_cap applies to tokens with prox / mu > k.cap: 'truncate' limits the factor
+  `beyond_cap` applies to tokens with prox / mu > `cap`: 'truncate' limits the factor
   to the cap (TIS), 'mask' sets the gain to 0 (`behav_imp_weight_cap` of AReaL's code).
   """
-  log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
-  stale_BT = jnp.exp(
-    log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+
+  needs_proximal = True
+  weighs_sampler = True
+
+  rule: Literal['decoupled'] = 'decoupled'
+  cap: float = _cap(2.0, 'prox / mu')
+  beyond_cap: Literal['truncate', 'mask'] = knob(
+    'truncate',
+    'Above `cap`: truncate the weight to the cap (TIS), or mask the token (AReaL).',
+    needs='loss.cap < inf',
   )
-  bounds = find(jnp.exp(log_r_BT))
-  above = k.cap if k.beyond_cap == 'truncate' else 0.0
-  factor_BT = jnp.where(stale_BT > k.cap, above, stale_BT)
-  factor_BT = _finite_without_advantage(factor_BT, batch)
-  if k.beyond_cap == 'mask':  # before exp: 0 times a ratio that overflows is nan
-    log_r_BT = jnp.where(stale_BT > k.cap, 0, log_r_BT)
-  return factor_BT * _cut_off(log_r_BT, batch, bounds), bounds
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
+    stale_BT = jnp.exp(
+      log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    )
+    bounds = find(jnp.exp(log_r_BT))
+    above = self.cap if self.beyond_cap == 'truncate' else 0.0
+    factor_BT = jnp.where(stale_BT > self.cap, above, stale_BT)
+    factor_BT = _finite_without_advantage(factor_BT, batch)
+    if self.beyond_cap == 'mask':  # before exp: 0 times a ratio that overflows is nan
+      log_r_BT = jnp.where(stale_BT > self.cap, 0, log_r_BT)
+    return factor_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def sequence(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """Computes PPO's clipped surrogate with one ratio s per response: GSPO.
+class SequenceRatio(LossRule):
+  """PPO's clipped surrogate with one ratio s per response: GSPO.
 
   s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
   computed token by token, with equal value and gradient (GSPO-token, Eq. 13 and 14).
   The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
-  (clip.fixed.low=0.9997, high=1.0004).
+  (clip.low=0.9997, high=1.0004).
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
-  mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
-  ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0 with the gradient of logp
-  log_s_BT = jnp.where(batch.loss_mask_BT, mean_B[:, None] + ahead_BT, 0)
-  bounds = find(jnp.exp(log_s_BT))
-  return _cut_off(log_s_BT, batch, bounds), bounds
+
+  rule: Literal['sequence'] = 'sequence'
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
+    mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
+    ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0 with the gradient of logp
+    log_s_BT = jnp.where(batch.loss_mask_BT, mean_B[:, None] + ahead_BT, 0)
+    bounds = find(jnp.exp(log_s_BT))
+    return _cut_off(log_s_BT, batch, bounds), bounds
 
 
-def cispo(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """Computes sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
+class Cispo(LossRule):
+  """sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
 
-  The bounds cut no token. The paper has no lower bound (clip.fixed.low=0).
+  The bounds cut no token. The paper has no lower bound (clip.low=0).
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  bounds = find(jnp.exp(log_r_BT))
-  weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
-  return _reinforce(weight_BT, logp_BT, batch), bounds
+
+  bounds = 'limit'
+
+  rule: Literal['cispo'] = 'cispo'
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    bounds = find(jnp.exp(log_r_BT))
+    weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
+    return _reinforce(weight_BT, logp_BT, batch), bounds
 
 
-def tis(
-  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.TisLoss = knobs.TisLoss()
-) -> tuple[Array, Bounds]:
-  """Computes sg(min(r, cap)) A log pi: truncated importance sampling.
+class Tis(LossRule):
+  """sg(min(r, cap)) A log pi: truncated importance sampling.
 
   The truncation is Eq. 2 of Ionides (2008); its use in REINFORCE follows Yao et al.
   (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". No
   other clip applies: clip.rule must be 'unclipped'.
   """
-  ratio_BT = ratio(logp_BT, batch)
-  return _reinforce(jnp.minimum(ratio_BT, k.cap), logp_BT, batch), find(ratio_BT)
+
+  bounds = 'ignored'
+  weighs_sampler = True
+
+  rule: Literal['tis'] = 'tis'
+  cap: float = _cap(2.0, 'pi / mu')
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    ratio_BT = ratio(logp_BT, batch)
+    return _reinforce(jnp.minimum(ratio_BT, self.cap), logp_BT, batch), find(ratio_BT)
 
 
-def reinforce(logp_BT: Array, batch: Batch, find: FindBounds) -> tuple[Array, Bounds]:
-  """Computes A log pi, without any weight for stale data: REINFORCE (Williams, 1992).
+class Reinforce(LossRule):
+  """A log pi, without any weight for stale data: REINFORCE (Williams, 1992).
 
   With loss.kl > 0 and loss.kl_direction='squared' it is Direct Reward Optimisation
   (arXiv:2405.19107) in the form that has advantages instead of a value function.
   """
-  ratio_BT = ratio(logp_BT, batch)
-  return _reinforce(jnp.ones_like(ratio_BT), logp_BT, batch), find(ratio_BT)
+
+  bounds = 'ignored'
+
+  rule: Literal['reinforce'] = 'reinforce'
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    ratio_BT = ratio(logp_BT, batch)
+    return _reinforce(jnp.ones_like(ratio_BT), logp_BT, batch), find(ratio_BT)
 
 
-def sapo(
-  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.SapoLoss = knobs.SapoLoss()
-) -> tuple[Array, Bounds]:
-  """Computes (4 / tau) sigmoid(tau (r - 1)) A: SAPO (arXiv:2511.20347).
+class Sapo(LossRule):
+  """(4 / tau) sigmoid(tau (r - 1)) A: SAPO (arXiv:2511.20347).
 
   A soft gate replaces the clip. The weight of a token is 4 s (1 - s) r A with
-  s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is k.positive if
-  A > 0, else k.negative. The paper's average is loss.aggregate='sequence'.
+  s = sigmoid(tau (r - 1)): A at r = 1, falling to 0 on both sides. tau is `positive` if
+  A > 0, else `negative`. The paper's average is loss.aggregate='sequence'.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  # r is limited where the gate is saturated: slope 0 times an infinite r would be nan.
-  ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
-  adv_B1 = batch.adv_B[:, None]
-  tau_B1 = jnp.where(adv_B1 > 0, k.positive, k.negative)
-  gain_BT = 4 / tau_B1 * jax.nn.sigmoid(tau_B1 * (ratio_BT - 1)) * adv_B1
-  return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
+
+  bounds = 'ignored'
+
+  rule: Literal['sapo'] = 'sapo'
+  positive: float = knob(
+    1.0, 'Temperature of the gate of tokens with A > 0.', least=1e-3, most=1e3
+  )
+  negative: float = knob(
+    1.05, 'Temperature of the gate of tokens with A <= 0.', least=1e-3, most=1e3
+  )
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    # Limited where the gate is saturated: slope 0 times an infinite r would be nan.
+    ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
+    adv_B1 = batch.adv_B[:, None]
+    tau_B1 = jnp.where(adv_B1 > 0, self.positive, self.negative)
+    gain_BT = 4 / tau_B1 * jax.nn.sigmoid(tau_B1 * (ratio_BT - 1)) * adv_B1
+    return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
 
 
-def vespo(
-  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.VespoLoss = knobs.VespoLoss()
-) -> tuple[Array, Bounds]:
-  """Computes sg(phi(W)) A log pi, W = pi(y) / mu(y) of response y: VESPO.
+class Vespo(LossRule):
+  """sg(phi(W)) A log pi, W = pi(y) / mu(y) of response y: VESPO.
 
   arXiv:2602.10693: phi(W) = W^a e^(b (1 - W)) is 1 at W = 1 and falls to 0 on both
-  sides. (a, b) are k.positive if A >= 0, else k.negative. log W is limited to
+  sides. (a, b) are `positive` if A >= 0, else `negative`. log W is limited to
   [log 1e-8, 20], as in the public code.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
-  log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
-  up_B1 = batch.adv_B[:, None] >= 0
-  a_B1, b_B1 = (
-    jnp.where(up_B1, *pair) for pair in zip(k.positive, k.negative, strict=True)
+
+  bounds = 'ignored'
+
+  rule: Literal['vespo'] = 'vespo'
+  positive: Range = knob(
+    (2.0, 3.0),
+    'Power of W and rate of its decay for responses with A >= 0.',
+    above=0,
+    most=100,
   )
-  phi_B1 = jnp.exp(a_B1 * log_w_B1 + b_B1 * (1 - jnp.exp(log_w_B1)))
-  return _reinforce(phi_B1, logp_BT, batch), find(jnp.exp(log_r_BT))
+  negative: Range = knob(
+    (3.0, 2.0),
+    'Power of W and rate of its decay for responses with A < 0.',
+    above=0,
+    most=100,
+  )
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
+    log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
+    up_B1 = batch.adv_B[:, None] >= 0
+    a_B1, b_B1 = (
+      jnp.where(up_B1, *pair) for pair in zip(self.positive, self.negative, strict=True)
+    )
+    phi_B1 = jnp.exp(a_B1 * log_w_B1 + b_B1 * (1 - jnp.exp(log_w_B1)))
+    return _reinforce(phi_B1, logp_BT, batch), find(jnp.exp(log_r_BT))
 
 
-def aspo(
-  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.AspoLoss = knobs.AspoLoss()
-) -> tuple[Array, Bounds]:
-  """Computes the clipped surrogate with 1 / r for tokens with A > 0: ASPO.
+class Aspo(LossRule):
+  """The clipped surrogate with 1 / r for tokens with A > 0: ASPO.
 
   arXiv:2510.06062: importance weights push a token with A > 0 the more, the more likely
   it has become; the inverse pushes the tokens that lag behind. The bounds cut tokens as
-  in `clipped`. Above k.cap the weight, r or 1 / r, is limited to k.cap: a dual clip
+  in `clipped`. Above `cap` the weight, r or 1 / r, is limited to `cap`: a dual clip
   that keeps the gradient.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  bounds = find(jnp.exp(log_r_BT))
-  cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
-  sign_B1 = jnp.where(batch.adv_B[:, None] > 0, -1, 1)
-  fixed_BT = jax.lax.stop_gradient(jnp.where(cut_BT, 0, log_r_BT))
-  # The value of a weight, with the gradient of logp: 1 at ahead_BT.
-  ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
-  full_BT = jnp.exp(sign_B1 * fixed_BT)
-  # The gradient of the branch not taken is 0 times its weight, which must be finite:
-  # neither an infinite cap nor a ratio that overflows.
-  weight_BT = jnp.minimum(full_BT, k.cap)
-  capped_BT = jnp.where(batch.loss_mask_BT, weight_BT * logp_BT, 0)
-  live_BT = jnp.where(full_BT > k.cap, capped_BT, weight_BT * ahead_BT)
-  gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
-  return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
+
+  rule: Literal['aspo'] = 'aspo'
+  cap: float = _cap(3.0, 'the ratio (A < 0) or its inverse (A > 0)')
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    bounds = find(jnp.exp(log_r_BT))
+    cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
+    sign_B1 = jnp.where(batch.adv_B[:, None] > 0, -1, 1)
+    fixed_BT = jax.lax.stop_gradient(jnp.where(cut_BT, 0, log_r_BT))
+    # The value of a weight, with the gradient of logp: 1 at ahead_BT.
+    ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
+    full_BT = jnp.exp(sign_B1 * fixed_BT)
+    # The gradient of the branch not taken is 0 times its weight, which must be finite:
+    # neither an infinite cap nor a ratio that overflows.
+    weight_BT = jnp.minimum(full_BT, self.cap)
+    capped_BT = jnp.where(batch.loss_mask_BT, weight_BT * logp_BT, 0)
+    live_BT = jnp.where(full_BT > self.cap, capped_BT, weight_BT * ahead_BT)
+    gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
+    return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
 
 
-def fipo(
-  logp_BT: Array, batch: Batch, find: FindBounds, k: knobs.FipoLoss = knobs.FipoLoss()
-) -> tuple[Array, Bounds]:
-  """Computes the clipped surrogate times the influence of later tokens: FIPO.
+class Fipo(LossRule):
+  """The clipped surrogate times the influence of later tokens: FIPO.
 
   arXiv:2603.19835: the influence of token t is exp(sum over s >= t of d^(s - t) log
-  r_s), d = 2^(-1 / k.half_life), limited to k.limits: a token counts more if the policy
-  now follows what came after it. For A < 0 and r > k.safety it is at most 1.
+  r_s), d = 2^(-1 / `half_life`), limited to `limits`: a token counts more if the policy
+  now follows what came after it. For A < 0 and r > `safety` it is at most 1.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  bounds = find(jnp.exp(log_r_BT))
-  fixed_BT = jax.lax.stop_gradient(log_r_BT)
-  decay_BT = jnp.full_like(fixed_BT, 2 ** (-1 / k.half_life))
 
-  def join(later: tuple[Array, Array], here: tuple[Array, Array]):
-    return later[0] * here[0], here[1] + here[0] * later[1]
-
-  _, future_BT = jax.lax.associative_scan(
-    join, (decay_BT, fixed_BT), reverse=True, axis=1
+  rule: Literal['fipo'] = 'fipo'
+  half_life: float = knob(
+    32.0, 'Tokens after which a later token counts half.', above=0, most=1e6
   )
-  influence_BT = jnp.clip(jnp.exp(future_BT), *k.limits)
-  risky_BT = (batch.adv_B[:, None] < 0) & (jnp.exp(fixed_BT) > k.safety)
-  influence_BT = jnp.where(risky_BT, jnp.minimum(influence_BT, 1), influence_BT)
-  return influence_BT * _cut_off(log_r_BT, batch, bounds), bounds
+  limits: Range = knob(
+    (0.8, 1.2), 'Smallest and largest influence.', above=0, most=100, rising=True
+  )
+  safety: float = knob(
+    4.0,
+    'Ratio above which the influence of a token with A < 0 is at most 1; inf: none.',
+    above=0,
+    infinite=True,
+  )
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    bounds = find(jnp.exp(log_r_BT))
+    fixed_BT = jax.lax.stop_gradient(log_r_BT)
+    decay_BT = jnp.full_like(fixed_BT, 2 ** (-1 / self.half_life))
+
+    def join(later: tuple[Array, Array], here: tuple[Array, Array]):
+      return later[0] * here[0], here[1] + here[0] * later[1]
+
+    _, future_BT = jax.lax.associative_scan(
+      join, (decay_BT, fixed_BT), reverse=True, axis=1
+    )
+    influence_BT = jnp.clip(jnp.exp(future_BT), *self.limits)
+    risky_BT = (batch.adv_B[:, None] < 0) & (jnp.exp(fixed_BT) > self.safety)
+    influence_BT = jnp.where(risky_BT, jnp.minimum(influence_BT, 1), influence_BT)
+    return influence_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
 
-def divergence(logp_BT: Array, batch: Batch, direction: knobs.KlDirection) -> Array:
+Loss = Annotated[
+  LossRule,
+  OneOf(
+    'Loss rule: the objective of a token.',
+    Clipped,
+    Decoupled,
+    SequenceRatio,
+    Cispo,
+    Tis,
+    Reinforce,
+    Sapo,
+    Vespo,
+    Aspo,
+    Fipo,
+  ),
+]
+
+
+def divergence(logp_BT: Array, batch: Batch, direction: KlDirection) -> Array:
   """Returns an estimate of the divergence of each token, nats; 0 outside the mask.
 
   All are convex in log r near r = 1, with minimum 0 there, and never negative. Value
@@ -306,7 +478,7 @@ def _high(batch: Batch, bounds: Bounds) -> Array:
 
 
 def gain(
-  rule: LossRule, logp_BT: Array, batch: Batch, find: FindBounds
+  rule: LossFunction, logp_BT: Array, batch: Batch, find: FindBounds
 ) -> tuple[Array, Bounds]:
   """Applies a loss rule, then the mask of the bounds: (gain_BT, bounds).
 
@@ -320,7 +492,7 @@ def gain(
   return jnp.where(keep_BT, rule(held_BT, batch, lambda _: bounds)[0], 0), bounds
 
 
-def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Array:
+def weights(rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   """Returns d gain / d logp, the weight of each token in the policy gradient."""
 
   def total(logp_BT: Array) -> Array:
@@ -329,7 +501,7 @@ def weights(rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds) -> Arr
   return jax.grad(total)(logp_BT)
 
 
-def weigher(rule: LossRule, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
+def weigher(rule: LossFunction, logp_BT: Array, batch: Batch, scale_B: Array) -> Weigh:
   """Returns a function that maps clip bounds to the tokens' weights in the gradient.
 
   Args:
@@ -364,7 +536,7 @@ def without_masked(batch: Batch, keep_BT: Array | None) -> Batch:
 
 
 def finder(
-  rules: tuple[LossRule, ClipRule, MaskRule],
+  rules: tuple[LossFunction, ClipFunction, MaskFunction],
   logp_BT: Array,
   batch: Batch,
   scale_B: Array,
@@ -392,7 +564,7 @@ def finder(
 
 
 def clipped_ratio(
-  rule: LossRule, logp_BT: Array, batch: Batch, bounds: Bounds
+  rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds
 ) -> Array:
   """Returns the ratio of each token that the rule passes to `find`."""
   ratios = []
@@ -405,7 +577,7 @@ def clipped_ratio(
   return ratios[0]
 
 
-def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> Array:
+def row_scale(loss_mask_BT: Array, aggregate: Aggregate, length: int) -> Array:
   """Returns the factor [B] of each row's sum of gains in the objective.
 
   Computed from the whole minibatch, so that micro-batches and devices add up exactly.
@@ -426,17 +598,3 @@ def row_scale(loss_mask_BT: Array, aggregate: knobs.Aggregate, length: int) -> A
   if aggregate == 'constant':
     return jnp.broadcast_to(1 / (rows * length), length_B.shape)
   typing.assert_never(aggregate)
-
-
-RULES = {
-  'clipped': clipped,
-  'decoupled': decoupled,
-  'sequence': sequence,
-  'cispo': cispo,
-  'tis': tis,
-  'reinforce': reinforce,
-  'sapo': sapo,
-  'vespo': vespo,
-  'aspo': aspo,
-  'fipo': fipo,
-}

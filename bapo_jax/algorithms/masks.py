@@ -1,128 +1,208 @@
-"""Leaves tokens out of the objective: one function per mask rule.
+"""Leaves tokens out of the objective: one class per mask rule.
 
-A rule maps (logp_BT, batch, k) to keep_BT: False for a token that leaves the objective.
+A rule maps (logp_BT, batch) to keep_BT: False for a token that leaves the objective.
 The clip rule, whose bounds apply to the other tokens, does not count it either. A mask
 compares p = pi(token) with q = mu(token), the probability under the policy that sampled
 the token; r = p / q. Masks have no gradient and fit every loss and clip rule.
 
-1. The rules: by token (`dppo_tv`, `dppo_kl`, `icepop`, `kpop`), by response (`opsm`),
-   over the minibatch (`m2po`);
+1. The rules: by token (`DppoTv`, `DppoKl`, `IcePop`, `KPop`), by response (`Opsm`),
+   over the minibatch (`M2po`);
 2. `binary_kl` is the divergence between two coins: this token, or another one.
 """
+
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms import knobs
 from bapo_jax.algorithms.loss import log_ratio
+from bapo_jax.knobs import knob
+from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import Batch
 
 # Keeps p and q away from 0 and 1, where the divergence of two coins is infinite or nan.
 EDGE = 1e-6
 
 
-def nothing(logp_BT: Array, batch: Batch) -> None:
+class MaskRule(Part):
+  """Leaves tokens out of the objective."""
+
+  arguments = ('logp_BT', 'batch')
+  # A mask measures from the policy that sampled the token, as the sampler saw it.
+  weighs_sampler: ClassVar[bool] = True
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
+    """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
+    raise NotImplementedError
+
+
+class NoMask(MaskRule):
   """Masks no token."""
 
+  weighs_sampler = False
 
-def dppo_tv(
-  logp_BT: Array, batch: Batch, k: knobs.DppoTvMask = knobs.DppoTvMask()
-) -> Array:
-  """Masks tokens that left the trust region in the direction of A: DPPO, binary TV.
+  rule: Literal['none'] = 'none'
 
-  arXiv:2602.04879, Eq. 13: a token with A > 0 and p - q > k.high, or with A < 0 and
-  q - p > k.low. The paper's objective is loss.rule='tis' with loss.tis.cap=20.
+  def __call__(self, logp_BT: Array, batch: Batch) -> None:
+    return None
+
+
+class DppoTv(MaskRule):
+  """A trust region in binary total variation: Divergence PPO.
+
+  arXiv:2602.04879, Eq. 13: a token with A > 0 and p - q > high, or with A < 0 and
+  q - p > low, leaves in the direction of A. The paper's objective is loss.rule='tis'
+  with loss.cap=20.
   """
-  p_BT, q_BT = _probabilities(logp_BT, batch)
-  moved_BT, adv_B1 = p_BT - q_BT, batch.adv_B[:, None]
-  outside_BT = jnp.where(adv_B1 > 0, moved_BT > k.high, moved_BT < -k.low)
-  return ~outside_BT | (adv_B1 == 0)
+
+  rule: Literal['dppo_tv'] = 'dppo_tv'
+  low: float = knob(
+    0.2, 'Largest fall of the probability of a token with A < 0.', above=0, most=1
+  )
+  high: float = knob(
+    0.2, 'Largest rise of the probability of a token with A > 0.', above=0, most=1
+  )
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    p_BT, q_BT = _probabilities(logp_BT, batch)
+    moved_BT = p_BT - q_BT
+    adv_B1 = batch.adv_B[:, None]
+    outside_BT = jnp.where(adv_B1 > 0, moved_BT > self.high, moved_BT < -self.low)
+    return ~outside_BT | (adv_B1 == 0)
 
 
-def dppo_kl(
-  logp_BT: Array, batch: Batch, k: knobs.DppoKlMask = knobs.DppoKlMask()
-) -> Array:
-  """Masks as `dppo_tv`, by the divergence KL(Bernoulli(q) || Bernoulli(p)), nats.
+class DppoKl(MaskRule):
+  """A trust region in KL(Bernoulli(q) || Bernoulli(p)): Divergence PPO.
 
   arXiv:2602.04879, Eq. 14: only tokens whose probability moved in the direction of A
   are masked, with a limit for each direction.
   """
-  p_BT, q_BT = _probabilities(logp_BT, batch)
-  far_BT, adv_B1 = binary_kl(q_BT, p_BT), batch.adv_B[:, None]
-  up_BT = (adv_B1 > 0) & (p_BT > q_BT) & (far_BT > k.high)
-  return ~(up_BT | ((adv_B1 < 0) & (p_BT < q_BT) & (far_BT > k.low)))
+
+  rule: Literal['dppo_kl'] = 'dppo_kl'
+  low: float = knob(
+    0.05, 'Largest divergence of a falling token with A < 0, nats.', above=0, most=20
+  )
+  high: float = knob(
+    0.05, 'Largest divergence of a rising token with A > 0, nats.', above=0, most=20
+  )
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    p_BT, q_BT = _probabilities(logp_BT, batch)
+    far_BT = binary_kl(q_BT, p_BT)
+    adv_B1 = batch.adv_B[:, None]
+    up_BT = (adv_B1 > 0) & (p_BT > q_BT) & (far_BT > self.high)
+    return ~(up_BT | ((adv_B1 < 0) & (p_BT < q_BT) & (far_BT > self.low)))
 
 
-def icepop(
-  logp_BT: Array, batch: Batch, k: knobs.IcePopMask = knobs.IcePopMask()
-) -> Array:
-  """Masks tokens with r outside [k.low, k.high]: IcePop (arXiv:2510.18855).
+class IcePop(MaskRule):
+  """A band of the ratio, r in [low, high]: IcePop (arXiv:2510.18855).
 
   The paper compares trainer and sampler under the same weights; with stale data the
   same mask also limits how far the policy has moved.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  r_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
-  return (r_BT >= k.low) & (r_BT <= k.high)
+
+  rule: Literal['icepop'] = 'icepop'
+  low: float = knob(0.5, 'Smallest ratio of a token that is kept.', least=0, most=1)
+  high: float = knob(
+    5.0, 'Largest ratio of a token that is kept; inf: none.', least=1, infinite=True
+  )
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    r_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
+    return (r_BT >= self.low) & (r_BT <= self.high)
 
 
-def kpop(logp_BT: Array, batch: Batch, k: knobs.KPopMask = knobs.KPopMask()) -> Array:
-  """Masks tokens with a divergence above k.limit in either direction: KPop.
+class KPop(MaskRule):
+  """A limit of the binary divergence in both directions: KPop.
 
   Guo et al. (2026), "KPop": the divergences are KL(Bernoulli(p) || Bernoulli(q)) and
   its reverse, nats. The band of r is wide for rare tokens and narrow for likely ones.
   """
-  p_BT, q_BT = _probabilities(logp_BT, batch)
-  far_BT = jnp.maximum(binary_kl(p_BT, q_BT), binary_kl(q_BT, p_BT))
-  return far_BT <= k.limit
+
+  rule: Literal['kpop'] = 'kpop'
+  limit: float = knob(0.1, 'Largest divergence, phi, nats.', above=0, most=20)
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    p_BT, q_BT = _probabilities(logp_BT, batch)
+    far_BT = jnp.maximum(binary_kl(p_BT, q_BT), binary_kl(q_BT, p_BT))
+    return far_BT <= self.limit
 
 
-def opsm(logp_BT: Array, batch: Batch, k: knobs.OpsmMask = knobs.OpsmMask()) -> Array:
-  """Masks responses with A < 0 that became unlikely: off-policy sequence masking.
+class Opsm(MaskRule):
+  """Off-policy sequence masking, for responses with A < 0 that became unlikely.
 
   DeepSeek-V3.2 (arXiv:2512.02556): responses with A < 0 whose mean of log q - log p
-  over their tokens is above k.limit, nats.
+  over their tokens is above `limit`, nats.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  tokens_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
-  fallen_B = -jax.lax.stop_gradient(log_r_BT).sum(1) / tokens_B
-  keep_B = (batch.adv_B >= 0) | (fallen_B <= k.limit)
-  return jnp.broadcast_to(keep_B[:, None], log_r_BT.shape)
+
+  rule: Literal['opsm'] = 'opsm'
+  limit: float = knob(
+    0.1, 'Largest mean fall of log pi over the tokens of a response, nats.', above=0
+  )
+
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    tokens_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
+    fallen_B = -jax.lax.stop_gradient(log_r_BT).sum(1) / tokens_B
+    keep_B = (batch.adv_B >= 0) | (fallen_B <= self.limit)
+    return jnp.broadcast_to(keep_B[:, None], log_r_BT.shape)
 
 
-def m2po(logp_BT: Array, batch: Batch, k: knobs.M2poMask = knobs.M2poMask()) -> Array:
+class M2po(MaskRule):
   """Masks the tokens with the largest (log r)^2 until the mean of the rest is small.
 
   M2PO (arXiv:2510.01161): the mean over the kept tokens of the minibatch is below
-  k.limit. Tokens with equal (log r)^2 are kept or masked together. Tokens without an
+  `limit`. Tokens with equal (log r)^2 are kept or masked together. Tokens without an
   advantage do not count: without a penalty their log-probabilities are not computed.
 
   The mean of all squares up to a limit rises with the limit. So the largest limit is
   found by bisection over the bits of a float, without a sort over all devices.
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-  square_BT = jnp.square(jax.lax.stop_gradient(log_r_BT)).astype(jnp.float32)
-  # Floats that are not negative have the order of their bits, read as integers.
-  bits_BT = jax.lax.bitcast_convert_type(square_BT, jnp.int32)
 
-  counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  rule: Literal['m2po'] = 'm2po'
+  limit: float = knob(
+    0.04, 'Limit of the mean of (log r)^2 over the kept tokens, nats^2.', above=0
+  )
 
-  def small(limit: Array) -> Array:
-    within_BT = counts_BT & (bits_BT <= limit)
-    total, count = jnp.where(within_BT, square_BT, 0).sum(), within_BT.sum()
-    return (total < k.limit * count) | (count == 0)
+  def __call__(self, logp_BT: Array, batch: Batch) -> Array:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    square_BT = jnp.square(jax.lax.stop_gradient(log_r_BT)).astype(jnp.float32)
+    # Floats that are not negative have the order of their bits, read as integers.
+    bits_BT = jax.lax.bitcast_convert_type(square_BT, jnp.int32)
+    counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
 
-  def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-    below, above = ends  # `small` holds at `below`, unless nothing can be kept
-    middle = below + (above - below) // 2
-    fits = small(middle)
-    return jnp.where(fits, middle, below), jnp.where(fits, above, middle)
+    def small(limit: Array) -> Array:
+      within_BT = counts_BT & (bits_BT <= limit)
+      total = jnp.where(within_BT, square_BT, 0).sum()
+      count = within_BT.sum()
+      return (total < self.limit * count) | (count == 0)
 
-  largest = jnp.where(counts_BT, bits_BT, 0).max()
-  ends = jnp.int32(-1), largest + 1
-  limit, _ = jax.lax.fori_loop(0, 32, halve, ends)
-  return ~counts_BT | (bits_BT <= limit)
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+      below, above = ends  # `small` holds at `below`, unless nothing can be kept
+      middle = below + (above - below) // 2
+      fits = small(middle)
+      return jnp.where(fits, middle, below), jnp.where(fits, above, middle)
+
+    largest = jnp.where(counts_BT, bits_BT, 0).max()
+    limit, _ = jax.lax.fori_loop(0, 32, halve, (jnp.int32(-1), largest + 1))
+    return ~counts_BT | (bits_BT <= limit)
+
+
+Mask = Annotated[
+  MaskRule,
+  OneOf(
+    'Mask rule: which tokens leave the objective.',
+    NoMask,
+    DppoTv,
+    DppoKl,
+    IcePop,
+    KPop,
+    M2po,
+    Opsm,
+  ),
+]
 
 
 def binary_kl(p: Array, q: Array) -> Array:
@@ -138,14 +218,3 @@ def _probabilities(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
     for x_BT in (logp_BT, batch.behavior_logp_BT)
   )
   return jnp.exp(log_p_BT), jnp.exp(log_q_BT)
-
-
-RULES = {
-  'none': nothing,
-  'dppo_tv': dppo_tv,
-  'dppo_kl': dppo_kl,
-  'icepop': icepop,
-  'kpop': kpop,
-  'm2po': m2po,
-  'opsm': opsm,
-}

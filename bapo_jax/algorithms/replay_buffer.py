@@ -1,6 +1,6 @@
 """Keeps hard problems and reusable groups between steps: functions on ReplayBuffer.
 
-1. a threshold rule maps (rate, G, k) to the numbers of correct responses that make a
+1. a threshold rule maps (rate, G) to the numbers of correct responses that make a
    group hard or reusable;
 2. `draw` returns the hard problems with the oldest last attempt;
 3. `insert` stores the groups completed at a step and counts the problems that enter or
@@ -12,19 +12,22 @@ With hard_order='fifo' the hard problems are in order of entry, the newest first
 """
 
 import functools
+from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import pydantic
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import knobs
+from bapo_jax.knobs import Range, Section, knob
+from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
   Groups,
   PassRateThresholds,
   ReplayBuffer,
-  ThresholdRule,
+  ThresholdFunction,
   concat,
   empty_groups,
   first_of,
@@ -32,67 +35,190 @@ from bapo_jax.types import (
   take,
 )
 
+HardOrder = Literal['fifo', 'least_recent']
 REUSED = SOURCES.index('reused')
+# Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
+SLACK = 1e-4
+REEVALUATED = ('hard_problems', 'buffer.reevaluate > 0')
 
 
-def fixed(
-  rate: Array, G: int, k: knobs.FixedThresholds = knobs.FixedThresholds()
-) -> PassRateThresholds:
-  """Returns the same thresholds at every step (arXiv:2602.20722, section 3)."""
-  c2, c3 = k.reusable
-  constant = knobs.MovingThresholds(hard=k.hard, low=(c2, c2), high=(c3, c3))
-  return moving(rate, G, constant)
+class ThresholdRule(Part):
+  """Decides which pass rates make a problem hard, and a group reusable."""
+
+  arguments = ('rate', 'G')
+
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    """Returns the thresholds in correct responses of a group.
+
+    Args:
+      rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
+      G: responses per group.
+    """
+    raise NotImplementedError
 
 
-def moving(
-  rate: Array, G: int, k: knobs.MovingThresholds = knobs.MovingThresholds()
-) -> PassRateThresholds:
-  """Returns thresholds that follow the policy (arXiv:2602.20722, Eq. 8).
+class FixedThresholds(ThresholdRule):
+  """Pass rates that are the same at every step (arXiv:2602.20722, section 3)."""
 
-  A problem is hard up to the pass rate c1, a group reusable from c2 to c3. c1 is
-  constant; c2 and c3 are start + rate (end - start). In the paper's text and code both
-  fall as the policy improves (start above end, the default), but in its Eq. 8 they
-  rise. The paper does not print start and end; the defaults are ours.
-
-  Args:
-    rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
-    G: responses per group.
-    k: `hard` is c1; `low` and `high` are (start, end) of c2 and of c3.
-  """
-  c2, c3 = (rate * (end - start) + start for start, end in (k.low, k.high))
-  return PassRateThresholds(
-    # At most G - 1 despite rounding: a solved problem is not hard.
-    hard_max=jnp.minimum(_most(jnp.float32(k.hard), G), G - 1),
-    # From 1 to G - 1: a group with one verdict has no advantage.
-    reusable_min=jnp.maximum(jnp.ceil(c2 * G - knobs.SLACK).astype(jnp.int32), 1),
-    reusable_max=jnp.minimum(_most(c3, G), G - 1),
+  rule: Literal['fixed'] = 'fixed'
+  hard: float = knob(
+    1 / 8,
+    'c1: a problem is hard up to this pass rate.',
+    least=0,
+    below=1,
+    needs=REEVALUATED,
+  )
+  reusable: Range = knob(
+    (1 / 8, 5 / 8),
+    '(c2, c3): a group is reusable from the first to the second pass rate.',
+    least=0,
+    most=1,
+    rising=True,
   )
 
-
-def threshold_free(rate: Array, G: int) -> PassRateThresholds:
-  """Returns thresholds: hard if never solved, reusable if half solved; needs even G."""
-  return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
-
-
-def everything(rate: Array, G: int) -> PassRateThresholds:
-  """Returns thresholds for plain replay: all groups reusable, no problem hard."""
-  return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    c2, c3 = self.reusable
+    constant = MovingThresholds(hard=self.hard, low=(c2, c2), high=(c3, c3))
+    return constant(rate, G)
 
 
-THRESHOLD_RULES = {
-  'fixed': fixed,
-  'moving': moving,
-  'threshold_free': threshold_free,
-  'everything': everything,
-}
+class MovingThresholds(ThresholdRule):
+  """Pass rates that follow the mean verdict (arXiv:2602.20722, Eq. 8).
+
+  c1 is constant; c2 and c3 are start + rate (end - start). By default both fall as the
+  policy improves (start above end), like in the paper's text and code. To let them
+  rise, as in its printed Eq. 8, swap the ends of `low` and of `high`. The paper does
+  not print start and end; the defaults are ours.
+  """
+
+  rule: Literal['moving'] = 'moving'
+  hard: float = knob(
+    1 / 8,
+    'c1: a problem is hard up to this pass rate.',
+    least=0,
+    below=1,
+    needs=REEVALUATED,
+  )
+  low: Range = knob(
+    (3 / 8, 1 / 8),
+    'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
+    "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
+    least=0,
+    most=1,
+  )
+  high: Range = knob(
+    (7 / 8, 5 / 8),
+    'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; '
+    "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
+    least=0,
+    most=1,
+  )
+
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    c2, c3 = (rate * (end - start) + start for start, end in (self.low, self.high))
+    return PassRateThresholds(
+      # At most G - 1 despite rounding: a solved problem is not hard.
+      hard_max=jnp.minimum(_most(jnp.float32(self.hard), G), G - 1),
+      # From 1 to G - 1: a group with one verdict has no advantage.
+      reusable_min=jnp.maximum(jnp.ceil(c2 * G - SLACK).astype(jnp.int32), 1),
+      reusable_max=jnp.minimum(_most(c3, G), G - 1),
+    )
+
+  @pydantic.model_validator(mode='after')
+  def _ordered(self) -> Self:
+    for c2, c3 in zip(self.low, self.high, strict=True):
+      if c2 > c3:
+        raise ValueError(
+          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; choose a '
+          'smaller value in low or a larger value in high'
+        )
+    return self
+
+
+class ThresholdFree(ThresholdRule):
+  """Hard if never solved, reusable if half solved; needs an even G."""
+
+  rule: Literal['threshold_free'] = 'threshold_free'
+
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
+
+
+class Everything(ThresholdRule):
+  """For plain replay: all groups are reusable, and no problem is hard."""
+
+  rule: Literal['everything'] = 'everything'
+
+  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
+    return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
+
+
+Thresholds = Annotated[
+  ThresholdRule,
+  OneOf(
+    'Threshold rule: pass rates of hard problems and of reusable groups.',
+    FixedThresholds,
+    MovingThresholds,
+    ThresholdFree,
+    Everything,
+  ),
+]
+
+
+class Buffer(Section):
+  """Sets what the replay buffer keeps, and when it is used again."""
+
+  capacity: int = knob(
+    256,
+    'Problems in the hard part of the buffer, and groups in the reusable part.',
+    least=1,
+    most=1 << 20,
+  )
+  max_off_policy_steps: int = knob(
+    3, 'Maximum age of a reusable group in training, learner steps.', least=1
+  )
+  max_reuse: int = knob(
+    3, 'Times that a reusable group is trained on again before it is dropped.', least=1
+  )
+  reevaluate: int = knob(
+    16,
+    'Hard problems per re-evaluation, oldest last attempt first.',
+    least=0,
+    needs='batch.reevaluates',
+  )
+  reeval_interval: int = knob(
+    2,
+    'Learner steps between re-evaluations of hard problems.',
+    least=1,
+    needs=REEVALUATED,
+  )
+  hard_order: HardOrder = knob(
+    'fifo',
+    'Hard problem that leaves a full buffer: the first to enter (the paper), or the '
+    'problem tried least recently.',
+    needs=REEVALUATED,
+  )
+  thresholds: Thresholds = knob(FixedThresholds, 'Thresholds.')
+
+  @pydantic.model_validator(mode='after')
+  def _has_room(self) -> Self:
+    if self.reevaluate > self.capacity:
+      raise ValueError(
+        f'reevaluate={self.reevaluate} exceeds buffer.capacity={self.capacity}; choose '
+        'a smaller reevaluate or a larger capacity'
+      )
+    return self
 
 
 def _most(rate: Array, G: int) -> Array:
-  return jnp.floor(rate * G + knobs.SLACK).astype(jnp.int32)
+  return jnp.floor(rate * G + SLACK).astype(jnp.int32)
 
 
 def init(
-  capacity: int, group_size: int, length: int, thresholds: ThresholdRule = fixed
+  capacity: int,
+  group_size: int,
+  length: int,
+  thresholds: ThresholdFunction = FixedThresholds(),
 ) -> ReplayBuffer:
   """Returns an empty buffer with `capacity` rows in each of its two parts.
 
@@ -131,10 +257,10 @@ def insert(
   source_P: Array,
   now: int | Array,
   *,
-  thresholds: ThresholdRule = fixed,
+  thresholds: ThresholdFunction = FixedThresholds(),
   max_off_policy_steps: int,
   max_reuse: int,
-  hard_order: knobs.HardOrder = 'fifo',
+  hard_order: HardOrder = 'fifo',
 ) -> tuple[ReplayBuffer, dict[str, Array]]:
   """Stores the groups completed at step `now` (arXiv:2602.20722, section 3).
 

@@ -23,9 +23,9 @@ from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold, verifiers
-from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
+from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Model
@@ -136,7 +136,7 @@ def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified
   drawn = [row for row in drawn if (row.verifier or rule) in STATED]
   rules = [row.verifier or rule for row in drawn]
   answers = [row.answer for row in drawn]
-  with contextlib.closing(Verifier(rewards)) as verifier:
+  with contextlib.closing(Verifier(rewards.verification)) as verifier:
     texts = [gold.stating(*pair) for pair in zip(rules, answers, strict=True)]
     samples = map(Sample, texts, answers, rules)
     verdicts = verifier.submit(list(samples)).result()

@@ -1,6 +1,6 @@
 """Lists the knobs of a run for the first screen, the check and the report.
 
-Shows the rule of every slot with the knobs that it uses, every knob that differs from
+Shows the rule of every part with the knobs that it uses, every knob that differs from
 its default, and which of these have no effect.
 """
 
@@ -10,37 +10,38 @@ from bapo_jax import knobs
 from bapo_jax.autosetup.derive import shown, wrapped
 from bapo_jax.runtime import markdown
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import needs
 from bapo_jax.training.config import Config
 
-SLOTS = ('batch', 'buffer', 'advantage', 'clip', 'mask', 'loss')
+PARTS = ('batch', 'buffer', 'advantage', 'clip', 'mask', 'loss')
 LABEL = 11  # columns of a label on the first screen
 
 
 def in_force(config: Config) -> dict[str, str]:
-  """Returns slot -> its rule with the knobs that have an effect.
+  """Returns part -> its rule with the knobs that have an effect.
 
   For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer, which has no
   rule of its own, is left out if the batch rule does not use it, and so is the mask if
   there is none.
   """
-  inert, found = inert_knobs.inert(config), {}
-  for slot in SLOTS:
-    section = getattr(config, slot)
+  inert = needs.inert(config)
+  in_force_: dict[str, str] = {}
+  for part in PARTS:
+    section = getattr(config, part)
     rule = getattr(section, 'rule', '')
-    used = []
-    for name, _, value in knobs.fields(section):
-      if name != 'rule' and f'{slot}.{name}' not in inert:
-        short = name.removeprefix(f'{rule}.').removeprefix('own.')
-        used.append(f'{short} {value}')
+    used = [
+      f'{name} {value}'
+      for name, _, value in knobs.fields(section)
+      if name != 'rule' and f'{part}.{name}' not in inert
+    ]
     if (rule or used) and rule != 'none':
-      found[slot] = ': '.join(filter(None, (rule, ', '.join(used))))
-  return found
+      in_force_[part] = ': '.join(filter(None, (rule, ', '.join(used))))
+  return in_force_
 
 
 def lines(config: Config, indent: str = '  ') -> str:
   """Returns lines of the first screen: rules, changed knobs, those without effect."""
-  inert, given, idle = inert_knobs.inert(config), [], []
+  inert, given, idle = needs.inert(config), [], []
   for name, (value, _) in config_lib.changed(config).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')
     if name in inert:
@@ -58,7 +59,7 @@ def lines(config: Config, indent: str = '  ') -> str:
 
 def table(config: Config) -> str:
   """Returns a Markdown table of changed and derived knobs, or says there are none."""
-  inert, rows = inert_knobs.inert(config), []
+  inert, rows = needs.inert(config), []
   for name, (value, default) in config_lib.changed(config).items():
     note = f'no effect: {inert[name].because}' if name in inert else ''
     cells = (markdown.inline(x) for x in (shown(value), shown(default)))

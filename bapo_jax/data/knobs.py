@@ -6,7 +6,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.knobs import Section, knob, shown
-from bapo_jax.own_code import OwnKnobs, Slot, own
+from bapo_jax.own_code import OwnKnobs, Slot, custom_knobs
 
 EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
@@ -102,6 +102,7 @@ class PairConfig(Section):
     True,
     'Worked solutions stop at the solution, so wrong responses are longer; off: worked '
     'solutions try every candidate, so all responses are equally long.',
+    needs='embedded',
   )
   answer: Literal['x', 'all'] = knob(
     'x', 'The answer: x, or all: the digits of the reduced a, the reduced b and x.'
@@ -124,27 +125,47 @@ class ProblemsConfig(Slot):
     'tfds:name:split; or path/to/file.py:function, which returns a list of rows.',
   )
   test_source: str = knob('synthetic', 'Held-out problems; same choices as source.')
-  own: SerializeAsAny[OwnRows] = own(OwnRows)
+  custom: SerializeAsAny[OwnRows] = custom_knobs(OwnRows)
   whole: bool = knob(
     False,
     'Keeps all fields of a row, and accepts rows without an answer; set by the program '
     'for own reward functions.',
   )
   family: Literal['trial', 'chain', 'pair'] = knob(
-    'trial', 'Family of the synthetic problems.'
+    'trial',
+    'Family of the synthetic problems.',
+    needs='synthetic',
   )
-  level: int = knob(3, 'Difficulty of the synthetic problems.', least=1, most=4)
-  seed: int = knob(0, 'Seed of the generated problems.', least=0)
-  train: int = knob(2048, 'Generated training problems.', least=1, most=50_000)
-  test: int = knob(512, 'Generated held-out problems.', least=1, most=50_000)
-  pair: PairConfig = knob(PairConfig, 'Problems of the family pair.')
-  countdown: CountdownConfig = knob(CountdownConfig, 'Countdown problems.')
-  drawn: DrawnConfig = knob(DrawnConfig, 'Problems with pictures drawn from the seed.')
+  level: int = knob(
+    3, 'Difficulty of the synthetic problems.', least=1, most=4, needs='synthetic'
+  )
+  seed: int = knob(0, 'Seed of the generated problems.', least=0, needs='generates')
+  train: int = knob(
+    2048, 'Generated training problems.', least=1, most=50_000, needs='generates'
+  )
+  test: int = knob(
+    512, 'Generated held-out problems.', least=1, most=50_000, needs='generates'
+  )
+  pair: PairConfig = knob(
+    PairConfig,
+    'Problems of the family pair.',
+    needs=('synthetic', "problems.family == 'pair'"),
+  )
+  countdown: CountdownConfig = knob(
+    CountdownConfig, 'Countdown problems.', needs='countdown'
+  )
+  drawn: DrawnConfig = knob(
+    DrawnConfig, 'Problems with pictures drawn from the seed.', needs='drawn'
+  )
   duplicates: Literal['drop', 'keep'] = knob(
-    'drop', 'Repeated problems: drop all but the first, or keep all; logged either way.'
+    'drop',
+    'Repeated problems: drop all but the first, or keep all; logged either way.',
+    needs='repeats',
   )
   overlap: Literal['keep', 'drop'] = knob(
-    'keep', 'Training problems that are also held out: keep or drop.'
+    'keep',
+    'Training problems that are also held out: keep or drop.',
+    needs='overlaps',
   )
   changed: Literal['refuse', 'accept'] = knob(
     'refuse', 'Resume with other problems: refuse, or accept and empty the buffer.'

@@ -161,7 +161,7 @@ def _own_rows(
   Raises:
     ValueError: the function raises an error or returns no rows, or a row is damaged.
   """
-  function = own_code.bind(place, problems.own)
+  function = own_code.bind(place, problems.custom)
   try:
     given = list(function())
   except Exception as error:  # a user's function may raise anything

@@ -26,7 +26,7 @@ from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.runtime import exchange
 from bapo_jax.types import (
-  AdvantageRule,
+  AdvantageFunction,
   Batch,
   Groups,
   Tree,
@@ -56,7 +56,7 @@ class Updated(NamedTuple):
 def flatten(
   groups: Groups,
   source_P: Array,
-  advantage_rule: AdvantageRule,
+  advantage_rule: AdvantageFunction,
   prox_PGT: Array | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   version: int | Array = -1,
@@ -98,7 +98,7 @@ def update(
   key: Array,
   *,
   train_step: TrainStep,
-  advantage_rule: AdvantageRule,
+  advantage_rule: AdvantageFunction,
   epochs: int,
   minibatches: int,
   proximal: Callable[[Tree, Groups, Seen], Array] | None = None,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import loss, masks
-from bapo_jax.algorithms.knobs import Aggregate, KlDirection, LossConfig
+from bapo_jax.algorithms.loss import Aggregate, KlDirection
 from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
@@ -23,14 +23,16 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import (
   Batch,
   Bounds,
-  ClipRule,
+  ClipFunction,
   EmbeddedPictures,
   FindBounds,
-  LossRule,
-  MaskRule,
+  LossFunction,
+  MaskFunction,
   TokenStats,
   Tree,
 )
+
+NO_MASK = masks.NoMask()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Objective:
       that balances the policy gradient ignores this penalty.
   """
 
-  clip_rule: ClipRule
-  loss_rule: LossRule
+  clip_rule: ClipFunction
+  loss_rule: LossFunction
   spec: ModelSpec
   temperature: float
   schedule: Schedule = Schedule()
@@ -60,8 +62,8 @@ class Objective:
   aggregate: Aggregate = 'token'
   length: int = 1
   kl: float = 0.0
-  kl_direction: KlDirection = LossConfig().kl_direction
-  mask_rule: MaskRule = masks.nothing
+  kl_direction: KlDirection = 'behavior_policy'
+  mask_rule: MaskFunction = NO_MASK
 
   @property
   def together(self) -> bool:

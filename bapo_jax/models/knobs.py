@@ -55,8 +55,12 @@ class TowerConfig(Section):
   """
 
   layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
-  width: int = knob(32, 'Width of the tower.', least=4, most=65536)
-  ffn: int = knob(96, 'Feed-forward width.', least=1, most=1 << 20)
+  width: int = knob(
+    32, 'Width of the tower.', least=4, most=65536, needs='model.tower.layers > 0'
+  )
+  ffn: int = knob(
+    96, 'Feed-forward width.', least=1, most=1 << 20, needs='model.tower.layers > 0'
+  )
 
   @pydantic.model_validator(mode='after')
   def _fits(self) -> 'TowerConfig':
@@ -71,16 +75,26 @@ class ModelConfig(Section):
   path: str = knob(
     '', 'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy.'
   )
-  width: int = knob(64, 'Model width D of the embedded policy.', least=1, most=65536)
-  layers: int = knob(2, 'Layers of the embedded policy.', least=1, most=1024)
-  heads: int = knob(4, 'Query heads; a multiple of kv_heads.', least=1, most=1024)
-  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024)
-  head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
-  ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20)
+  width: int = knob(
+    64, 'Model width D of the embedded policy.', least=1, most=65536, needs='embedded'
+  )
+  layers: int = knob(
+    2, 'Layers of the embedded policy.', least=1, most=1024, needs='embedded'
+  )
+  heads: int = knob(
+    4, 'Query heads; a multiple of kv_heads.', least=1, most=1024, needs='embedded'
+  )
+  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024, needs='embedded')
+  head_width: int = knob(
+    16, 'Width of a head; even.', least=2, most=1024, needs='embedded'
+  )
+  ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20, needs='embedded')
   train_tower: bool = knob(
     False, 'Trains the vision tower with the other weights; off: the tower is frozen.'
   )
-  tower: TowerConfig = knob(TowerConfig, 'The vision tower of the embedded policy.')
+  tower: TowerConfig = knob(
+    TowerConfig, 'The vision tower of the embedded policy.', needs='embedded'
+  )
   dtype: DType = knob(
     'float32',
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
@@ -102,6 +116,7 @@ class ModelConfig(Section):
   sequence_sharding: Literal['auto', 'on', 'off'] = knob(
     'auto',
     'Splits columns between layers over mesh.tensor; auto: only if memory is short.',
+    needs='mesh.tensor != 1',
   )
 
   @property
@@ -126,11 +141,16 @@ class LoraConfig(Section):
 
   rank: int = knob(0, 'Rank of the adapters; 0: all weights are trained.', least=0)
   alpha: float = knob(
-    32.0, 'The adapters are scaled by alpha / rank.', above=0, most=65536
+    32.0,
+    'The adapters are scaled by alpha / rank.',
+    above=0,
+    most=65536,
+    needs='lora.rank > 0',
   )
   targets: str = knob(
     'layers/(q|k|v|o|gate|up|down)',
     'Projections with an adapter: a regular expression that matches the whole path.',
+    needs='lora.rank > 0',
   )
 
   @pydantic.model_validator(mode='after')

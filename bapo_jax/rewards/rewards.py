@@ -4,10 +4,9 @@ Rules that may hang run in worker processes, all others in this process. An unde
 response earns the reward of a wrong one, and is counted.
 """
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +15,9 @@ from jax import Array
 from bapo_jax import own_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample, Scorer
+from bapo_jax.rewards.shaping import ShapingRule
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
 from bapo_jax.types import Groups
@@ -58,7 +58,7 @@ class Verifier:
   (`own_code.register`) cannot be sent to a process; they run in a thread.
   """
 
-  def __init__(self, k: RewardsConfig):
+  def __init__(self, k: Verification):
     self.rule, self._knobs, self._scorer = k.rule, k, Scorer(k)
     self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
     self._here = any(map(own_code.is_registered, self._scorer.rules))
@@ -118,44 +118,6 @@ def plain(groups: Groups, texts: Sequence[str]) -> Groups:
   return groups
 
 
-def shape(
-  earned_PG: Array,
-  length_PG: Array,
-  truncated_PG: Array,
-  formatted_PG: Array,
-  *,
-  longest: int,
-  k: ShapingConfig,
-) -> tuple[Array, Array]:
-  """Computes rewards (f32) and a mask of the responses that enter the loss (bool).
-
-  The overlong penalty is DAPO's (arXiv:2503.14476, equation 13): 0 for lengths up to
-  longest - overlong_cache, then linear, and full at `longest`. DAPO adds the penalty to
-  rewards of -1 and 1 (equation 7). Here rewards are 0 and 1, and half of the penalty is
-  subtracted: (R + R_length + 1) / 2 gives the same standardised advantages.
-
-  truncated='masked' is DAPO's overlong filtering: a truncated response is not in the
-  loss, but its reward stays in the mean of its group.
-
-  Args:
-    earned_PG: rewards of the verifier, f32: 1 or 0, or any number of an own function.
-    length_PG: tokens of the responses, end token included.
-    truncated_PG: bool, True for a response without end token.
-    formatted_PG: bool, True if the response has an answer where the rule looks.
-    longest: L_max, the maximum number of tokens of a response.
-  """
-  if k.truncated == 'wrong':
-    earned_PG = jnp.where(truncated_PG, 0, earned_PG)
-  over_PG = (length_PG - (longest - k.overlong_cache)) / k.overlong_cache
-  reward_PG = (
-    earned_PG.astype(jnp.float32)
-    + k.format_bonus * formatted_PG
-    - k.overlong_penalty / 2 * jnp.clip(over_PG, 0, 1)
-  )
-  teaches_PG = ~truncated_PG if k.truncated == 'masked' else jnp.ones_like(truncated_PG)
-  return reward_PG.astype(jnp.float32), teaches_PG
-
-
 def shaped(
   groups: Groups,
   texts: Sequence[str],
@@ -164,17 +126,15 @@ def shaped(
   rule: str,
   rules: Sequence[str] = (),
   longest: int,
-  k: ShapingConfig,
+  shaping: ShapingRule,
 ) -> Groups:
-  """Returns verified groups with the rewards and the loss mask that `shape` computes.
+  """Returns verified groups with shaped rewards and the mask of trained responses.
 
   Args:
     texts: P * G responses; '' for responses that another process verifies.
     rules: the rule of each problem id, for the format bonus; '' or () selects `rule`.
   """
-  own = own_code.is_place(k.rule)
-  changes = k.format_bonus or k.overlong_penalty or k.truncated != 'verified'
-  if not own and not changes:
+  if shaping.identity:
     return groups
   id_B = np.repeat(exchange.whole(groups.id_P), groups.correct_PG.shape[1])
   rule_B = [(rules[i] if rules and i >= 0 else '') or rule for i in id_B]
@@ -184,14 +144,14 @@ def shaped(
   # No reader finds an answer in '', so the sum counts every response once.
   formatted_B = exchange.total([answer is not None for answer in answers]) > 0
   response_mask_PGT = groups.response_mask_PGT
-  rule_of_shape = functools.partial(shape, longest=longest, k=k)
-  if own:
-    rule_of_shape = own_code.bind(k.rule, k.own)
-  reward_PG, teaches_PG = rule_of_shape(
+  limit = {} if shaping.custom else {'longest': longest}
+  shape: Callable[..., tuple[Array, Array]] = cast(Any, shaping)
+  reward_PG, teaches_PG = shape(
     groups.reward_PG,
     response_mask_PGT.sum(2),
     ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
+    **limit,
   )
   filled_P = groups.completed_step_P >= 0  # an empty seat has no reward
   return groups._replace(

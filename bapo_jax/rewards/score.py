@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from bapo_jax import own_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 
 Values = list[Any]  # what a rule returns, per sample; a Failure where it raises
 Failure = (Exception, SystemExit)
@@ -42,9 +42,11 @@ class Scorer:
   Raises a ValueError if a function cannot be loaded.
   """
 
-  def __init__(self, k: RewardsConfig):
+  def __init__(self, k: Verification):
     self._k, self.rules = k, k.rule.split(',')
-    self._own = {rule: own_code.bind(rule, k.own) for rule in own_code.placed(k.rule)}
+    self._own = {
+      rule: own_code.bind(rule, k.custom) for rule in own_code.placed(k.rule)
+    }
 
     self.batched = any(map(_batched, self._own.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.

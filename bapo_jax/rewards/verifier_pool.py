@@ -34,7 +34,7 @@ from typing import Any
 from bapo_jax import own_code
 from bapo_jax.rewards import verifier_worker
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample
 
 Request = Sequence[Sample]  # responses that are scored together
@@ -100,12 +100,12 @@ class Worker:
     self._socket.close()
 
 
-def start(k: RewardsConfig) -> tuple[socket.socket, subprocess.Popen]:
+def start(k: Verification) -> tuple[socket.socket, subprocess.Popen]:
   """Starts the fork server, which loads math-verify; returns (socket to it, server)."""
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = str(MEMORY_MB), str(RECYCLE), k.model_dump_json()
+  arguments = str(MEMORY_MB), str(RECYCLE), json.dumps(k.model_dump())
   with theirs:
     process = subprocess.Popen(
       [sys.executable, '-m', verifier_worker.__name__, *arguments],
@@ -134,7 +134,7 @@ class VerifierPool:
   it is spent, the remaining answers of the batch are undecided.
   """
 
-  def __init__(self, k: RewardsConfig):
+  def __init__(self, k: Verification):
     self._knobs, self._closed = k, False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._own = bool(own_code.placed(k.rule))

@@ -20,9 +20,10 @@ import socket
 import sys
 import time
 
+from bapo_jax.knobs import restore
 from bapo_jax.own_code import is_place
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.latex import symbolic
 from bapo_jax.rewards.score import Sample, Scorer
 
@@ -34,12 +35,12 @@ def main(memory_mb: int, recycle: int, knobs: str) -> None:
   """Forks a worker for every socket received; ends together with the caller.
 
   A worker may take memory_mb MiB of address space more than this process, and exits
-  after `recycle` requests. `knobs` is a RewardsConfig as JSON.
+  after `recycle` requests. `knobs` is a Verification as JSON.
   """
   control = socket.socket(fileno=os.dup(0))
   os.close(0)  # a copy in a worker would hide the server's end
   logging.disable()  # math-verify warns that its own alarms are off
-  scorer = Scorer(RewardsConfig.model_validate_json(knobs))
+  scorer = Scorer(restore(Verification, json.loads(knobs)))
   if not all(map(is_place, scorer.rules)):
     symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies

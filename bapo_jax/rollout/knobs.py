@@ -72,6 +72,7 @@ class RolloutConfig(Section):
     'Learner steps a response may stay unfinished; 0: synchronous.',
     least=0,
     most=1024,
+    needs='unfinished',
   )
   max_tokens_per_step: float = knob(
     math.inf,
@@ -80,7 +81,9 @@ class RolloutConfig(Section):
     infinite=True,
   )
   cache: Literal['refresh', 'keep'] = knob(
-    'refresh', 'KV cache of unfinished responses: recompute for new weights, or keep.'
+    'refresh',
+    'KV cache of unfinished responses: recompute for new weights, or keep.',
+    needs=('rollout.max_off_policy_steps > 0', 'unfinished'),
   )
 
   @pydantic.model_validator(mode='after')

@@ -8,7 +8,7 @@ from bapo_jax import own_code
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import needs
 
 Rule = str | Callable[..., Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -56,7 +56,7 @@ def train(
     found['problems.test_source'] = own_code.register(_returning('held_out', rest))
   values = config_lib.merged(values, found | dict(knobs))
   parsed = config_lib.parse(config_lib.decided(values))
-  inert_knobs.refuse(knobs, [parsed])
+  needs.refuse(knobs, [parsed])
   return experiment.train(parsed, workdir)
 
 

@@ -85,7 +85,7 @@ def rewards(
 def share_target(values: dict[str, Any]) -> float | None:
   """Returns the target of the positive share; None if the clip rule has none."""
   clip = values.get('clip', {})
-  return clip['balanced']['target'] if clip.get('rule') == 'balanced' else None
+  return clip.get('target') if clip.get('rule') == 'balanced' else None
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:

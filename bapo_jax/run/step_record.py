@@ -47,7 +47,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     return
   weights = t.config.batch.weights
   weight_P = np.asarray([getattr(weights, SOURCES[i]) for i in source_P], np.float32)
-  adv_PG = np.asarray(jax.jit(t.rules.advantage)(groups.reward_PG))
+  adv_PG = np.asarray(jax.jit(t.config.advantage)(groups.reward_PG))
   adv_PG = adv_PG * weight_P[:, None]
   left, lines = MOST_TOKENS, []
   for p, (number, of_seat) in enumerate(updated):

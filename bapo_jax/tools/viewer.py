@@ -19,9 +19,9 @@ from rich.text import Text
 from bapo_jax.run import step_record
 from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, evaluate, rules
+from bapo_jax.training import checkpoint, evaluate
 from bapo_jax.training import config as config_lib
-from bapo_jax.types import CUTS, AdvantageRule
+from bapo_jax.types import CUTS, AdvantageFunction
 
 LONG = 2000  # longest response shown in full without the view 'a', characters
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
@@ -71,7 +71,7 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   until = checkpoint.choose(workdir, which) if which != 'newest' else None
   until = until or math.inf
   found = trained(workdir, step_record.newest(workdir, until))
-  found += evaluated(workdir, until, rules.bind(config).advantage)
+  found += evaluated(workdir, until, config.advantage)
   if not found:
     raise ValueError(
       f'--workdir={workdir} has no recorded group yet; an evaluation records some'
@@ -128,7 +128,9 @@ def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
   return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
 
 
-def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedGroup]:
+def evaluated(
+  workdir: str, until: float, rule: AdvantageFunction
+) -> list[RecordedGroup]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
   steps = (int(name) for name in names if name.isdecimal())

@@ -102,7 +102,7 @@ def count(
   weights, moments, gradients, actor = whole_state(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
   evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
-  buffer = float(c.batch.active.uses_buffer * RECORDED * c.buffer.capacity * G * T)
+  buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
   few, n = adapters(config, spec), trained(config, spec)
   own = 4 if few else itemsize(spec.dtype)

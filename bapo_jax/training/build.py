@@ -27,12 +27,12 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import budget, policy, rules
+from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.resolve import Model, Resolved, resolve
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Rules, Tree, empty_groups
+from bapo_jax.types import Batch, ReplayBuffer, Tree, empty_groups
 
 
 class Material(NamedTuple):
@@ -53,7 +53,7 @@ def read(config: Config, model: Model) -> Material:
 
 def make_verifier(config: Config) -> Verifier:
   """Builds the verifier; starts worker processes if the config's rule needs them."""
-  return Verifier(config.rewards)
+  return Verifier(config.rewards.verification)
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
@@ -78,16 +78,16 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_train_step(
-  config: Config, rules: Rules, spec: ModelSpec, schedule: Schedule = Schedule()
+  config: Config, spec: ModelSpec, schedule: Schedule = Schedule()
 ) -> jax.stages.Wrapped:
   """Jits one optimiser update; parameters and optimiser state are donated.
 
   Frozen weights are passed as the keyword `base`.
   """
   objective = Objective(
-    clip_rule=rules.clip,
-    mask_rule=rules.mask,
-    loss_rule=rules.loss,
+    clip_rule=config.clip,
+    mask_rule=config.mask,
+    loss_rule=config.loss,
     spec=spec,
     schedule=schedule,
     temperature=config.sampler.temperature,
@@ -123,7 +123,7 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
 
 def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
   """Lowers the train step for the arrays of a state; they may be abstract."""
-  step = make_train_step(t.config, t.rules, t.spec, t.schedule)
+  step = make_train_step(t.config, t.spec, t.schedule)
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
@@ -159,15 +159,14 @@ def make_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
   """Builds everything that is fixed for a run; `base` are its frozen weights."""
-  config, spec, mesh, bound = r.config, r.spec, r.mesh, rules.bind(r.config)
-  train_step = sharding.under(mesh, make_train_step(config, bound, spec, r.schedule))
+  config, spec, mesh = r.config, r.spec, r.mesh
+  train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   temperature = config.sampler.temperature
   score, recompute = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
   t = Trainer(
     config=config,
-    rules=bound,
     spec=spec,
     schedule=r.schedule,
     mesh=mesh,
@@ -178,7 +177,7 @@ def make_trainer(
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
-    if config.loss.active.needs_proximal
+    if config.loss.needs_proximal
     else None,
     recompute=recompute if recomputes(config) else None,
     timer=timer,
@@ -210,7 +209,7 @@ def links(r: Resolved) -> tuple[Link, Link]:
 def recomputes(config: Config) -> bool:
   """Returns whether the learner recomputes the sampler's log-probabilities."""
   when = config.learner.recompute_logprobs
-  weighs = config.loss.active.weighs_sampler or config.mask.active.weighs_sampler
+  weighs = config.loss.weighs_sampler or config.mask.weighs_sampler
   narrow = config.model.compute != 'float32' and not weighs
   # A quantised actor is another policy than the learner's, and a rounding error is not:
   # its responses keep the log-probabilities of the policy that sampled them.
@@ -218,11 +217,11 @@ def recomputes(config: Config) -> bool:
   return when == 'on' or (when == 'auto' and narrow)
 
 
-def empty_buffer(config: Config, bound: Rules) -> ReplayBuffer:
+def empty_buffer(config: Config) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
-  capacity = config.buffer.capacity if config.batch.active.uses_buffer else 0
+  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
   G = config.sampler.group_size
-  return replay_buffer.init(capacity, G, config.row_length, bound.thresholds)
+  return replay_buffer.init(capacity, G, config.row_length, config.buffer.thresholds)
 
 
 def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:
@@ -261,7 +260,7 @@ def build(
   t = make_trainer(r, data, verifier, timer, base)
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
-  make = functools.partial(empty_buffer, t.config, t.rules)
+  make = functools.partial(empty_buffer, t.config)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
   return t, TrainState(
     params=params,

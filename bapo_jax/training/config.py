@@ -1,19 +1,23 @@
-"""Defines the config of a run: typed, frozen, validated once, before JAX is imported.
+"""Defines the config of a run: typed, frozen, validated once.
 
-A config file returns an ml_collections ConfigDict, and arguments such as
---config.clip.rule=fixed override its values. Knobs that are left None are derived.
+1. A config file returns an ml_collections ConfigDict; `load` returns its values;
+2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
+   them. Another rule of a part starts from its own defaults;
+3. `parse` validates the values. Knobs that are left None are derived (autosetup/).
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import inspect
 import json
 import math
+import operator
 import re
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -21,20 +25,26 @@ from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
 from bapo_jax import knobs, own_code
-from bapo_jax.algorithms import knobs as rules
+from bapo_jax.algorithms.advantage import Advantage, GroupRelative
+from bapo_jax.algorithms.batch_rules import Batching, FreshOnly
+from bapo_jax.algorithms.clip import Balanced, Clip
+from bapo_jax.algorithms.loss import Clipped, Loss
+from bapo_jax.algorithms.masks import Mask, NoMask
+from bapo_jax.algorithms.replay_buffer import Buffer
 from bapo_jax.data.knobs import (
   EMBEDDED,
-  MADE,
   ProblemsConfig,
   PromptsConfig,
   TokenizerConfig,
 )
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.parts import part_of, parts
+from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
-from bapo_jax.training import foreign_names
+from bapo_jax.training import foreign_names, refusals
 from bapo_jax.training import knobs as train
+from bapo_jax.types import Source
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
@@ -72,15 +82,15 @@ class Config(Section):
   sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
   rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
-  buffer: rules.BufferConfig = knob(rules.BufferConfig, 'Replay buffer.')
-  batch: rules.BatchConfig = knob(rules.BatchConfig, 'Batch rules.')
-  advantage: rules.AdvantageConfig = knob(rules.AdvantageConfig, 'Advantage rules.')
-  clip: rules.ClipConfig = knob(rules.ClipConfig, 'Clip rules.')
-  mask: rules.MaskConfig = knob(rules.MaskConfig, 'Mask rules.')
-  loss: rules.LossConfig = knob(rules.LossConfig, 'Loss rules.')
+  buffer: Buffer = knob(Buffer, 'Replay buffer.', needs='batch.uses_buffer')
+  batch: Batching = knob(FreshOnly, 'Batch rule.')
+  advantage: Advantage = knob(GroupRelative, 'Advantage rule.')
+  clip: Clip = knob(Balanced, 'Clip rule.')
+  mask: Mask = knob(NoMask, 'Mask rule.')
+  loss: Loss = knob(Clipped, 'Loss rule.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
-  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.')
+  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
@@ -93,16 +103,15 @@ class Config(Section):
   @property
   def seats(self) -> int:
     """The number of groups in a batch."""
-    return self.batch.active.seats(self.prompts.count)
+    return self.batch.seats(self.prompts.count)
 
   @property
-  def sources(self) -> tuple[rules.Source, ...]:
+  def sources(self) -> tuple[Source, ...]:
     """The sources that the rows of a batch may have."""
-    rule = self.batch.active
-    may_occur: dict[rules.Source, bool] = {
+    may_occur: dict[Source, bool] = {
       'fresh': True,
-      'reevaluated': rule.reevaluates and self.buffer.reevaluate > 0,
-      'reused': rule.uses_buffer,
+      'reevaluated': self.batch.reevaluates and self.buffer.reevaluate > 0,
+      'reused': self.batch.uses_buffer,
     }
     return tuple(source for source, may in may_occur.items() if may)
 
@@ -133,6 +142,15 @@ class Config(Section):
     return self.model_copy(update=changed)
 
 
+PARTS = parts(Config)  # dotted name -> the rules of the part
+# Knobs that decide which other knobs exist.
+CHOICES = {f'{name}.rule' for name in PARTS} | {
+  'rewards.rule',
+  'problems.source',
+  'problems.test_source',
+}
+
+
 def fingerprint(values: dict[str, Any]) -> str:
   """Returns twelve hexadecimal digits that change with any value.
 
@@ -148,7 +166,7 @@ def from_json(values: dict[str, Any]) -> Config:
 
   Raises ValueError if another version of the program wrote it.
   """
-  return Config.model_validate_json(json.dumps(values))
+  return knobs.restore(Config, values)
 
 
 def parse(values: dict[str, Any]) -> Config:
@@ -161,11 +179,8 @@ def parse(values: dict[str, Any]) -> Config:
   whole = bool(own_code.placed(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
-  rules.check_clip(config.clip, config.loss)
-  for conflict in (*_conflicts(config), *_contradictions(config)):
-    raise ValueError(conflict)
-  if not config.model.path:
-    check_positions(config, models.POSITIONS)
+  for refusal in refusals.of_config(config):
+    raise ValueError(refusal)
   return config
 
 
@@ -176,146 +191,19 @@ def code(config: Config) -> tuple[str, ...]:
   return tuple(sorted({f'{own_code.file_of(x)} {own_code.digest(x)}' for x in places}))
 
 
-def _conflicts(config: Config) -> Iterator[str]:
-  """Yields a sentence for each conflict between knobs."""
-  count, seats = config.prompts.count, config.seats
-  group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
-  for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
-    if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
-      yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
-  if config.buffer.thresholds.rule == 'threshold_free' and group_size % 2:
-    yield (
-      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, but "
-      f'sampler.group_size={group_size} is odd; give an even size, or another rule'
-    )
-  replayed = seats - count
-  if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
-    yield (
-      f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
-      f'replays (prompts.count={count} x batch.replay.replay_ratio='
-      f'{config.batch.replay.replay_ratio} = {replayed}); give {replayed} or more'
-    )
-  if (cache := config.rewards.shaping.overlong_cache) > longest:
-    limit = f'sampler.max_new_tokens={longest} tokens'
-    yield f'rewards.shaping.overlong_cache={cache} is too large: give 1 to {limit}'
-  if config.problems.source in MADE and count > (train := config.problems.train):
-    yield (
-      f'prompts.count={count} exceeds problems.train={train}, the number of '
-      'generated training problems; lower prompts.count or raise problems.train'
-    )
-  if (
-    config.sampler.actor_dtype != 'compute'
-    and config.learner.recompute_logprobs == 'on'
-    and (lag := config.rollout.weight_sync_interval - 1 + config.rollout.depth)
-    and (config.rollout.depth or not config.lora.rank)
-  ):
-    yield (
-      "learner.recompute_logprobs='on' needs the weights that a quantised actor "
-      f'(sampler.actor_dtype={config.sampler.actor_dtype!r}) was made of, which the '
-      f'learner replaces up to {lag} steps before it trains (rollout.'
-      f'weight_sync_interval={config.rollout.weight_sync_interval}, rollout.depth='
-      f"{config.rollout.depth}); set recompute_logprobs='off' to use the "
-      'log-probabilities of the actor, or weight_sync_interval=1 and depth=0'
-    )
-  if config.rollout.depth and config.batch.extra_rounds:
-    yield (
-      f'batch.rule={config.batch.rule!r} samples up to batch.max_extra_rounds='
-      f'{config.batch.extra_rounds} more rounds if a step has too few groups, but '
-      f'rollout.depth={config.rollout.depth} samples before that step; set '
-      'rollout.depth=0 or batch.max_extra_rounds=0'
-    )
-  if config.mesh.rollout and not config.rollout.depth:
-    yield (
-      f'mesh.rollout={config.mesh.rollout} devices and the others would wait for each '
-      'other with rollout.depth=0; set rollout.depth=1 or more, or mesh.rollout=0'
-    )
-  if seats % config.learner.minibatches:
-    beside = f' and {replayed} replayed' if replayed else ''
-    yield (
-      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
-      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
-    )
-
-
-def _contradictions(config: Config) -> Iterator[str]:
-  """Yields a sentence for each set of knobs with which a rule has nothing to use."""
-  k, batch, sources = config.clip.balanced, config.batch, config.sources
-  occurring = f'with batch.rule={batch.rule!r} rows are {", ".join(sources)}'
-  if config.clip.rule == 'balanced' and set(k.sources).isdisjoint(sources):
-    yield (
-      f'clip.balanced.sources={k.sources} leaves the search without rows, because '
-      f'{occurring}; add one of these sources, or choose another batch.rule'
-    )
-  if not any(getattr(batch.weights, source) for source in sources):
-    given = ', '.join(f'batch.weights.{source}=0' for source in sources)
-    yield (
-      f'{given} leaves no row with an advantage, because {occurring}; set one of these '
-      'weights above 0'
-    )
-  thresholds = config.buffer.thresholds
-  if thresholds.rule == 'everything' and 'reevaluated' in sources:
-    yield (
-      f'batch.rule={batch.rule!r} re-evaluates hard problems, but '
-      "buffer.thresholds.rule='everything' makes no problem hard; choose another "
-      "threshold rule, batch.rule='replay', or buffer.reevaluate=0"
-    )
-  if 'reused' in sources:
-    yield from _empty_band(thresholds, config.sampler.group_size)
-  if 'countdown' in config.rewards.rule.split(','):
-    for name in ('source', 'test_source'):
-      if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
-        yield (
-          "rewards.rule='countdown' reads numbers and a target from the right answer, "
-          f'but that of problems.{name}={source!r} is a number; choose '
-          "rewards.rule='aime'"
-        )
-
-
-def _empty_band(thresholds: rules.ThresholdsConfig, group_size: int) -> Iterator[str]:
-  """Yields a sentence if no number of right responses makes a group reusable.
-
-  An upper end below 1 / group_size is accepted: it says that no group is reusable.
-  """
-  if thresholds.rule == 'fixed':
-    low, high = ((c, c) for c in thresholds.fixed.reusable)
-    knob, value = 'fixed.reusable', f'{thresholds.fixed.reusable}'
-  elif thresholds.rule == 'moving':
-    low, high = thresholds.moving.low, thresholds.moving.high
-    knob, value = 'moving.low', f'{low} with high={high}'
-  else:
-    return
-
-  def between(ends: rules.Range, rate: float) -> float:
-    return group_size * (ends[0] + rate * (ends[1] - ends[0]))
-
-  if group_size * max(high) < 1:
-    return
-  bands = [(between(low, i / 100), between(high, i / 100)) for i in range(101)]
-  slack = rules.SLACK
-  counts = range(1, group_size)  # a group with one verdict has no advantage
-  if not any(a - slack <= n <= b + slack for a, b in bands for n in counts):
-    yield (
-      f'buffer.thresholds.{knob}={value} contains no pass rate of '
-      f'sampler.group_size={group_size} responses, such as {group_size // 2}/'
-      f'{group_size}; widen the range, or choose an upper end below 1/{group_size} to '
-      'reuse no group'
-    )
-
-
-def check_positions(config: Config, positions: int) -> None:
-  """Raises ValueError if a row has more tokens than the model has positions."""
-  prompt, new = config.prompts.max_prompt_tokens, config.sampler.max_new_tokens
-  if prompt + new > positions:
-    raise ValueError(
-      f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
-      f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
-      'lower one of the two knobs'
-    )
-
-
 def defaults() -> ConfigDict:
-  """Returns all knobs at their defaults, for the get_config of a config file."""
-  return ConfigDict(Config().model_dump())
+  """Returns the knobs at their defaults, for the get_config of a config file.
+
+  Of a part, such as `clip`, only the knobs that all its rules have are there, so that
+  a file may name another rule and set its knobs: config.clip.update(rule='fixed',
+  high=1.28).
+  """
+  values = Config().model_dump()
+  for name, rules in PARTS.items():
+    *sections, last = name.split('.')
+    section = functools.reduce(operator.getitem, sections, values)
+    section[last] = {k: section[last][k] for k in rules.base.model_fields}
+  return ConfigDict(values)
 
 
 def load(file: str) -> dict[str, Any]:
@@ -361,19 +249,18 @@ def overrides(
 
   Args:
     given: the arguments.
-    values: nested values of the config file, which may name own functions.
+    values: nested values of the config file, which names rules and custom functions.
 
   Raises ValueError for an unknown knob, or a value that does not have the knob's type.
   """
-  known = {name: field for name, field, _ in knobs.fields(Config())}
   parsed = [match.groups() for arg in given if (match := OVERRIDE.fullmatch(arg))]
-  parsed.sort(key=lambda groups: '.own.' in groups[1])  # known once the rules are
-  found = {}
+  # The rules first: they decide which other knobs exist.
+  parsed.sort(key=lambda groups: groups[1] not in CHOICES)
+  known = known_knobs(values)
+  values_of: dict[str, Any] = {}
   for no, name, text in parsed:
-    if '.own.' in name and name not in known:
-      known |= _own_knobs(merged(values, found))
     if name not in known:
-      advice = foreign_names.advice(name, known)
+      advice = unknown(name, merged(values, values_of), known)
       raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
     if name in BY_PROGRAM:
       raise ValueError(f'{name} is set by the program; remove --config.{name}')
@@ -381,44 +268,78 @@ def overrides(
     if text is None and kind is bool:
       text = 'false' if no else 'true'
     try:
-      found[name] = _from_text(kind, text)
+      values_of[name] = _from_text(kind, text)
     except (ValueError, LookupError, SyntaxError, RecursionError, MemoryError):
-      wanted, text = knobs.expected(known[name]), text or ''
+      wanted = knobs.expected(known[name])
+      text = text or ''
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
-  return found
+    if name in CHOICES:
+      known = known_knobs(merged(values, values_of))
+  return values_of
 
 
-def merged(values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a copy of nested values with the values of dotted names replaced.
+def unknown(name: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+  """Says what to use in place of an unknown knob, as the end of a sentence."""
+  for path, rules in PARTS.items():
+    if name.startswith(f'{path}.'):
+      rule, _, knob = name.removeprefix(f'{path}.').partition('.')
+      if knob and rule in rules.names:  # as in older versions
+        return f'use {path}.{knob} with {path}.rule={rule!r}'
+      section = functools.reduce(lambda x, key: x.get(key, {}), path.split('.'), values)
+      rule = section.get('rule', rules.default)
+      return f'{path}.{rules.advice(rule, name.removeprefix(f"{path}."))}'
+  return foreign_names.advice(name, known)
 
-  Raises ValueError if a section is not a mapping.
-  """
-  changed = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-  for name, value in found.items():
-    head, _, tail = name.partition('.')
-    if tail and not isinstance(changed.get(head, {}), Mapping):
-      raise ValueError(f'{head}={changed[head]!r} is a section; set its knobs instead')
-    changed[head] = merged(changed.get(head, {}), {tail: value}) if tail else value
-  return changed
 
-
-def _own_knobs(
+def known_knobs(
   values: Mapping[str, Any], section: type[Section] = Config, path: str = ''
 ) -> dict[str, FieldInfo]:
-  """Returns the knobs of the own functions that these values of a section name."""
-  found = {}
-  for name, field in section.model_fields.items():
-    kind, given, dotted = field.annotation, values.get(name), f'{path}{name}'
-    if not (isinstance(kind, type) and issubclass(kind, Section) and given):
-      continue
-    found |= _own_knobs(given, kind, f'{dotted}.')
-    if issubclass(kind, own_code.Slot):
-      rules = {k: given[k] for k in kind.places if k in given}
-      if any(own_code.placed(str(rule)) for rule in rules.values()):
-        slot = knobs.validate(kind, rules, dotted)
-        found |= {x: f for x, f, _ in knobs.fields(slot, dotted) if '.own.' in x}
-  return found
+  """Returns dotted name -> field of every knob that exists with these values.
+
+  The values need not be valid: only rules and custom functions are read.
+  """
+  known = {}
+  for key, field in section.described().items():
+    name = f'{path}{key}'
+    inner = values.get(key)
+    inner = inner if isinstance(inner, Mapping) else {}
+    kind = field.annotation
+    if rules := part_of(field):
+      try:
+        kind = rules.chosen(inner)
+      except ValueError as error:
+        raise ValueError(f'{name}.{error}') from None
+    elif key == 'custom' and issubclass(section, own_code.Slot):
+      kind = section.custom_type(values)
+    if isinstance(kind, type) and issubclass(kind, Section):
+      known |= known_knobs(inner, kind, f'{name}.')
+    else:
+      known[name] = field
+  return known
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a copy of nested values with the values of dotted names replaced.
+
+  A part that gets another rule keeps only the knobs that all its rules have: the new
+  rule starts from its defaults. Raises ValueError if a section is not a mapping.
+  """
+  values = dict(values)
+  for name in sorted(changes, key=lambda name: name not in CHOICES):
+    *sections, key = name.split('.')
+    target = values
+    for depth, section in enumerate(sections):
+      inner = target.get(section, {})
+      if not isinstance(inner, Mapping):
+        raise ValueError(f'{section}={inner!r} is a section; set its knobs instead')
+      rules = PARTS.get('.'.join(sections[: depth + 1]))
+      if rules and key == 'rule' and depth == len(sections) - 1:
+        inner = rules.restarted(inner, changes[name])
+      target[section] = dict(inner)
+      target = target[section]
+    target[key] = changes[name]
+  return values
 
 
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:

@@ -48,27 +48,25 @@ _OURS = {
     'total_steps'
   ),
   # clip and loss
-  f'clip.fixed.high (1 + epsilon) {FIXED}': (
+  f'clip.high (1 + epsilon) {FIXED}': (
     'epsilon_high clip_ratio_high clip_high eps_high'
   ),
-  f'clip.fixed.low (1 - epsilon) {FIXED}': (
-    'epsilon_low clip_ratio_low clip_low eps_low'
-  ),
-  f'clip.fixed.low and clip.fixed.high (1 -/+ epsilon) {FIXED}': (
+  f'clip.low (1 - epsilon) {FIXED}': ('epsilon_low clip_ratio_low clip_low eps_low'),
+  f'clip.low and clip.high (1 -/+ epsilon) {FIXED}': (
     'epsilon cliprange clip_range clip_ratio clip_eps eps_clip'
   ),
-  f'clip.fixed.dual {FIXED}': 'delta clip_ratio_c',
-  "mask.opsm.limit with mask.rule='opsm'": (
+  f'clip.dual {FIXED}': 'delta clip_ratio_c',
+  "mask.limit with mask.rule='opsm'": (
     'off_policy_mask_threshold opsm_delta off_policy_sequence_mask_delta'
   ),
-  "mask.m2po.limit with mask.rule='m2po'": 'm2_threshold',
+  "mask.limit with mask.rule='m2po'": 'm2_threshold',
   "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
   KL: ('beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'),
   'loss.kl_direction': 'kl_penalty kl_loss_type',
   'loss.rule and loss.aggregate': 'loss_type loss_mode',
   'loss.aggregate': 'loss_agg_mode',
   "loss.rule='sequence' with loss.aggregate='sequence'": 'importance_sampling_level',
-  "loss.decoupled.cap with loss.rule='decoupled'": (
+  "loss.cap with loss.rule='decoupled'": (
     'tis_imp_ratio_cap vllm_importance_sampling_cap'
   ),
   'advantage.rule': 'adv_estimator advantage_estimator',

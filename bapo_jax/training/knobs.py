@@ -44,12 +44,15 @@ class LearnerConfig(Section):
     64, 'Consecutive non-finite updates after which the run stops.', least=1
   )
   bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
-    'minibatch', 'Tokens of one bound search; micro_batch saves a forward pass.'
+    'minibatch',
+    'Tokens of one bound search; micro_batch saves a forward pass.',
+    needs=('searches', 'learner.grad_accum_steps > 1'),
   )
   bounds_pass: Literal['auto', 'stored', 'again'] = knob(
     'auto',
     'Bounds over several micro-batches: stored keeps the activations of all; again '
     'runs an extra forward pass; auto computes least within the memory.',
+    needs=('learner.grad_accum_steps > 1', "learner.bounds_scope == 'minibatch'"),
   )
   recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
     'auto',
@@ -78,10 +81,14 @@ class SftConfig(Section):
   seed: int = knob(0, 'Seed of the first weights and of the solutions.', least=0)
   clean: int = knob(700, 'Steps on clean solutions.', least=0)
   noisy: int = knob(100, 'Steps on solutions with slips and repeats.', least=0)
-  batch: int = knob(96, 'Solutions per step.', least=1, most=65536)
-  lr: float = knob(3e-3, 'Learning rate.', above=0, most=10)
-  slip: float = knob(0.4, 'Chance that a trial goes wrong.', least=0, most=1)
-  repeat: float = knob(0.15, 'Chance that a trial is repeated.', least=0, below=1)
+  batch: int = knob(96, 'Solutions per step.', least=1, most=65536, needs='warm_start')
+  lr: float = knob(3e-3, 'Learning rate.', above=0, most=10, needs='warm_start')
+  slip: float = knob(
+    0.4, 'Chance that a trial goes wrong.', least=0, most=1, needs='sft.noisy > 0'
+  )
+  repeat: float = knob(
+    0.15, 'Chance that a trial is repeated.', least=0, below=1, needs='sft.noisy > 0'
+  )
 
 
 class EvalSampling(Section):
@@ -90,9 +97,18 @@ class EvalSampling(Section):
   temperature: float = knob(
     1.0, 'Divides the logits; 0: greedy; otherwise at least 0.001.', least=0, most=1000
   )
-  top_k: int = knob(0, 'Sample from the k likeliest tokens; 0: from all.', least=0)
+  top_k: int = knob(
+    0,
+    'Sample from the k likeliest tokens; 0: from all.',
+    least=0,
+    needs='evaluate.sampling.temperature > 0',
+  )
   top_p: float = knob(
-    1.0, 'Sample from the fewest tokens with this probability.', above=0, most=1
+    1.0,
+    'Sample from the fewest tokens with this probability.',
+    above=0,
+    most=1,
+    needs='evaluate.sampling.temperature > 0',
   )
 
   @pydantic.model_validator(mode='after')

@@ -5,7 +5,7 @@ Only this module reads the model's config.json and tokenizer. Later stages recei
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,8 +33,7 @@ from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold
 from bapo_jax.runtime import hosts
-from bapo_jax.training import budget, rules
-from bapo_jax.training import config as config_lib
+from bapo_jax.training import budget, refusals
 from bapo_jax.training.budget import Budget
 from bapo_jax.training.config import Config
 
@@ -238,8 +237,8 @@ def resolve(
   spec = dataclasses.replace(spec, **config.model.types)
   _check_vocabulary(config, tokenizer, spec)
   if directory:
-    config_lib.check_positions(config, spec.positions)
-  rules.check(config)
+    raise_first(refusals.of_positions(config, spec.positions))
+  raise_first(refusals.of_custom_rules(config))
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
@@ -248,6 +247,12 @@ def resolve(
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
   opened = Model(directory, tokenizer, spec)
   return Resolved(config, opened, mesh, schedule, counted, rollout_mesh)
+
+
+def raise_first(sentences: Iterator[str]) -> None:
+  """Raises the first refusal as a ValueError."""
+  for sentence in sentences:
+    raise ValueError(sentence)
 
 
 def use_precision(compute: str, platform: str) -> None:

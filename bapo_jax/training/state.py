@@ -28,7 +28,7 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import RemoteSampler
 from bapo_jax.training.submission import InFlight
-from bapo_jax.types import Groups, ReplayBuffer, Rules, Tree
+from bapo_jax.types import Groups, ReplayBuffer, Tree
 
 Metrics = dict[str, float]
 Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
@@ -48,7 +48,6 @@ class Trainer:
   """Everything that is fixed for a run."""
 
   config: Config
-  rules: Rules
   spec: ModelSpec
   schedule: Schedule
   mesh: Mesh

@@ -15,7 +15,7 @@ from jax import Array
 from jax.stages import Lowered
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import replay_buffer
+from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.data import prompts
 from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
@@ -206,7 +206,7 @@ def hard_prompts(t: Trainer, s: TrainState, step: int) -> Prompts:
 def hard_rows(config: Config, step: int) -> int:
   """Returns the seats for hard problems at `step`; 0 if none are due."""
   k = config.buffer
-  due = step % k.reeval_interval == 0 and config.batch.active.reevaluates
+  due = step % k.reeval_interval == 0 and config.batch.reevaluates
   return min(k.reevaluate, k.capacity) if due else 0
 
 
@@ -292,7 +292,7 @@ def verification(t: Trainer) -> Verification:
     rule=t.config.rewards.rule,
     rules=t.problems.verifier,
     longest=t.config.sampler.max_new_tokens,
-    k=t.config.rewards.shaping,
+    shaping=t.config.rewards.shaping,
   )
   return Verification(t.problems, t.tokenizer, t.verifier, t.timer, shape)
 
@@ -313,7 +313,8 @@ def fill_batch(
       fresh = concat(*(each.groups for each in rounds))
       reevaluated = sampled.reevaluated.groups
       given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      filled = sharding.split_rows(t.rules.batch(*given), t.mesh)
+      filled = batch_rules.select(t.config.batch, *given)
+      filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
       more = Submission(s.step, next_round, actor_of(t, s), s.partial_here)
@@ -339,7 +340,7 @@ def update(
         source_P,
         key,
         train_step=t.train_step,
-        advantage_rule=t.rules.advantage,
+        advantage_rule=t.config.advantage,
         epochs=t.config.learner.epochs,
         minibatches=t.config.learner.minibatches,
         proximal=t.proximal,
@@ -380,7 +381,7 @@ def insert(
   s = s.replace(responses=s.responses + filled * t.engine.group_size)
   rounds = float(sum(each.submits for each in fresh))
   metrics = {'rollout/responses': float(s.responses), 'rollout/rounds': rounds}
-  if not t.config.batch.active.uses_buffer:
+  if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):
     insert = sharding.under(t.mesh, replay_buffer.insert)
@@ -391,7 +392,7 @@ def insert(
       batch,
       source_P,
       s.step,
-      thresholds=t.rules.thresholds,
+      thresholds=t.config.buffer.thresholds,
       max_off_policy_steps=t.config.buffer.max_off_policy_steps,
       max_reuse=t.config.buffer.max_reuse,
       hard_order=t.config.buffer.hard_order,

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.algorithms.knobs import FixedClip
+from bapo_jax.algorithms.clip import Fixed
 from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -29,7 +29,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.training import build, rules
+from bapo_jax.training import build
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Prompts, Tree
 from benchmarks.first_contact import oracle
@@ -95,7 +95,7 @@ def config_of(spec: ModelSpec) -> Config:
   """Returns one update on the whole batch by the clipped surrogate."""
   return Config().with_values(
     model={'compute': spec.compute},
-    clip={'rule': 'fixed', 'fixed': FixedClip(low=LOW, high=HIGH)},
+    clip={'rule': 'fixed', 'fixed': Fixed(low=LOW, high=HIGH)},
     prompts={'count': PROMPTS, 'max_prompt_tokens': PROMPT},
     sampler={'group_size': GROUP, 'max_new_tokens': NEW},
     learner={'minibatches': 1, 'grad_accum_steps': 2},
@@ -143,7 +143,7 @@ def compute(spec: ModelSpec, params: Tree, batch: Batch, mesh: Mesh) -> Found:
     init = build.optimizer(config).init
     layout = sharding.shardings(jax.eval_shape(init, params), mesh)
     opt = jax.jit(init, out_shardings=layout)(params)
-    step = build.make_train_step(config, rules.bind(config), spec, Schedule('dots'))
+    step = build.make_train_step(config, spec, Schedule('dots'))
     placed = jax.device_put(batch, sharding.layout_of_rows(batch, mesh))
     params, opt, _, tokens = sharding.under(mesh, step)(params, opt, placed)
   moments = optax.tree.get(opt, 'mu'), optax.tree.get(opt, 'nu')

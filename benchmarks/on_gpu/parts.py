@@ -44,7 +44,7 @@ from bapo_jax.models import (
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import sampling
 from bapo_jax.tools.plan import roofline
-from bapo_jax.training import build, rules
+from bapo_jax.training import build
 from bapo_jax.types import Batch
 from benchmarks.on_gpu import traces
 from benchmarks.on_gpu.sizes import IS_SMALL
@@ -258,7 +258,7 @@ def step() -> None:
     with part(what):
       config = command_line.read_config('configs/aime.py', given)
       schedule = Schedule(remat, False, bounds_pass, mib)
-      update = build.make_train_step(config, rules.bind(config), SPEC, schedule)
+      update = build.make_train_step(config, SPEC, schedule)
       copies = jax.tree.map(jnp.copy, params)  # the update donates its arguments
       opt = jax.jit(build.optimizer(config).init)(copies)
       args = (copies, opt, batch)

@@ -27,7 +27,7 @@ import numpy as np
 
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import build, rules
+from bapo_jax.training import build
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch
 from benchmarks import machine
@@ -112,7 +112,7 @@ def updater(
   config: Config, spec: transformer.ModelSpec, schedule: Schedule
 ) -> Callable[[Batch], float]:
   """Returns a function that runs one update to its end and returns the seconds."""
-  train_step = build.make_train_step(config, rules.bind(config), spec, schedule)
+  train_step = build.make_train_step(config, spec, schedule)
   params = transformer.init(spec, jax.random.key(0))
   opt = jax.jit(build.optimizer(config).init)(params)
 

@@ -42,14 +42,14 @@ def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
   """Returns a function that runs one update to its end and returns the loss."""
   import jax
 
-  from bapo_jax.algorithms.knobs import FixedClip
+  from bapo_jax.algorithms.clip import Fixed
   from bapo_jax.models import transformer
-  from bapo_jax.training import build, rules
+  from bapo_jax.training import build
   from bapo_jax.training.config import Config
   from bapo_jax.types import Batch
 
   config = Config().with_values(
-    clip={'rule': 'fixed', 'fixed': FixedClip(low=LOW, high=HIGH)},
+    clip={'rule': 'fixed', 'fixed': Fixed(low=LOW, high=HIGH)},
     loss={'rule': 'clipped'},
     optimizer={'lr': LR, 'warmup': 0, 'b2': 0.999},
   )
@@ -63,7 +63,7 @@ def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
     ffn=SIZES['intermediate_size'],
     compute=kind,
   )
-  train_step = build.make_train_step(config, rules.bind(config), spec)
+  train_step = build.make_train_step(config, spec)
   params = transformer.init(spec, jax.random.key(0))
   opt = jax.jit(build.optimizer(config).init)(params)
   tokens_BT, adv_B = example(args.rows, args.length, args.vocab)

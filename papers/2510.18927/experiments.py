@@ -42,18 +42,18 @@ UPDATES: dict[str, dict[str, Any]] = {
 
 def fixed(low: float, high: float) -> dict[str, Any]:
   """An arm with constant bounds."""
-  return {'clip.rule': 'fixed', 'clip.fixed.low': low, 'clip.fixed.high': high}
+  return {'clip.rule': 'fixed', 'clip.low': low, 'clip.high': high}
 
 
 def balanced(target: float) -> dict[str, Any]:
   """Algorithm 1, section 4."""
   return {
     'clip.rule': 'balanced',
-    'clip.balanced.target': target,  # rho_0: 0.4 in section 5, chosen by tuning here
-    'clip.balanced.low': (0.6, 0.9),  # [a-, b-], section 5
-    'clip.balanced.high': (1.2, 3.0),  # [a+, b+], section 5
-    'clip.balanced.high_step': 0.05,  # delta_1, section 5
-    'clip.balanced.low_step': 0.02,  # delta_2, section 5
+    'clip.target': target,  # rho_0: 0.4 in section 5, chosen by tuning here
+    'clip.low': (0.6, 0.9),  # [a-, b-], section 5
+    'clip.high': (1.2, 3.0),  # [a+, b+], section 5
+    'clip.high_step': 0.05,  # delta_1, section 5
+    'clip.low_step': 0.02,  # delta_2, section 5
   }
 
 
@@ -69,7 +69,7 @@ ARMS: dict[str, dict[str, Any]] = {
   'balanced': balanced(TARGET),
   'recipe': {  # script: its search, dual clip, and clamped log-ratio
     'clip.rule': 'recipe',
-    'loss.clipped.limit': 20.0,
+    'loss.limit': 20.0,
     'learner.bounds_scope': 'micro_batch',
   },
   'gspo': {  # arXiv:2507.18071: one ratio per response

@@ -31,13 +31,13 @@ ARMS: dict[str, dict[str, Any]] = {
   'grpo': {'batch.rule': 'fresh_only'},
   'dapo': {  # dynamic sampling and clip-higher, arXiv:2503.14476
     'batch.rule': 'learnable_only',
-    'clip.fixed.high': 1.28,
+    'clip.high': 1.28,
   },
   'replay': {'batch.rule': 'replay', 'buffer.thresholds.rule': 'everything'},
   'without_x2': {'batch.rule': 'adapted', 'buffer.reevaluate': 0},
   'without_x3': {
     'batch.rule': 'adapted',
-    'buffer.thresholds.fixed.reusable': NONE_REUSABLE,
+    'buffer.thresholds.reusable': NONE_REUSABLE,
   },
   'adapted': {'batch.rule': 'adapted'},  # Definition 3.1
   # The four cells of both methods: grpo, adapted, and these.
@@ -78,14 +78,14 @@ def shared() -> dict[str, Any]:
     max_off_policy_steps=3,  # section 3
   )
   config.buffer.thresholds.rule = 'fixed'  # settings
-  config.buffer.thresholds.fixed.update(
+  config.buffer.thresholds.update(
     hard=1 / 8,  # c1, settings
     reusable=(1 / 8, 5 / 8),  # c2 and c3, settings
   )
   config.advantage.rule = 'group_relative'  # section 3
   config.clip.rule = 'fixed'  # settings: epsilon = 0.2
-  config.clip.fixed.update(low=0.8, high=1.2)
-  config.clip.balanced.target = 0.36  # as ../2510.18927 has chosen
+  config.clip.update(low=0.8, high=1.2)
+  config.clip.target = 0.36  # as ../2510.18927 has chosen
   config.optimizer.lr = 3e-4  # 1e-6 in the settings
   config.loss.kl = 0.0  # script; .001 to .01 in the settings
   config.evaluate.update(every=20, group_size=16)  # their 0 of 16 responses
@@ -130,10 +130,10 @@ def on_countdown() -> dict[str, Any]:
   config.buffer.update(capacity=256, reevaluate=16, reeval_interval=5)  # m, settings
   config.buffer.update(hard_order='fifo', max_off_policy_steps=6)
   config.buffer.thresholds.rule = 'fixed'
-  config.buffer.thresholds.fixed.update(hard=1 / 8, reusable=(1 / 8, 5 / 8))
+  config.buffer.thresholds.update(hard=1 / 8, reusable=(1 / 8, 5 / 8))
   config.advantage.rule = 'group_relative'
   config.clip.rule = 'fixed'
-  config.clip.fixed.update(low=0.8, high=1.2)
+  config.clip.update(low=0.8, high=1.2)
   config.loss.kl = 0.0
   config.evaluate.update(every=4, group_size=16)
   config.checkpoint.update(every=1000, keep=1, best=0)

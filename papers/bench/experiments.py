@@ -40,9 +40,9 @@ def fixed(low: float, high: float) -> dict[str, Any]:
   """An arm with constant bounds."""
   return {
     'clip.rule': 'fixed',
-    'clip.fixed.low': low,
-    'clip.fixed.high': high,
-    'clip.fixed.dual': DUAL,
+    'clip.low': low,
+    'clip.high': high,
+    'clip.dual': DUAL,
   }
 
 
@@ -54,7 +54,7 @@ def free(**knobs: Any) -> dict[str, Any]:
 
 OWN_MEAN = (0.85, 2.816)  # of the tuning seeds' runs of `balanced`
 RECIPE_MEAN = (0.868, 1.56)  # of the runs of `recipe` in `control`
-LIMIT = {'loss.clipped.limit': 20.0}  # of |log r|, as in the public code
+LIMIT = {'loss.limit': 20.0}  # of |log r|, as in the public code
 
 CLIPPING: dict[str, dict[str, Any]] = {
   'grpo': fixed(0.8, 1.2),
@@ -64,35 +64,35 @@ CLIPPING: dict[str, dict[str, Any]] = {
   'widest': fixed(0.9, 3.0),  # where the search ends
   'balanced': {  # section 5 of the paper
     'clip.rule': 'balanced',
-    'clip.balanced.target': 0.4,
-    'clip.balanced.low': (0.6, 0.9),
-    'clip.balanced.high': (1.2, 3.0),
-    'clip.balanced.high_step': 0.05,
-    'clip.balanced.low_step': 0.02,
-    'clip.balanced.dual': DUAL,
+    'clip.target': 0.4,
+    'clip.low': (0.6, 0.9),
+    'clip.high': (1.2, 3.0),
+    'clip.high_step': 0.05,
+    'clip.low_step': 0.02,
+    'clip.dual': DUAL,
   },
   'recipe': {  # the public code: its search, dual clip, and clamped log-ratio
     'clip.rule': 'recipe',
     **LIMIT,
   },
 }
-TIS = {'loss__rule': 'tis', 'loss__tis__cap': math.inf}  # r, without a gradient
+TIS = {'loss__rule': 'tis', 'loss__cap': math.inf}  # r, without a gradient
 RIVALS: dict[str, dict[str, Any]] = {
   'balanced': CLIPPING['balanced'],
   'grpo': CLIPPING['grpo'],
   'unclipped': free(),
   'tis': free(loss__rule='tis'),
-  'cispo': {**fixed(0.0, 1.28), 'clip.fixed.dual': math.inf, 'loss.rule': 'cispo'},
+  'cispo': {**fixed(0.0, 1.28), 'clip.dual': math.inf, 'loss.rule': 'cispo'},
   'gspo': {
     **fixed(0.9997, 1.0004),
-    'clip.fixed.dual': math.inf,
+    'clip.dual': math.inf,
     'loss.rule': 'sequence',
     'loss.aggregate': 'sequence',
   },
   'sapo': free(loss__rule='sapo', loss__aggregate='sequence'),
   'vespo': free(loss__rule='vespo'),
   'dcpo': {'clip.rule': 'dcpo'},
-  'dppo_tv': free(**TIS | {'loss__tis__cap': 20.0}, mask__rule='dppo_tv'),
+  'dppo_tv': free(**TIS | {'loss__cap': 20.0}, mask__rule='dppo_tv'),
   'm2po': free(mask__rule='m2po'),
   'icepop': free(**TIS, mask__rule='icepop'),
 }
@@ -197,7 +197,7 @@ AHEAD = {  # the arms of `depths`
   **{arm: RIVALS[arm] for arm in ('m2po', 'icepop')},
   'decoupled': {
     **fixed(0.8, 1.2),
-    'clip.fixed.dual': math.inf,
+    'clip.dual': math.inf,
     'loss.rule': 'decoupled',
   },
 }

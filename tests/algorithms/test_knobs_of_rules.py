@@ -14,28 +14,28 @@ INF = math.inf
 @pytest.mark.parametrize(
   ('values', 'names'),
   [
-    ({'clip.balanced.low_step': 0.0}, ['clip.balanced.low_step=0.0']),
-    ({'clip.balanced.low_step': 0.4}, ['clip.balanced.low_step=0.4']),
-    ({'clip.balanced.low': (0.6, 0.6)}, ['clip.balanced.low_step=0.02']),
-    ({'clip.balanced.high_step': 2.0}, ['clip.balanced.high_step=2.0']),
-    ({'clip.balanced.low_step': 1e-9}, ['clip.balanced.low_step=1e-09']),
+    ({'clip.low_step': 0.0}, ['clip.low_step=0.0']),
+    ({'clip.low_step': 0.4}, ['clip.low_step=0.4']),
+    ({'clip.low': (0.6, 0.6)}, ['clip.low_step=0.02']),
+    ({'clip.high_step': 2.0}, ['clip.high_step=2.0']),
+    ({'clip.low_step': 1e-9}, ['clip.low_step=1e-09']),
     (
-      {'clip.balanced.resolution': 'continuous', 'clip.balanced.high': (1.0, 1e9)},
-      ['clip.balanced.high=(1.0, 1000000000.0)', 'width 100 or less'],
+      {'clip.resolution': 'continuous', 'clip.high': (1.0, 1e9)},
+      ['clip.high=(1.0, 1000000000.0)', 'width 100 or less'],
     ),
-    ({'clip.balanced.sources': ()}, ['clip.balanced.sources=()']),
+    ({'clip.sources': ()}, ['clip.sources=()']),
     (
       {'buffer.reevaluate': 3, 'buffer.capacity': 2},
       ['buffer.reevaluate=3', 'buffer.capacity=2'],
     ),
-    ({'buffer.thresholds.moving.low': (0.1, 0.9)}, ['buffer.thresholds.moving.low']),
+    ({'buffer.thresholds.low': (0.1, 0.9)}, ['buffer.thresholds.low']),
     (
       {'buffer.thresholds.rule': 'threshold_free', 'sampler.group_size': 7},
       ["buffer.thresholds.rule='threshold_free'"],
     ),
     (
-      {'batch.rule': 'replay', 'batch.replay.replay_ratio': 2, 'buffer.capacity': 127},
-      ['buffer.capacity=127', 'batch.replay.replay_ratio=2'],
+      {'batch.rule': 'replay', 'batch.replay_ratio': 2, 'buffer.capacity': 127},
+      ['buffer.capacity=127', 'batch.replay_ratio=2'],
     ),
     (
       {'batch.rule': 'replay', 'learner.minibatches': 48},
@@ -59,7 +59,7 @@ def test_bounds_that_are_held_or_unlimited_are_accepted():
   assert parse({'loss': {'kl': 1}}).loss.kl == 1  # an integer is a number
 
 
-SURROGATE = {'clip.balanced.contribution': 'surrogate'}
+SURROGATE = {'clip.contribution': 'surrogate'}
 NO_CLIP = ('tis', 'reinforce', 'sapo', 'vespo')
 
 
@@ -85,12 +85,12 @@ def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
   ('values', 'name'),
   [
     ({'clip.rule': 'recipe', 'loss.aggregate': 'sequence'}, 'clip.rule'),
-    (SURROGATE | {'loss.aggregate': 'constant'}, 'clip.balanced.contribution'),
-    (SURROGATE | {'loss.rule': 'decoupled'}, 'clip.balanced.contribution'),
-    (SURROGATE | {'clip.balanced.reused_high': 2.0}, 'clip.balanced.contribution'),
+    (SURROGATE | {'loss.aggregate': 'constant'}, 'clip.contribution'),
+    (SURROGATE | {'loss.rule': 'decoupled'}, 'clip.contribution'),
+    (SURROGATE | {'clip.reused_high': 2.0}, 'clip.contribution'),
     (
-      {'clip.balanced.weight': 'behaviour', 'loss.rule': 'sequence'},
-      'clip.balanced.weight',
+      {'clip.weight': 'behaviour', 'loss.rule': 'sequence'},
+      'clip.weight',
     ),
   ],
 )

@@ -256,13 +256,13 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
 
 def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
   r, material = many_groups
-  fixed = r.config.clip.fixed.model_copy(update={'high': 1.28})
+  fixed = r.config.clip.model_copy(update={'high': 1.28})
   r = dataclasses.replace(r, config=r.config.with_values(clip={'fixed': fixed}))
   known = facts.gather(r.config, r.model, r.mesh)
   text = check.described(r, known, material, str(tmp_path))
   assert '\nrules      batch     ' in text
   _, idle = ' '.join(text.split()).split(' no effect ')
-  assert "clip.fixed.high=1.28 (clip.rule='balanced')" in idle
+  assert "clip.high=1.28 (clip.rule='balanced')" in idle
 
 
 def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from runs import plain
 from bapo_jax.autosetup import knob_lists
 from bapo_jax.training.config import parse
 
-DAPO = {'batch.rule': 'learnable_only', 'clip.rule': 'fixed', 'clip.fixed.high': 1.28}
+DAPO = {'batch.rule': 'learnable_only', 'clip.rule': 'fixed', 'clip.high': 1.28}
 
 
 def test_rules_are_shown_with_the_knobs_that_they_use():
@@ -18,8 +18,8 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
   shown = knob_lists.in_force(parse(plain(**{'batch.rule': 'adapted'})))
   assert shown['buffer'].startswith('capacity 256, max_off_policy_steps 3, max_reuse 3')
   assert shown['buffer'].endswith(
-    'thresholds.rule fixed, thresholds.fixed.hard 0.125, '
-    'thresholds.fixed.reusable (0.125, 0.625)'
+    'thresholds.rule fixed, thresholds.hard 0.125, '
+    'thresholds.reusable (0.125, 0.625)'
   )
   assert shown['clip'].startswith(
     'balanced: target 0.42, low (0.6, 0.9), high (1.2, 3.0), low_step 0.02'
@@ -36,17 +36,17 @@ def test_knobs_of_an_own_rule_are_shown(tmp_path):
   assert knob_lists.in_force(config)['loss'] == (
     f'{place}: tau 0.25, aggregate token, kl 0.0'
   )
-  assert '| `loss.own.tau` | `0.25` | `0.5` |' in knob_lists.table(config)
+  assert '| `loss.tau` | `0.25` | `0.5` |' in knob_lists.table(config)
 
 
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
-  knobs = {'clip.fixed.high': 1.28, 'steps': 3, 'tokenizer.template': 'x{problem}'}
+  knobs = {'clip.high': 1.28, 'steps': 3, 'tokenizer.template': 'x{problem}'}
   lines = knob_lists.lines(parse(plain(**knobs)))
   *_, changed, idle = lines.splitlines()
   assert changed == (
-    "  changed    steps=3, tokenizer.template='x{problem}', clip.fixed.high=1.28"
+    "  changed    steps=3, tokenizer.template='x{problem}', clip.high=1.28"
   )
-  assert idle == "  no effect  clip.fixed.high=1.28 (clip.rule='balanced')"
+  assert idle == "  no effect  clip.high=1.28 (clip.rule='balanced')"
   *_, flush = knob_lists.lines(parse(plain(**knobs)), indent='').splitlines()
   assert flush == idle.removeprefix('  ')
   switched = knob_lists.lines(parse(plain(**knobs, **{'clip.rule': 'fixed'})))
@@ -56,7 +56,7 @@ def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
 
 def test_the_report_lists_values_beside_their_defaults():
   table = knob_lists.table(parse(plain(**DAPO, **{'lora.alpha': 8.0})))
-  assert '| `clip.fixed.high` | `1.28` | `1.2` |  |' in table
+  assert '| `clip.high` | `1.28` | `1.2` |  |' in table
   assert '| `lora.alpha` | `8.0` | `32.0` | `no effect: lora.rank=0` |' in table
   assert len(table.splitlines()) == 2 + 4
   assert knob_lists.table(parse(plain())) == 'Every knob has its default.'

@@ -21,8 +21,8 @@ from lab.experiments import Experiment
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / 'notebooks'
 RUNS, RUN = NOTEBOOKS / '4_runs', NOTEBOOKS / '5_run'
 GRPO = {'clip.rule': 'fixed'}
-WIDE = {'clip.rule': 'fixed', 'clip.fixed.high': 2.0, 'clip.fixed.low': 0.5}
-BALANCED = {'clip.rule': 'balanced', 'clip.balanced.target': 0.4}
+WIDE = {'clip.rule': 'fixed', 'clip.high': 2.0, 'clip.low': 0.5}
+BALANCED = {'clip.rule': 'balanced', 'clip.target': 0.4}
 
 
 def response(reward, ratios, **changed):
@@ -190,7 +190,7 @@ def test_the_rules_of_the_run_cut_what_the_run_cut(run):
 @pytest.mark.parametrize(
   'knobs',
   [
-    {'clip.rule': 'recipe', 'loss.clipped.limit': 20.0},
+    {'clip.rule': 'recipe', 'loss.limit': 20.0},
     {**GRPO, 'loss.rule': 'sequence', 'loss.aggregate': 'sequence'},
     {**GRPO, 'loss.rule': 'cispo'},
     {**GRPO, 'loss.rule': 'decoupled'},
@@ -308,8 +308,8 @@ def test_the_cosine_is_that_of_gradients_with_respect_to_the_parameters():
 # ------------------------------------------- recorded batches of a page of papers/
 
 ARMS = {
-  'grpo': {'clip.rule': 'fixed', 'clip.fixed.low': 0.8, 'clip.fixed.high': 1.2},
-  'widest': {'clip.rule': 'fixed', 'clip.fixed.low': 0.9, 'clip.fixed.high': 3.0},
+  'grpo': {'clip.rule': 'fixed', 'clip.low': 0.8, 'clip.high': 1.2},
+  'widest': {'clip.rule': 'fixed', 'clip.low': 0.9, 'clip.high': 3.0},
 }
 
 

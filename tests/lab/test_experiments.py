@@ -11,7 +11,7 @@ from lab.experiments import Experiment
 
 ARMS = {
   'grpo': {'clip.rule': 'fixed'},
-  'wide': {'clip.rule': 'fixed', 'clip.fixed.low': 0.6},
+  'wide': {'clip.rule': 'fixed', 'clip.low': 0.6},
 }
 FACTORS = {'updates': {'k4': {'learner.minibatches': 4}, 'k8': {}}}
 
@@ -30,9 +30,9 @@ def test_every_arm_runs_at_every_level_with_every_seed():
   assert (run.arm, run.levels, run.seed) == ('wide', {'updates': 'k4'}, 1)
   assert run.config.learner.minibatches == 4 and run.config.seed == 1
   assert run.config.sft.seed == 1 and run.config.cache == ''
-  assert run.config.clip.fixed.low == 0.6 and run.config.clip.fixed.high == 1.2
+  assert run.config.clip.low == 0.6 and run.config.clip.high == 1.2
   assert run.config.problems.family == 'chain'
-  assert runs['grpo-k4-seed1'].config.clip.fixed.low == 0.8, 'arms are independent'
+  assert runs['grpo-k4-seed1'].config.clip.low == 0.8, 'arms are independent'
 
 
 def test_bad_knobs_and_equal_arms_are_refused_by_the_name_of_the_run():

@@ -10,7 +10,7 @@ from bapo_jax.runtime import metrics
 from bapo_jax.training import evaluate
 from lab import fork
 
-FIXED = 'clip.rule=fixed,clip.fixed.high=1.05,clip.fixed.low=0.95'
+FIXED = 'clip.rule=fixed,clip.high=1.05,clip.low=0.95'
 
 
 @pytest.fixture(scope='module')
@@ -87,13 +87,13 @@ def test_one_seed_pairs_prompts_and_several_seeds_pair_their_means():
 
 
 def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_run):
-  arm = 'clip.balanced.low=(0.5,0.9),clip.balanced.target=0.3'
+  arm = 'clip.low=(0.5,0.9),clip.target=0.3'
   made = fork.plan(str(whole_run.workdir), None, 3, ['run', arm], 2, '')
   assert (made.first, made.last, made.seeds) == (4, 7, (0, 1))
   assert [(x.arm, x.config.seed) for x in made.forks] == [
     ('run', 0), ('run', 1), (arm, 0), (arm, 1)
   ]  # fmt: skip
-  assert made.forks[2].config.clip.balanced.low == (0.5, 0.9)
+  assert made.forks[2].config.clip.low == (0.5, 0.9)
   assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.balanced')
   # Nothing else differs from the run, except for names, ends and what is kept.
   same = made.forks[0].config.model_copy(
@@ -111,7 +111,7 @@ def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_ru
     (['--arms=run', '--arms=clip.rul=fixed'], 'no knob --config.clip.rul'),
     (['--arms=run', '--arms=fixed'], 'no knob --config.fixed'),
     (['--arms=run', '--arms=clip.rule=x'], 'clip.rule'),
-    (['--arms=run', '--arms=clip.fixed.high=1.3'], 'clip.rule'),  # has no effect
+    (['--arms=run', '--arms=clip.high=1.3'], 'clip.rule'),  # has no effect
     (['--arms=run', '--arms=sampler.temperature=2'], 'cannot differ between forks'),
     (['--arms=run', '--arms=optimizer.warmup=2'], 'cannot differ between forks'),
     (['--arms=run', '--arms=run'], 'two arms have the same name: run, run'),

@@ -68,7 +68,7 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
   grpo, wide = (
     counterfactual.apply(found, counterfactual.config_of(found, GRPO | more))
-    for more in ({}, {'clip.fixed.high': 2.0})
+    for more in ({}, {'clip.high': 2.0})
   )
   # Advantages of 1, 0, 0: 2 and -1 over the root of 2; three tokens.
   assert grpo.weight_BT[0] == pytest.approx([2**0.5 / 3, 0, 0], abs=1e-4)

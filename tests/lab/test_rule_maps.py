@@ -86,7 +86,7 @@ def test_the_region_is_where_a_token_of_that_sign_would_be_cut(tmp_path):
   # p = .562 and q = 1.12 for r = 1/2: there is no such token.
   assert not cut(grpo, -1, '1/2') and cut(grpo, -1, '1/2', column=40)
   # The search of the batch ends at 1.55: P is 1 + 1.5 and N is 1 + .7 + 1.8 above .6.
-  balanced = {'clip.rule': 'balanced', 'clip.balanced.target': 0.4}
+  balanced = {'clip.rule': 'balanced', 'clip.target': 0.4}
   assert not cut(balanced, 1, '1.41') and cut(balanced, 1, '2')
   # Of p - q = .281 and .165 the first is above .2.
   dppo = {'clip.rule': 'unclipped', 'loss.rule': 'tis', 'mask.rule': 'dppo_tv'}

@@ -126,9 +126,9 @@ def on_the_path(chosen):
 
 def pairs():
   """Every pair of clip and loss rule that fits, with all aggregates in turn."""
-  limits = {'clip.fixed.dual': 1.8, 'clip.balanced.dual': 1.8}
-  limits |= {'clip.balanced.reused_high': 1.3, 'clip.balanced.target': 0.55}
-  masked = {'loss.decoupled.beyond_cap': 'mask', 'loss.decoupled.cap': 1.2}
+  limits = {'clip.dual': 1.8, 'clip.dual': 1.8}
+  limits |= {'clip.reused_high': 1.3, 'clip.target': 0.55}
+  masked = {'loss.beyond_cap': 'mask', 'loss.cap': 1.2}
   aggregates = itertools.cycle(('sequence', 'constant', 'token'))
   for clip_rule, loss_rule in itertools.product(clip.RULES, loss.RULES):
     how = 'token' if clip_rule == 'recipe' else next(aggregates)
@@ -169,12 +169,12 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
   values = {
     'loss.rule': loss_rule.replace('masked', 'decoupled'),
     'loss.aggregate': aggregate,
-    'clip.balanced.target': 0.5,
-    'clip.balanced.reused_high': 1.25,
-    'clip.balanced.dual': 1.8,
-    'loss.clipped.limit': 0.9,
-    'loss.decoupled.cap': 1.2,
-    'loss.decoupled.beyond_cap': 'mask' if loss_rule == 'masked' else 'truncate',
+    'clip.target': 0.5,
+    'clip.reused_high': 1.25,
+    'clip.dual': 1.8,
+    'loss.limit': 0.9,
+    'loss.cap': 1.2,
+    'loss.beyond_cap': 'mask' if loss_rule == 'masked' else 'truncate',
   }
   if loss_rule == 'sequence':  # the mean over a response hardly leaves 1
     narrow = {'low': (0.7, 1.0), 'high': (1.0, 1.5)}
@@ -211,7 +211,7 @@ def one_token_rows(*rows, lengths=None):
 
 def outcome(data, **values):
   """(share of the gradient, metrics) under `balanced`, target 0.4 if none is given."""
-  chosen = objective(**{'clip.balanced.target': 0.4} | values)
+  chosen = objective(**{'clip.target': 0.4} | values)
   (P, N), metrics = compiled(chosen)(*data)
   return float(P / (P + N)), metrics
 
@@ -226,12 +226,12 @@ FOR, AGAINST = (1, 1, 1, 0), (-1, 1, 1, 0)
     (
       [FOR, (1, 1.15, 1, 2), AGAINST, AGAINST],
       None,
-      {'clip.balanced.reused_high': 1.1, 'clip.balanced.target': 0.45},
+      {'clip.reused_high': 1.1, 'clip.target': 0.45},
       1 / 3,
       51,
     ),
     # Dual clip cuts the negative token at 10: with it the share would be 2 / 13.
-    ([FOR, FOR, AGAINST, (-1, 10, 1, 0)], None, {'clip.balanced.dual': 3.0}, 2 / 3, 0),
+    ([FOR, FOR, AGAINST, (-1, 10, 1, 0)], None, {'clip.dual': 3.0}, 2 / 3, 0),
     # pi / prox is 1 in both rows; prox / mu is .22 and 1.
     ([(1, 0.22, 0.22, 0), AGAINST], None, {'loss.rule': 'decoupled'}, 0.22 / 1.22, 51),
     # A row of one token and a row of four.
@@ -253,8 +253,8 @@ def test_the_share_by_hand(rows, lengths, values, share, steps):
   [
     # No advantage; no row of the searched sources; all that counts is cut for good.
     (((0, 1, 1, 0), (0, 2, 1, 0)), {'learner.grad_accum_steps': 2}),
-    (((1, 1, 1, 2), (-1, 1, 1, 2)), {'clip.balanced.sources': ('fresh',)}),
-    (((-1, 4, 1, 0), (-1, 5, 1, 0)), {'clip.balanced.dual': 3.0}),
+    (((1, 1, 1, 2), (-1, 1, 1, 2)), {'clip.sources': ('fresh',)}),
+    (((-1, 4, 1, 0), (-1, 5, 1, 0)), {'clip.dual': 3.0}),
   ],
 )
 def test_without_evidence_the_bounds_stay_at_their_start(rows, values):
@@ -272,7 +272,7 @@ def test_negatives_alone_run_to_the_last_bounds_and_are_reported():
   _, metrics = outcome(one_token_rows((1, 1, 1, 0), (-1, 2, 1, 0)))
   assert metrics['clip/negatives_only'] == metrics['clip/no_evidence'] == 0
   # The public code does the same, and stays where no token has an advantage.
-  recipe = {'clip.rule': 'recipe', 'loss.clipped.limit': 20.0}
+  recipe = {'clip.rule': 'recipe', 'loss.limit': 20.0}
   _, metrics = outcome(one_token_rows((-1, 1, 1, 0)), **recipe)
   assert (metrics['clip/high'], metrics['clip/negatives_only']) == (2, 1)
   _, metrics = outcome(one_token_rows((0, 1, 1, 0)), **recipe)

@@ -87,7 +87,7 @@ def test_one_update_per_fresh_batch_makes_all_clip_rules_one(warm):
   knobs = {'learner.minibatches': 1, 'steps': 3, 'checkpoint.keep': 3}
   rules = (
     {'clip.rule': 'fixed'},
-    {'clip.rule': 'balanced', 'clip.balanced.target': 0.99},
+    {'clip.rule': 'balanced', 'clip.target': 0.99},
   )
   found = []
   for i, rule in enumerate(rules):

@@ -31,12 +31,12 @@ def knobs(my):
   return {
     'rewards.rule': f'{my}:score,{my}:brief',
     'rewards.weights': (1.0, 0.5),
-    'rewards.own.per_token': 0.01,
+    'rewards.custom.per_token': 0.01,
     'loss.rule': f'{my}:sapo',
-    'loss.own.tau': 1.5,
+    'loss.tau': 1.5,
     'clip.rule': f'{my}:dppo_tv',
-    'clip.own.low': 0.002,
-    'clip.own.high': 0.002,
+    'clip.low': 0.002,
+    'clip.high': 0.002,
     'advantage.rule': f'{my}:signs',
     'batch.rule': f'{my}:all_fresh',
     'rewards.shaping.rule': f'{my}:half_for_truncated',
@@ -137,10 +137,10 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
 def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
   found = counterfactual.read(str(whole))
   same_region = {'clip.own': {'low': 0.002, 'high': 0.002}, 'loss.rule': 'tis'}
-  same_region |= {'loss.own': {}, 'loss.tis.cap': 20.0}
+  same_region |= {'loss.own': {}, 'loss.cap': 20.0}
   builtin = {'clip.rule': 'unclipped', 'clip.own': {}, 'mask.rule': 'dppo_tv'}
-  builtin |= {'mask.dppo_tv.low': 0.002, 'mask.dppo_tv.high': 0.002}
-  builtin |= {'loss.rule': 'tis', 'loss.own': {}, 'loss.tis.cap': 20.0}
+  builtin |= {'mask.low': 0.002, 'mask.high': 0.002}
+  builtin |= {'loss.rule': 'tis', 'loss.own': {}, 'loss.cap': 20.0}
   a, b = (
     counterfactual.apply(found, counterfactual.config_of(found, k)).weight_BT
     for k in (same_region, builtin)
@@ -161,7 +161,7 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
   values = runs.plain(**runs.TINY, **{'problems.overlap': 'keep'})
   workdir = copied(warm_start, tmp_path / 'python')
   with runs.one_device():
-    given = {'steps': 1, 'rewards.own.scale': 20.0}
+    given = {'steps': 1, 'rewards.custom.scale': 20.0}
     status = bapo_jax.train(values, str(workdir), knobs=given, reward=close, rows=rows)
   assert status == 0
   (row,) = [row for row in metrics.read(str(workdir)) if row['step'] == 1]

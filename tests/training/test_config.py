@@ -44,7 +44,7 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ["rule='threshold_free'", 'sampler.group_size=7'],
   ),
   (
-    {'batch.rule': 'replay', 'batch.replay.replay_ratio': 2, 'buffer.capacity': 127},
+    {'batch.rule': 'replay', 'batch.replay_ratio': 2, 'buffer.capacity': 127},
     ['capacity=127', 'replay_ratio=2', '128'],
   ),
   (
@@ -57,38 +57,38 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
   ),
   # A rule that has nothing to use.
   (
-    {'clip.balanced.sources': ('reused', 'reevaluated')},
-    ["clip.balanced.sources=('reused', 'reevaluated')", "batch.rule='fresh_only'"],
+    {'clip.sources': ('reused', 'reevaluated')},
+    ["clip.sources=('reused', 'reevaluated')", "batch.rule='fresh_only'"],
   ),
   (
-    {'batch.rule': 'replay', 'clip.balanced.sources': ('reevaluated',)},
+    {'batch.rule': 'replay', 'clip.sources': ('reevaluated',)},
     ["sources=('reevaluated',)", 'rows are fresh, reused'],
   ),
   (
     {f'batch.weights.{x}': 0.0 for x in ('fresh', 'reused')} | {'batch.rule': 'replay'},
     ['batch.weights.fresh=0, batch.weights.reused=0 leaves no row'],
   ),
-  ({'clip.balanced.target': 1.0}, ['clip.balanced.target=1.0', 'below 1']),
+  ({'clip.target': 1.0}, ['clip.target=1.0', 'below 1']),
   (
     {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'everything'},
     ["batch.rule='adapted'", 'no problem hard', "batch.rule='replay'"],
   ),
   # Of 8 responses 3/8 is the first count above .3; of 7, 2/7 lies below and 3/7 above.
-  (BAND | {'buffer.thresholds.fixed.reusable': (0.3, 0.3)}, ['reusable=(0.3, 0.3)']),
+  (BAND | {'buffer.thresholds.reusable': (0.3, 0.3)}, ['reusable=(0.3, 0.3)']),
   (
-    BAND | {'buffer.thresholds.fixed.reusable': (0.375, 0.4), 'sampler.group_size': 7},
+    BAND | {'buffer.thresholds.reusable': (0.375, 0.4), 'sampler.group_size': 7},
     ['(0.375, 0.4)', 'sampler.group_size=7', '3/7', 'below 1/7'],
   ),
   # All right: no group with mixed verdicts.
-  (BAND | {'buffer.thresholds.fixed.reusable': (0.95, 1.0)}, ['(0.95, 1.0)']),
+  (BAND | {'buffer.thresholds.reusable': (0.95, 1.0)}, ['(0.95, 1.0)']),
   (
     BAND
     | {
       'buffer.thresholds.rule': 'moving',
-      'buffer.thresholds.moving.low': (0.3, 0.3),
-      'buffer.thresholds.moving.high': (0.3, 0.3),
+      'buffer.thresholds.low': (0.3, 0.3),
+      'buffer.thresholds.high': (0.3, 0.3),
     },
-    ['buffer.thresholds.moving.low=(0.3, 0.3) with high=(0.3, 0.3)'],
+    ['buffer.thresholds.low=(0.3, 0.3) with high=(0.3, 0.3)'],
   ),
   ({'rewards.rule': 'countdown'}, ["problems.source='synthetic'"]),
   ({'sampler.actor_dtype': 'fp8'}, ["actor_dtype='fp8'", "'float8_e4m3fn'"]),
@@ -117,7 +117,7 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
 
 
 def test_a_rule_that_has_something_to_use_is_accepted():
-  reusable = 'buffer.thresholds.fixed.reusable'
+  reusable = 'buffer.thresholds.reusable'
   for knobs in (
     {reusable: (0.3, 0.3)},  # no rule reads the buffer
     BAND | {reusable: (0.375, 0.4)},  # 3 of 8
@@ -131,8 +131,8 @@ def test_a_rule_that_has_something_to_use_is_accepted():
     BAND
     | {
       'buffer.thresholds.rule': 'moving',
-      'buffer.thresholds.moving.low': (0.8, 0.3),
-      'buffer.thresholds.moving.high': (0.8, 0.3),
+      'buffer.thresholds.low': (0.8, 0.3),
+      'buffer.thresholds.high': (0.8, 0.3),
     },
   ):
     parse(plain(**knobs))
@@ -175,12 +175,12 @@ def test_changed_knobs_are_those_that_a_user_changed():
     'problems.source': 'a',
     'problems.test_source': 'b',
   }
-  found = config_lib.changed(parse(plain(**given, **{'clip.fixed.high': 1.28})))
+  found = config_lib.changed(parse(plain(**given, **{'clip.high': 1.28})))
   assert {name: value for name, (value, _) in found.items()} == {
     **given,
-    'clip.fixed.high': 1.28,
+    'clip.high': 1.28,
   }
-  assert found['clip.fixed.high'] == (1.28, 1.2)
+  assert found['clip.high'] == (1.28, 1.2)
   own = config_lib.changed(parse(plain(**given, **{'tokenizer.path': 'models/t'})))
   assert own['tokenizer.path'] == ('models/t', '')
   derived = parse(plain(**given, steps=9) | {'derived': ('steps',)})

@@ -24,11 +24,11 @@ NAME = re.compile(r'\b[a-z_]+(?:\.[a-z_0-9]+)+\b')
 
 SLIPS = [  # overrides, what the sentence must say
   # knobs of another rule than the active one
-  ('clip.fixed.high=1.28', "clip.rule='fixed', or instead clip.balanced.high (now (1."),
-  ('clip.rule=fixed clip.balanced.target=0.4', "set clip.rule='balanced'"),
-  ('loss.tis.cap=3', "while loss.rule='clipped'; set loss.rule='tis'"),
-  ('batch.rule=adapted buffer.thresholds.moving.hard=0.2', "thresholds.rule='moving'"),
-  ('batch.replay.replay_ratio=2', "set batch.rule='replay'"),
+  ('clip.high=1.28', "clip.rule='fixed', or instead clip.high (now (1."),
+  ('clip.rule=fixed clip.target=0.4', "set clip.rule='balanced'"),
+  ('loss.cap=3', "while loss.rule='clipped'; set loss.rule='tis'"),
+  ('batch.rule=adapted buffer.thresholds.hard=0.2', "thresholds.rule='moving'"),
+  ('batch.replay_ratio=2', "set batch.rule='replay'"),
   # knobs of something that is switched off
   ('buffer.capacity=128', "set batch.rule='replay' or 'adapted'"),
   ('batch.rule=replay buffer.reevaluate=8', "set batch.rule='adapted'"),
@@ -42,20 +42,20 @@ SLIPS = [  # overrides, what the sentence must say
   ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
   ('problems.countdown.largest=20', "problems.test_source to 'countdown'"),
   ('problems.pair.hard=0.5', "set problems.family='pair'"),
-  ('clip.balanced.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
+  ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
   (
     'evaluate.sampling.temperature=0 evaluate.sampling.top_p=0.9',
     'set evaluate.sampling.temperature above 0',
   ),
   (
-    'clip.balanced.resolution=continuous clip.balanced.low_step=0.1',
-    "set clip.balanced.resolution='step'",
+    'clip.resolution=continuous clip.low_step=0.1',
+    "set clip.resolution='step'",
   ),
   # names of TRL and verl
   ('learning_rate=1e-6', '; use optimizer.lr'),
   ('actor_rollout_ref.actor.optim.lr=1e-6', '; use optimizer.lr'),
   ('beta=0.04', '; use loss.kl, a cost on the divergence'),
-  ('epsilon_high=0.28', "; use clip.fixed.high (1 + epsilon) with clip.rule='fixed'"),
+  ('epsilon_high=0.28', "; use clip.high (1 + epsilon) with clip.rule='fixed'"),
   ('num_generations=8', '; use sampler.group_size'),
   ('actor_rollout_ref.rollout.n=8', '; use sampler.group_size'),
   ('data.max_response_length=512', '; use sampler.max_new_tokens'),
@@ -67,14 +67,14 @@ SLIPS = [  # overrides, what the sentence must say
   ('actor_rollout_ref.actor.entropy_coeff=0', 'there is no entropy bonus; use loss.kl'),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
-  ('clip.target=0.4', 'did you mean clip.balanced.target'),
-  ('loss.own.tau=0.1', 'set loss.rule to path/to/file.py:function'),
+  ('clip.target=0.4', 'did you mean clip.target'),
+  ('loss.tau=0.1', 'set loss.rule to path/to/file.py:function'),
   ('derived=()', 'derived is set by the program'),
   # pairs that leave a rule nothing to use; others: test_config.py
-  ('clip.balanced.sources=reused', "with batch.rule='fresh_only' rows are fresh"),
+  ('clip.sources=reused', "with batch.rule='fresh_only' rows are fresh"),
   ('batch.weights.fresh=0', 'set one of these weights above 0'),
   (
-    'batch.rule=adapted buffer.thresholds.fixed.reusable=(0.3,0.3)',
+    'batch.rule=adapted buffer.thresholds.reusable=(0.3,0.3)',
     'no pass rate of sampler.group_size=8',
   ),
   ('rewards.rule=countdown', "choose rewards.rule='aime'"),
@@ -92,7 +92,7 @@ def test_a_slip_is_refused_with_the_right_knob(given, named):
 
 def test_the_remedy_of_a_slip_is_accepted():
   for flags in (
-    ['clip.fixed.high=1.28', 'clip.rule=fixed'],
+    ['clip.high=1.28', 'clip.rule=fixed'],
     ['buffer.capacity=128', 'batch.rule=replay'],
     ['loss.kl_direction=policy_behavior', 'loss.kl=0.01'],
     ['problems.pair.hard=0.5', 'problems.family=pair', 'prompts.max_prompt_tokens=21'],
@@ -104,16 +104,16 @@ def test_the_remedy_of_a_slip_is_accepted():
 
 
 def test_a_config_file_may_set_knobs_of_a_rule_that_is_switched_on_later():
-  values = plain(**{'clip.fixed.high': 1.28})
+  values = plain(**{'clip.high': 1.28})
   config = parse(values)
-  assert inert(config)['clip.fixed.high'].because == "clip.rule='balanced'"
-  inert_knobs.refuse({'clip.balanced.target': 0.42}, [config])
-  switched = parse(plain(**{'clip.fixed.high': 1.28, 'clip.rule': 'fixed'}))
-  assert 'clip.fixed.high' not in inert(switched)
+  assert inert(config)['clip.high'].because == "clip.rule='balanced'"
+  inert_knobs.refuse({'clip.target': 0.42}, [config])
+  switched = parse(plain(**{'clip.high': 1.28, 'clip.rule': 'fixed'}))
+  assert 'clip.high' not in inert(switched)
   # Of an experiment, one run that uses the knob is enough.
-  inert_knobs.refuse({'clip.fixed.high': 1.28}, [config, switched])
+  inert_knobs.refuse({'clip.high': 1.28}, [config, switched])
   with pytest.raises(ValueError, match='no effect'):
-    inert_knobs.refuse({'clip.fixed.high': 1.28}, [config, config])
+    inert_knobs.refuse({'clip.high': 1.28}, [config, config])
 
 
 def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
@@ -177,22 +177,22 @@ def test_every_knob_has_an_effect_in_some_config(tmp_path):
 
 # Knobs of the objective with another value than their default.
 OBJECTIVE = {
-  'clip.fixed.low': 0.7,
-  'clip.fixed.high': 1.3,
-  'clip.fixed.dual': 4.0,
-  'clip.balanced.target': 0.3,
-  'clip.balanced.high': (1.1, 2.0),
-  'clip.balanced.resolution': 'continuous',
-  'clip.balanced.low_step': 0.01,
-  'clip.balanced.dual': 4.0,
-  'clip.balanced.order': 'lower',
+  'clip.low': 0.7,
+  'clip.high': 1.3,
+  'clip.dual': 4.0,
+  'clip.target': 0.3,
+  'clip.high': (1.1, 2.0),
+  'clip.resolution': 'continuous',
+  'clip.low_step': 0.01,
+  'clip.dual': 4.0,
+  'clip.order': 'lower',
   'loss.kl': 0.1,
   'loss.kl_direction': 'policy_behavior',
   'loss.aggregate': 'sequence',
-  'loss.clipped.limit': 5.0,
-  'loss.decoupled.cap': 3.0,
-  'loss.decoupled.beyond_cap': 'mask',
-  'loss.sapo.positive': 2.0,
+  'loss.limit': 5.0,
+  'loss.cap': 3.0,
+  'loss.beyond_cap': 'mask',
+  'loss.positive': 2.0,
 }
 
 
@@ -212,7 +212,7 @@ def objective(**overrides) -> str:
   'active',
   [
     {'clip.rule': 'fixed'},
-    {'clip.rule': 'balanced', 'clip.balanced.resolution': 'continuous'},
+    {'clip.rule': 'balanced', 'clip.resolution': 'continuous'},
     {'clip.rule': 'fixed', 'loss.rule': 'cispo'},
   ],
   ids=str,
@@ -221,9 +221,9 @@ def test_a_knob_changes_the_update_if_and_only_if_it_is_not_inert(active):
   idle = set(inert(tiny(**active)))
   before = objective(**active)
   if active.get('loss.rule') == 'cispo':  # carries the dual bound along: test_loss.py
-    assert 'clip.fixed.dual' in idle
-    idle.remove('clip.fixed.dual')
-    active = active | {'clip.fixed.dual': math.inf}
+    assert 'clip.dual' in idle
+    idle.remove('clip.dual')
+    active = active | {'clip.dual': math.inf}
   others = {name: x for name, x in OBJECTIVE.items() if name not in active}
   assert objective(**active, **{k: x for k, x in others.items() if k in idle}) == before
   for name, value in others.items():

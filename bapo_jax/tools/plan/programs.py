@@ -29,7 +29,7 @@ from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.rollout import shapes
 from bapo_jax.tools.plan import roofline
 from bapo_jax.tools.plan.roofline import Cost
-from bapo_jax.training import budget, build, policy, resolve, rules
+from bapo_jax.training import budget, build, policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -104,7 +104,7 @@ def actor(job: Job) -> Tree:
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
-  made = jax.eval_shape(lambda: build.empty_buffer(job.config, rules.bind(job.config)))
+  made = jax.eval_shape(lambda: build.empty_buffer(job.config))
   return build.placed(made, sharding.layout_of_rows(made, job.mesh))
 
 
@@ -123,7 +123,7 @@ def train_step(job: Job) -> Program:
   batch = build.abstract_batch(config, mesh, seen)
   adapters = budget.adapters(config, spec)
   return Program(
-    build.make_train_step(config, rules.bind(config), spec, schedule),
+    build.make_train_step(config, spec, schedule),
     (params, opt, batch, base),
     {},
     roofline.train(job.language, schedule, job.shape, B, T, n, adapters),

@@ -1,0 +1,147 @@
+"""Makes the parts of the training loop replaceable: a rule is a section to be called.
+
+1. A `Part` is the base class of the rules of one part of the loop, such as all clip
+   rules. The fields of a rule are its knobs, and its `__call__` is the formula.
+2. `OneOf` lists the rules of a part. The config names one of them, or the path of a
+   custom function, path/to/file.py:function, whose keyword-only arguments are knobs.
+3. Every other knob belongs to the chosen rule: a knob of another rule is refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
+
+from bapo_jax import knobs, own_code
+from bapo_jax.knobs import Place, Section, shorten, shown
+
+
+class Part(Section):
+  """Base of the rules of one part of the loop."""
+
+  # The arguments with which a rule is called, for the check of a custom function.
+  arguments: ClassVar[tuple[str, ...]] = ()
+  # All rules of the part, as `OneOf` lists them.
+  rules: ClassVar['OneOf']
+
+  rule: str
+
+  @classmethod
+  def described(cls) -> dict[str, FieldInfo]:
+    """Returns name -> field; `rule` with the choices of its part."""
+    return {**cls.model_fields, 'rule': cls.rules.field}
+
+  @property
+  def custom(self) -> bool:
+    """Whether the rule is a user's function."""
+    return own_code.is_place(self.rule)
+
+
+class Custom(Part):
+  """A rule that calls a user's function."""
+
+  function: ClassVar[own_code.Function]
+  keywords: ClassVar[tuple[str, ...]] = ()  # the arguments that are knobs
+
+  rule: str
+
+  def __call__(self, *arguments: Any, **named: Any) -> Any:
+    knobs = {name: getattr(self, name) for name in self.keywords}
+    return type(self).function(*arguments, **named, **knobs)
+
+
+class OneOf:
+  """The rules of a part, for `Annotated[Base, OneOf(Default, ...)]`."""
+
+  def __init__(self, meaning: str, *rules: type[Part]):
+    """Lists rules that have the same direct base class; the first is the default."""
+    self.names = {rule.model_fields['rule'].default: rule for rule in rules}
+    self.default = next(iter(self.names))
+    base = rules[0].__base__
+    assert base is not None and issubclass(base, Part)
+    self.base = base
+    literal: Any = Literal
+    self.field = FieldInfo(
+      annotation=literal[tuple(self.names)] | Place,
+      default=self.default,
+      description=meaning,
+    )
+    base.rules = self
+
+  def at_defaults(self) -> dict[str, Any]:
+    """Returns name -> every rule of the part, with its knobs at their defaults."""
+    return {name: rule(rule=name) for name, rule in self.names.items()}
+
+  def type_of(self, rule: Any) -> type[Part]:
+    """Returns the class of a rule, by its name or by the path of a custom function.
+
+    Raises:
+      ValueError: no such rule, or a function that cannot be used.
+    """
+    if isinstance(rule, str) and own_code.is_place(rule):
+      return own_code.section([rule], self.base, Custom)
+    if not isinstance(rule, str) or rule not in self.names:
+      raise ValueError(f'rule={shown(rule)}: give {knobs.expected(self.field)}')
+    return self.names[rule]
+
+  def chosen(self, values: Mapping[str, Any]) -> type[Part]:
+    """Returns the class of the rule that these values of a part name."""
+    return self.type_of(values.get('rule', self.default))
+
+  def restarted(self, values: Mapping[str, Any], rule: str) -> dict[str, Any]:
+    """Returns the values of a part with another rule, at its defaults.
+
+    The knobs that all rules of the part have keep their values.
+    """
+    if rule == values.get('rule', self.default):
+      return dict(values)
+    shared = self.base.model_fields.keys() & values.keys()
+    return {name: values[name] for name in values if name in shared} | {'rule': rule}
+
+  def validate(self, values: Any) -> Part:
+    """Returns the rule with these values; raises ValueError, relative to the part."""
+    if isinstance(values, self.base):
+      return values
+    if not isinstance(values, Mapping):
+      raise ValueError(f'rule={shown(values)}: a part is a section; set its knobs')
+    kind = self.chosen(values)
+    for name in values:
+      if name not in kind.model_fields:
+        rule = values.get('rule', self.default)
+        raise ValueError(f'{shorten(name)} is not a knob; {self.advice(rule, name)}')
+    return knobs.validate(kind, dict(values))
+
+  def advice(self, rule: str, name: str) -> str:
+    """Says which knobs a rule has, and which rules have the knob `name`."""
+    has = [x for x in self.type_of(rule).model_fields if x != 'rule']
+    text = f'rule={rule!r} has {", ".join(has) or "no knobs"}'
+    others = [x for x, kind in self.names.items() if name in kind.model_fields]
+    if others:
+      text += f'; {name} belongs to rule={" or ".join(map(repr, others))}'
+    return text
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    return core_schema.no_info_plain_validator_function(
+      self.validate,
+      serialization=core_schema.plain_serializer_function_ser_schema(
+        pydantic.BaseModel.model_dump
+      ),
+    )
+
+
+def part_of(field: FieldInfo) -> OneOf | None:
+  """Returns the rules of a field of a section; None if it is no part."""
+  return next((x for x in field.metadata if isinstance(x, OneOf)), None)
+
+
+def parts(section: type[Section], name: str = '') -> dict[str, OneOf]:
+  """Returns dotted name -> rules of every part in a section."""
+  parts_: dict[str, OneOf] = {}
+  for key, field in section.model_fields.items():
+    if rules := part_of(field):
+      parts_[name + key] = rules
+    elif isinstance(kind := field.annotation, type) and issubclass(kind, Section):
+      parts_ |= parts(kind, f'{name}{key}.')
+  return parts_
