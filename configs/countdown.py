@@ -43,7 +43,8 @@ CELLS = (  # name, batch rule, clip rule
   ('batch', 'adapted', 'fixed'),
   ('both', 'adapted', 'balanced'),
 )
-# The share that these problems have by themselves; at 0.42 the bounds sat at their caps.
+# The share that these problems have by themselves; at 0.42 the bounds sat at their
+# caps (LOG.md).
 TARGET = {'fixed': {}, 'balanced': {'clip.target': 0.39}}
 ARMS = {
   name: {'batch.rule': batch, 'clip.rule': clip, **TARGET[clip]}

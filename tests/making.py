@@ -12,7 +12,7 @@ from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import decoder, logprobs, transformer
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
@@ -105,16 +105,9 @@ def close_trees(found, wanted, *, count):
     close(x, y, count=count, name=jax.tree_util.keystr(path))
 
 
-def bound(rule, **knobs):
-  """The rule with these knobs of its section, the others at their defaults."""
-  if not knobs:
-    return rule
-  return functools.partial(rule, k=rule.__annotations__['k'](**knobs))
-
-
 def objective(clip_rule, loss_rule='clipped', **knobs) -> objective_lib.Objective:
   """Returns the objective of these rules, on the tiny model if no other is given."""
-  rules = {'clip_rule': clip_rule, 'loss_rule': loss.RULES[loss_rule]}
+  rules = {'clip_rule': clip_rule, 'loss_rule': loss.LossRule.rules.names[loss_rule]()}
   return objective_lib.Objective(**{'spec': SPEC, 'temperature': 0.8} | rules | knobs)
 
 
@@ -147,7 +140,7 @@ class OddVerifier(Verifier):
   """
 
   def __init__(self, early: bool = False):
-    super().__init__(RewardsConfig(rule='exact'))
+    super().__init__(Verification(rule='exact'))
     self.early = early
     self.submitted: list[tuple[list[str], list[str]]] = []  # (answers, texts) per call
 

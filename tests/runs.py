@@ -29,7 +29,7 @@ from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, config, inert_knobs, policy, resolve
+from bapo_jax.training import build, checkpoint, config, needs, policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -101,10 +101,7 @@ SOURCE: dict[str, Any] = {
 
 def plain(**overrides: Any) -> dict[str, Any]:
   """Returns the values of a config file with these knobs (dotted names)."""
-  values = base.get_config()
-  with values.unlocked():
-    values.update_from_flattened_dict(overrides)
-  return values.to_dict()
+  return config.merged(base.get_config().to_dict(), overrides)
 
 
 def tiny(**overrides: Any) -> Config:
@@ -125,7 +122,7 @@ def flags(
   found = config.overrides([*tiny.values(), *made, *given], values)
   merged = config.decided(config.merged(values, found))
   # Not parsed: a knob without an effect may not fit, such as too small a buffer.
-  inert = inert_knobs.inert(Config.model_validate(merged))
+  inert = needs.inert(Config.model_validate(merged))
   return [flag for name, flag in tiny.items() if name not in inert] + made
 
 

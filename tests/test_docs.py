@@ -10,7 +10,7 @@ from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffe
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import needs
 from bapo_jax.training.config import Config, decided, load, merged, overrides, parse
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def overridden(line: str) -> Config:
     value = value_of(text)
     section[last] = given[name] = kind(value) if kind is float else value
   made = parse(decided(values))
-  inert_knobs.refuse(given, [made])
+  needs.refuse(given, [made])
   return made
 
 

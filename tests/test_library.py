@@ -9,7 +9,7 @@ import runs
 
 from bapo_jax import main
 from bapo_jax.runtime import metrics
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import needs
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / 'docs' / 'library.md').read_text()
@@ -39,7 +39,7 @@ def test_there_are_four_and_each_has_at_most_thirty_lines():
 def test_train(warm, monkeypatch):
   monkeypatch.chdir(ROOT)
   workdir = warm('sums')
-  idle = inert_knobs.inert(runs.tiny(), ())
+  idle = needs.inert(runs.tiny(), ())
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}
   given = {"{'steps': 2}": repr(small), "'runs/python'": repr(str(workdir))}

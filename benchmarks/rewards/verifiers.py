@@ -15,7 +15,7 @@ import argparse
 import json
 import time
 
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 
@@ -71,7 +71,7 @@ def main() -> None:
     texts = responses(right, wrong, count, characters)
     k = {'workers': known.workers, 'deadline': 10.0, 'batch_deadline': 3600.0}
     k['rule'] = rule.partition('_')[0]
-    verifier = Verifier(RewardsConfig.model_validate(k))
+    verifier = Verifier(Verification.model_validate(k))
     few = texts[:20]
     verifier.submit(
       [Sample(text, answer) for text in few]

@@ -11,7 +11,8 @@ import pytest
 
 from bapo_jax.rewards import rewards, verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig, ShapingConfig
+from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards.shaping import Standard
 from bapo_jax.rewards.score import Sample
 
 HANGS = r'\boxed{10^9!}'
@@ -28,7 +29,7 @@ def verifier():
   verifiers = []
 
   def make(rule, **knobs):
-    verifiers.append(rewards.Verifier(RewardsConfig(rule=rule, deadline=0.5, **knobs)))
+    verifiers.append(rewards.Verifier(Verification(rule=rule, deadline=0.5, **knobs)))
     return verifiers[-1]
 
   yield make
@@ -37,7 +38,7 @@ def verifier():
 
 
 def test_the_knob_names_every_rule():
-  rules, _ = typing.get_args(RewardsConfig.model_fields['rule'].annotation)
+  rules, _ = typing.get_args(Verification.model_fields['rule'].annotation)
   assert set(typing.get_args(rules)) == set(verifiers.RULES) == set(verifiers.READERS)
   assert set(verifiers.RULES) >= verifiers.POOLED
 
@@ -82,7 +83,7 @@ LENGTH_PG = np.asarray([[10, 100, 80, 100], [79, 81, 100, 90]])
 
 def shaped(**knobs):
   """(reward_PG, teaches_PG), the same plain and jitted."""
-  shape = functools.partial(rewards.shape, longest=100, k=ShapingConfig(**knobs))
+  shape = functools.partial(Standard(**knobs), longest=100)
   plain = shape(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG)
   jitted = jax.jit(shape)(RIGHT_PG, LENGTH_PG, CUT_PG, FORM_PG)
   for a, b in zip(plain, jitted, strict=True):
@@ -130,9 +131,9 @@ def reshaped(texts=None, rules=(), **knobs):
   """(before, after): two groups and an empty seat; token 10 ends a response."""
   groups = making.groups([4, 7, -1], [2, 5, 0], [3, 3, -1], T=5)
   texts = texts or [r'\boxed{1}' if i % 3 else 'x' for i in range(24)]
-  k = ShapingConfig(**knobs)
+  shaping = Standard(**knobs)
   after = rewards.shaped(
-    groups, texts, eos=(10,), rule='aime', rules=rules, longest=5, k=k
+    groups, texts, eos=(10,), rule='aime', rules=rules, longest=5, shaping=shaping
   )
   return groups, after
 

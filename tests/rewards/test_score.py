@@ -9,7 +9,7 @@ import pytest
 
 from bapo_jax import own_code
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
 
@@ -26,7 +26,7 @@ def verifier():
   made = []
 
   def make(rule, **knobs):
-    made.append(Verifier(RewardsConfig.model_validate({'rule': rule} | knobs)))
+    made.append(Verifier(Verification.model_validate({'rule': rule} | knobs)))
     return made[-1]
 
   yield make
@@ -35,7 +35,7 @@ def verifier():
 
 
 def scored(rule, *samples, **knobs):
-  return Scorer(RewardsConfig.model_validate({'rule': rule} | knobs))(samples)
+  return Scorer(Verification.model_validate({'rule': rule} | knobs))(samples)
 
 
 def test_a_function_sees_tokens_and_row_and_names_its_parts():

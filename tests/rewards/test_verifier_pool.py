@@ -13,7 +13,7 @@ import pytest
 
 from bapo_jax.rewards import verifier_pool
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample
 
 HANGS = r'\boxed{10^9!}'  # for a lenient verdict, which evaluates it
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @contextlib.contextmanager
 def lenient(workers, **limits):
   """A pool of lenient workers."""
-  knobs = RewardsConfig(strict=False, workers=workers, **limits)
+  knobs = Verification(strict=False, workers=workers, **limits)
   with contextlib.closing(verifier_pool.VerifierPool(knobs)) as pool:
     yield pool
 
@@ -205,10 +205,10 @@ def test_nothing_is_left_when_it_closes():
 def test_nothing_is_left_when_the_caller_ends(end):
   script = f"""
 import time
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.verifier_pool import VerifierPool
-pool = VerifierPool(RewardsConfig(strict=False, deadline=60.0))
+pool = VerifierPool(Verification(strict=False, deadline=60.0))
 submit = lambda text: pool.submit([[Sample(text, '3', 'math')]])[0]
 submit(r'\\boxed{{3.0}}').result(), submit(r'\\boxed{{4.0}}').result()
 for _ in range(2): future = submit(r'{HANGS}')

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from bapo_jax.rewards import answers, verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.latex import symbolic
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
@@ -52,7 +52,7 @@ CASES = list(table())
 @pytest.fixture(scope='module')
 def verify():
   """Verifies one response as a run does it: in a worker process if necessary."""
-  knobs = [RewardsConfig(deadline=DEADLINE, strict=strict) for strict in (False, True)]
+  knobs = [Verification(deadline=DEADLINE, strict=strict) for strict in (False, True)]
   lenient_and_strict = [Verifier(k) for k in knobs]
 
   def verdict(rule, answer, response, strict=True):

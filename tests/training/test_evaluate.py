@@ -14,7 +14,7 @@ from three_problems import ACTOR, ENGINE, GROUP, PROBLEMS, TOKENIZER, WIDTH, pro
 
 from bapo_jax import types
 from bapo_jax.rewards import rewards
-from bapo_jax.rewards.knobs import RewardsConfig
+from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout as rollout_lib
@@ -113,7 +113,7 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   same = problems()._replace(
     text=['1+1='] * 3, answer=['42'] * 3, verifier=['aime', 'exact', 'aime']
   )
-  _, samples = evaluated(rewards.Verifier(RewardsConfig()), asked=same)
+  _, samples = evaluated(rewards.Verifier(Verification()), asked=same)
   assert [s['correct'] for s in samples] == [*[True] * 4, *[False] * 4, *[True] * 4]
   verifiers = [s['verifier'] for s in samples[::GROUP]]
   assert verifiers == ['aime', 'exact', 'aime']

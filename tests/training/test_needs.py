@@ -11,10 +11,10 @@ from runs import plain, tiny
 from bapo_jax import knobs, main
 from bapo_jax.algorithms import masks
 from bapo_jax.models import transformer
-from bapo_jax.training import build, foreign_names, inert_knobs, resolve, rules
+from bapo_jax.training import build, foreign_names, needs, resolve, rules
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config, parse
-from bapo_jax.training.inert_knobs import SWITCHES, inert
+from bapo_jax.training.needs import SWITCHES, inert
 from configs import aime, countdown, geometry
 
 AIME = 'configs/aime.py'
@@ -107,13 +107,13 @@ def test_a_config_file_may_set_knobs_of_a_rule_that_is_switched_on_later():
   values = plain(**{'clip.high': 1.28})
   config = parse(values)
   assert inert(config)['clip.high'].because == "clip.rule='balanced'"
-  inert_knobs.refuse({'clip.target': 0.42}, [config])
+  needs.refuse({'clip.target': 0.42}, [config])
   switched = parse(plain(**{'clip.high': 1.28, 'clip.rule': 'fixed'}))
   assert 'clip.high' not in inert(switched)
   # Of an experiment, one run that uses the knob is enough.
-  inert_knobs.refuse({'clip.high': 1.28}, [config, switched])
+  needs.refuse({'clip.high': 1.28}, [config, switched])
   with pytest.raises(ValueError, match='no effect'):
-    inert_knobs.refuse({'clip.high': 1.28}, [config, config])
+    needs.refuse({'clip.high': 1.28}, [config, config])
 
 
 def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
@@ -122,7 +122,7 @@ def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
   undecided = ('learner.grad_accum_steps',)
   assert 'learner.bounds_scope' not in inert(config, undecided)
   given = {'learner.bounds_scope': 'minibatch'}
-  inert_knobs.refuse(given, [config.model_copy(update={'derived': undecided})])
+  needs.refuse(given, [config.model_copy(update={'derived': undecided})])
 
 
 def test_rows_of_a_file_may_name_a_verifier_with_processes():
