@@ -7,6 +7,7 @@
 3. Every other knob belongs to the chosen rule: a knob of another rule is refused.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -81,7 +82,10 @@ class OneOf:
       ValueError: no such rule, or a function that cannot be used.
     """
     if isinstance(rule, str) and own_code.is_place(rule):
-      return own_code.section([rule], self.base, Custom)
+      try:
+        return own_code.section([rule], self.base, Custom)
+      except ValueError as error:
+        raise ValueError(f'rule={error}') from None
     if not isinstance(rule, str) or rule not in self.names:
       raise ValueError(f'rule={shown(rule)}: give {knobs.expected(self.field)}')
     return self.names[rule]
@@ -117,10 +121,10 @@ class OneOf:
     """Says which knobs a rule has, and which rules have the knob `name`."""
     has = [x for x in self.type_of(rule).model_fields if x != 'rule']
     text = f'rule={rule!r} has {", ".join(has) or "no knobs"}'
-    others = [x for x, kind in self.names.items() if name in kind.model_fields]
-    if others:
-      text += f'; {name} belongs to rule={" or ".join(map(repr, others))}'
-    return text
+    if others := [x for x, kind in self.names.items() if name in kind.model_fields]:
+      return f'{text}; {name} is a knob of rule={" or ".join(map(repr, others))}'
+    near = difflib.get_close_matches(name, ['rule', *has], n=1)
+    return f'{text}; did you mean {near[0]}?' if near else text
 
   def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
     return core_schema.no_info_plain_validator_function(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import bapo_jax
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.algorithms.batch_rules import fresh_only
+from bapo_jax.algorithms.batch_rules import FreshOnly
 
 
 def score(sample, *, per_token: float = 0.0):
@@ -45,7 +45,7 @@ def dppo_tv(ratio_BT, batch, weigh, *, low: float = 0.2, high: float = 0.2):
   """The built-in mask rule of this name, as a clip rule."""
   moved_BT = (ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
   inside_BT = jnp.where(batch.adv_B[:, None] > 0, moved_BT <= high, moved_BT >= -low)
-  return clip.unclipped(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
+  return clip.Unclipped()(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
 
 
 def likely(logp_BT, batch, *, least: float = 0.01):
@@ -56,7 +56,7 @@ def likely(logp_BT, batch, *, least: float = 0.01):
 def by_token(ratio_BT, batch, weigh):
   """Bounds that differ from token to token: wide where mu is small."""
   mu_BT = jnp.exp(batch.behavior_logp_BT)
-  bounds = clip.fixed(ratio_BT, batch, weigh)
+  bounds = clip.Fixed()(ratio_BT, batch, weigh)
   return bounds._replace(high=1.2 + 0.2 * (1 - mu_BT))
 
 
@@ -65,7 +65,7 @@ def signs(reward_PG):
 
 
 def all_fresh(fresh, reevaluated, buffer, now, key, seats):
-  return fresh_only(fresh, reevaluated, buffer, now, key, seats)
+  return FreshOnly()(fresh, reevaluated, buffer, now, key, seats)
 
 
 def half_for_truncated(earned_PG, length_PG, truncated_PG, formatted_PG):

@@ -16,7 +16,7 @@ import pytest
 from bapo_jax import knobs, sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import budget, build, resolve, rules
+from bapo_jax.training import budget, build, resolve
 from bapo_jax.training.config import Config, overrides, parse
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
@@ -89,7 +89,7 @@ def check_trainable(config: Config) -> None:
   opt = jax.eval_shape(build.optimizer(config).init, params)
   engine = build.make_engine(r)
   jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
-  step = build.make_train_step(config, rules.bind(config), r.spec)
+  step = build.make_train_step(config, r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
   shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found[0], params))
   assert shapes == expected

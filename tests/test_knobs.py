@@ -1,27 +1,17 @@
 """Knobs: a bad value is refused in one sentence, and every rule binds its section."""
 
-import inspect
 import math
 import re
-import subprocess
-import sys
 import typing
 
+import jax.numpy as jnp
 import pytest
 from refusals import refusal
 
 from bapo_jax import knobs
-from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
-from bapo_jax.algorithms.knobs import (
-  AdvantageConfig,
-  BatchConfig,
-  ClipConfig,
-  LossConfig,
-  ThresholdsConfig,
-)
+from bapo_jax.algorithms import clip
 from bapo_jax.knobs import Section, knob
-from bapo_jax.training.config import Config, parse
-from bapo_jax.training.rules import bind
+from bapo_jax.training.config import PARTS, Config, parse
 
 INF, NAN = math.inf, math.nan
 
@@ -29,9 +19,7 @@ INF, NAN = math.inf, math.nan
 @pytest.mark.parametrize(
   ('path', 'sentence'),
   [
-    # Of a rule that is not in force, too; and of the source of a weight.
-    ('clip.target', 'the nearest in its section are high, dual, low'),
-    ('clip.low', 'its section has no knobs'),
+    ('clip.targt', "rule='balanced' has target, low, high, low_step"),
     (
       'batch.weights.reuse',
       'the nearest in its section are reused, fresh, reevaluated',
@@ -131,49 +119,46 @@ def test_a_value_is_shown_on_one_line():
   assert knobs.shown(10**5000) == '<int>'
 
 
-def test_the_command_line_reads_a_config_without_jax():
-  code = (
-    'import sys; from bapo_jax import main; from docs import write_config; '
-    "print({'jax', 'numpy', 'flax'} & {*sys.modules})"
-  )
-  run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-  assert run.stdout.strip() == 'set()', run.stdout + run.stderr
+# --- every rule is a section ---------------------------------------------------------
 
 
-# --- every rule binds its section ----------------------------------------------------
+@pytest.mark.parametrize('part', PARTS)
+def test_the_choices_of_a_part_are_its_rules(part):
+  rules = PARTS[part]
+  field = {name: field for name, field, _ in knobs.fields(Config())}[f'{part}.rule']
+  names, _ = typing.get_args(field.annotation)
+  assert typing.get_args(names) == tuple(rules.names)
+  for name, rule in rules.at_defaults().items():
+    assert rule.rule == name and rule == parse_part(part, {'rule': name})
+    assert hash(rule) == hash(parse_part(part, {'rule': name}))  # static under jit
+    assert type(rule).__call__ is not rules.base.__call__ and type(rule).__doc__
 
-SLOTS = {
-  'batch': (batch_rules.RULES, BatchConfig),
-  'advantage': (advantage.RULES, AdvantageConfig),
-  'clip': (clip.RULES, ClipConfig),
-  'loss': (loss.RULES, LossConfig),
-  'thresholds': (replay_buffer.THRESHOLD_RULES, ThresholdsConfig),
-}
+
+def parse_part(part, values):
+  """The rule of these values."""
+  return PARTS[part].validate(values)
 
 
-@pytest.mark.parametrize('slot', SLOTS)
-def test_the_choices_of_a_slot_are_its_rules(slot):
-  rules, section = SLOTS[slot]
-  names, _ = typing.get_args(section.model_fields['rule'].annotation)
-  assert typing.get_args(names) == tuple(rules)
-  assert set(rules) <= set(section.model_fields)
+def test_a_config_has_the_rule_that_it_names():
+  config = parse({'clip': {'rule': 'fixed', 'low': 0.5}})
+  assert config.clip == clip.Fixed(low=0.5)
+  bounds = config.clip(jnp.ones((1, 1)), None, None)
+  assert float(bounds.low) == 0.5
 
 
 @pytest.mark.parametrize(
-  ('slot', 'name'), [(slot, name) for slot in SLOTS for name in SLOTS[slot][0]]
+  ('values', 'sentence'),
+  [
+    (
+      {'rule': 'fixed', 'target': 0.4},
+      "clip.target is not a knob; rule='fixed' h",
+    ),
+    ({'rule': 'fixed', 'low': 2.0}, 'clip.low=2.0: give a number from 0 to 1'),
+    ({'rule': 'best'}, "clip.rule='best': give one of 'balanced', "),
+    ({'rule': 3}, 'clip.rule=3: give one of'),
+    (3, 'clip.rule=3: a part is a section'),
+  ],
 )
-def test_a_rule_takes_its_section_last_unless_it_has_no_knobs(slot, name):
-  rules, slot_section = SLOTS[slot]
-  *_, last = inspect.signature(rules[name]).parameters.values()
-  section = getattr(slot_section(), name)
-  has_knobs = bool(type(section).model_fields)
-  # The numbers of the public recipe are no knobs.
-  assert (last.name == 'k') == (has_knobs or name == 'recipe')
-  if has_knobs:
-    assert last.annotation is type(section) and last.default == section
-
-
-def test_a_config_binds_the_rules_that_it_names():
-  bound = bind(parse({'clip': {'rule': 'fixed', 'fixed': {'low': 0.5}}}))
-  assert bound.clip.func is clip.fixed and bound.clip.keywords['k'].low == 0.5
-  assert bound.batch.__wrapped__ is batch_rules.fresh_only
+def test_a_part_is_refused_in_one_sentence(values, sentence):
+  with pytest.raises(ValueError, match=f'^{re.escape(sentence)}'):
+    parse({'clip': values})

@@ -141,7 +141,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 def _read(config: Config, workdir: str) -> Config:
   """Returns the config with its open knobs filled in from the workdir's config.json."""
   stored = workdir_lib.read_config(workdir)
-  values = config.model_dump(mode='json')
+  values = config.model_dump()
   for knob in config.derived:
     section, _, key = knob.rpartition('.')
     try:

@@ -102,8 +102,8 @@ def _conflicts(config: 'Config') -> Iterator[str]:
   if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
     yield (
       f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
-      f'replays (prompts.count={count} x batch.replay_ratio = {replayed}); give '
-      f'{replayed} or more'
+      f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
+      f'{replayed}); give {replayed} or more'
     )
   shaping = config.rewards.shaping
   if isinstance(shaping, Standard) and shaping.overlong_cache > longest:

@@ -256,13 +256,12 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
 
 def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
   r, material = many_groups
-  fixed = r.config.clip.model_copy(update={'high': 1.28})
-  r = dataclasses.replace(r, config=r.config.with_values(clip={'fixed': fixed}))
+  r = dataclasses.replace(r, config=r.config.with_values(lora={'alpha': 8.0}))
   known = facts.gather(r.config, r.model, r.mesh)
   text = check.described(r, known, material, str(tmp_path))
   assert '\nrules      batch     ' in text
   _, idle = ' '.join(text.split()).split(' no effect ')
-  assert "clip.high=1.28 (clip.rule='balanced')" in idle
+  assert 'lora.alpha=8.0 (lora.rank=0)' in idle
 
 
 def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):

@@ -215,9 +215,7 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
 def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
   # In float32, as a run computes them.
   targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
-  cases = [
-    {'knobs': {'clip.target': target}, 'points': []} for target in targets
-  ]
+  cases = [{'knobs': {'clip.target': target}, 'points': []} for target in targets]
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
   ratio_BT = loss.ratio(logp_BT, batch)
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)

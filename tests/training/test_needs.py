@@ -1,7 +1,5 @@
 """Knobs without an effect: refused on the command line, listed if a file sets them."""
 
-import math
-import operator
 import re
 
 import jax
@@ -9,40 +7,53 @@ import pytest
 from runs import plain, tiny
 
 from bapo_jax import knobs, main
-from bapo_jax.algorithms import masks
+from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.models import transformer
-from bapo_jax.training import build, foreign_names, needs, resolve, rules
+from bapo_jax.training import build, foreign_names, needs, resolve
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config, parse
-from bapo_jax.training.needs import SWITCHES, inert
+from bapo_jax.training.needs import inert
 from configs import aime, countdown, geometry
 
 AIME = 'configs/aime.py'
 KNOBS = {name: value for name, _, value in knobs.fields(Config())}
+EVERY_KNOB = set(KNOBS) | {
+  f'{part}.{name}'
+  for part, rules in config_lib.PARTS.items()
+  for kind in rules.names.values()
+  for name in kind.model_fields
+}
 SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 NAME = re.compile(r'\b[a-z_]+(?:\.[a-z_0-9]+)+\b')
 
 SLIPS = [  # overrides, what the sentence must say
   # knobs of another rule than the active one
-  ('clip.high=1.28', "clip.rule='fixed', or instead clip.high (now (1."),
-  ('clip.rule=fixed clip.target=0.4', "set clip.rule='balanced'"),
-  ('loss.cap=3', "while loss.rule='clipped'; set loss.rule='tis'"),
-  ('batch.rule=adapted buffer.thresholds.hard=0.2', "thresholds.rule='moving'"),
-  ('batch.replay_ratio=2', "set batch.rule='replay'"),
+  ('clip.cap=2', "clip.rule='balanced' has target, low"),
+  (
+    'clip.rule=fixed clip.target=0.4',
+    'has low, high, dual; target is a knob',
+  ),
+  ('loss.cap=3', "is a knob of rule='decoupled' or 'tis' or 'aspo'"),
+  ('batch.rule=adapted buffer.thresholds.low=0.2', "low is a knob of rule='moving'"),
+  ('batch.replay_ratio=2', "replay_ratio is a knob of rule='replay'"),
+  ('clip.balanced.target=0.4', "use clip.target with clip.rule='balanced'"),
+  ('clip.rul=fixed', 'did you mean rule?'),
   # knobs of something that is switched off
   ('buffer.capacity=128', "set batch.rule='replay' or 'adapted'"),
   ('batch.rule=replay buffer.reevaluate=8', "set batch.rule='adapted'"),
   ('batch.max_extra_rounds=3', "set batch.rule='learnable_only'"),
   ('loss.kl_direction=policy_behavior', 'set loss.kl above 0'),
-  ('lora.alpha=16', 'set lora.rank to 1 or more'),
+  ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
+  ('lora.alpha=16', 'set lora.rank above 0'),
   ('rewards.workers=4', "set rewards.rule='math'"),
-  ('rewards.shaping.overlong_cache=8', 'set rewards.shaping.overlong_penalty=1.0'),
-  ('rollout.cache=keep', 'set rollout.max_off_policy_steps=1 or more'),
+  ('rewards.shaping.overlong_cache=8', 'set rewards.shaping.overlong_penalty above 0'),
+  ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
   ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
   ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
   ('problems.countdown.largest=20', "problems.test_source to 'countdown'"),
   ('problems.pair.hard=0.5', "set problems.family='pair'"),
   ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
+  ('loss.rule=cispo clip.rule=fixed clip.dual=3', "set loss.rule='clipped'"),
   (
     'evaluate.sampling.temperature=0 evaluate.sampling.top_p=0.9',
     'set evaluate.sampling.temperature above 0',
@@ -67,8 +78,7 @@ SLIPS = [  # overrides, what the sentence must say
   ('actor_rollout_ref.actor.entropy_coeff=0', 'there is no entropy bonus; use loss.kl'),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
-  ('clip.target=0.4', 'did you mean clip.target'),
-  ('loss.tau=0.1', 'set loss.rule to path/to/file.py:function'),
+  ('target=0.4', 'did you mean clip.target'),
   ('derived=()', 'derived is set by the program'),
   # pairs that leave a rule nothing to use; others: test_config.py
   ('clip.sources=reused', "with batch.rule='fresh_only' rows are fresh"),
@@ -103,17 +113,26 @@ def test_the_remedy_of_a_slip_is_accepted():
     main.read_config(AIME, [f'--config.{each}' for each in flags])
 
 
-def test_a_config_file_may_set_knobs_of_a_rule_that_is_switched_on_later():
-  values = plain(**{'clip.high': 1.28})
-  config = parse(values)
-  assert inert(config)['clip.high'].because == "clip.rule='balanced'"
-  needs.refuse({'clip.target': 0.42}, [config])
-  switched = parse(plain(**{'clip.high': 1.28, 'clip.rule': 'fixed'}))
-  assert 'clip.high' not in inert(switched)
-  # Of an experiment, one run that uses the knob is enough.
-  needs.refuse({'clip.high': 1.28}, [config, switched])
+def test_one_run_of_an_experiment_that_uses_a_knob_is_enough():
+  values = {'loss.kl_direction': 'squared'}
+  config = parse(plain(**values))
+  assert inert(config)['loss.kl_direction'].because == 'loss.kl=0.0'
+  switched = parse(plain(**values, **{'loss.kl': 0.1}))
+  assert 'loss.kl_direction' not in inert(switched)
+  needs.refuse(values, [config, switched])
   with pytest.raises(ValueError, match='no effect'):
-    needs.refuse({'clip.high': 1.28}, [config, config])
+    needs.refuse(values, [config, config])
+
+
+def test_another_rule_starts_from_its_own_defaults():
+  values = plain(**{'clip.target': 0.3, 'loss.kl': 0.1, 'loss.limit': 5.0})
+  switched = parse(
+    config_lib.merged(values, {'clip.rule': 'unclipped', 'loss.rule': 'tis'})
+  )
+  assert switched.clip == clip.Unclipped()
+  assert switched.loss == loss.Tis(kl=0.1)  # which every loss rule has
+  same = parse(config_lib.merged(values, {'clip.rule': 'balanced'}))
+  assert same.clip.target == 0.3 and same.loss.limit == 5.0
 
 
 def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
@@ -131,17 +150,15 @@ def test_rows_of_a_file_may_name_a_verifier_with_processes():
     assert ('rewards.workers' not in inert(parse(plain(**problems)))) == active
 
 
-def test_the_table_names_knobs():
-  for switch in SWITCHES:
-    for name in switch.knobs.split():
-      operator.attrgetter(name)(Config())  # of a rule without knobs, a section too
-    assert switch.decided_by in KNOBS
-    # config files, and paths to an own function, are no knobs
-    text = switch.remedy.replace('path/to/file.py:function', '')
-    assert set(NAME.findall(text)) <= set(KNOBS), switch.remedy
+def test_needs_name_knobs():
+  for need in needs.FACTS.values():
+    assert need.knob in KNOBS
+    # config files, and paths to a custom function, are no knobs
+    text = need.remedy.replace('path/to/file.py:function', '')
+    assert set(NAME.findall(text)) <= set(KNOBS), need.remedy
   for text in (*foreign_names.KNOBS.values(), *foreign_names.ABSENT.values()):
     names = set(NAME.findall(text)) - {'metrics.jsonl'}
-    assert names <= set(KNOBS) | SECTIONS, text
+    assert names <= EVERY_KNOB | SECTIONS, text
   # A foreign name that is also ours would hide our knob.
   assert not set(foreign_names.KNOBS) & set(KNOBS)
 
@@ -150,10 +167,10 @@ def test_the_table_names_knobs():
 EVERYWHERE = [
   {},
   {'clip.rule': 'fixed', 'learner.grad_accum_steps': 4},
-  *({'loss.rule': rule, 'clip.rule': 'unclipped'} for rule in ('tis', 'sapo', 'vespo')),
+  *({'loss.rule': x, 'clip.rule': 'unclipped'} for x in ('tis', 'sapo', 'vespo')),
   {'loss.rule': 'aspo', 'clip.rule': 'dcpo'},
   {'loss.rule': 'fipo'},
-  *({'mask.rule': rule} for rule in masks.RULES),
+  *({'mask.rule': rule} for rule in masks.MaskRule.rules.names),
   {'loss.rule': 'decoupled', 'loss.kl': 0.1},
   {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'moving'},
   {'batch.rule': 'adapted'},
@@ -172,28 +189,31 @@ def test_every_knob_has_an_effect_in_some_config(tmp_path):
   (tmp_path / 'own.py').write_text('def one(sample):\n  return 1.0\n')
   own = {'rewards.rule': f'{tmp_path}/own.py:one'}
   configs = [parse(plain(**overrides)) for overrides in (*EVERYWHERE, own)]
-  assert not set.intersection(*({*inert(config)} for config in configs))
+  idle = set.intersection(*({*inert(config)} for config in configs))
+  assert not idle
 
 
-# Knobs of the objective with another value than their default.
-OBJECTIVE = {
-  'clip.low': 0.7,
-  'clip.high': 1.3,
-  'clip.dual': 4.0,
-  'clip.target': 0.3,
-  'clip.high': (1.1, 2.0),
-  'clip.resolution': 'continuous',
-  'clip.low_step': 0.01,
-  'clip.dual': 4.0,
-  'clip.order': 'lower',
-  'loss.kl': 0.1,
-  'loss.kl_direction': 'policy_behavior',
-  'loss.aggregate': 'sequence',
-  'loss.limit': 5.0,
-  'loss.cap': 3.0,
-  'loss.beyond_cap': 'mask',
-  'loss.positive': 2.0,
-}
+# Rules, and knobs of the objective with another value than their default.
+LOSS = {'loss.kl': 0.1, 'loss.aggregate': 'sequence'}
+OBJECTIVE = [
+  (
+    {'clip.rule': 'fixed'},
+    {'clip.low': 0.7, 'clip.high': 1.3, 'clip.dual': 4.0, 'loss.limit': 5.0} | LOSS,
+  ),
+  (
+    {'clip.rule': 'balanced', 'clip.resolution': 'continuous'},
+    {'clip.target': 0.3, 'clip.high': (1.1, 2.0), 'clip.low_step': 0.01}
+    | {'clip.dual': 4.0, 'clip.order': 'lower'},
+  ),
+  (
+    {'clip.rule': 'fixed', 'loss.rule': 'cispo'},
+    {'clip.low': 0.7, 'clip.high': 1.3, 'loss.kl_direction': 'squared'} | LOSS,
+  ),
+  (
+    {'loss.rule': 'decoupled', 'clip.rule': 'fixed'},
+    {'loss.cap': 3.0, 'loss.beyond_cap': 'mask'},
+  ),
+]
 
 
 def objective(**overrides) -> str:
@@ -203,28 +223,15 @@ def objective(**overrides) -> str:
   spec = resolve.open_model(config).spec
   params = transformer.abstract(spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
-  step = build.make_train_step(config, rules.bind(config), spec)
+  step = build.make_train_step(config, spec)
   batch = build.abstract_batch(config, mesh)
   return re.sub('0x[0-9a-f]+', '', str(jax.make_jaxpr(step)(params, opt, batch)))
 
 
-@pytest.mark.parametrize(
-  'active',
-  [
-    {'clip.rule': 'fixed'},
-    {'clip.rule': 'balanced', 'clip.resolution': 'continuous'},
-    {'clip.rule': 'fixed', 'loss.rule': 'cispo'},
-  ],
-  ids=str,
-)
-def test_a_knob_changes_the_update_if_and_only_if_it_is_not_inert(active):
+@pytest.mark.parametrize(('active', 'others'), OBJECTIVE, ids=str)
+def test_a_knob_changes_the_update_if_and_only_if_it_is_not_inert(active, others):
   idle = set(inert(tiny(**active)))
   before = objective(**active)
-  if active.get('loss.rule') == 'cispo':  # carries the dual bound along: test_loss.py
-    assert 'clip.dual' in idle
-    idle.remove('clip.dual')
-    active = active | {'clip.dual': math.inf}
-  others = {name: x for name, x in OBJECTIVE.items() if name not in active}
   assert objective(**active, **{k: x for k, x in others.items() if k in idle}) == before
   for name, value in others.items():
     if name not in idle:
@@ -241,11 +248,8 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(('file', 'variant'), VARIANTS)
-def test_only_the_cells_of_countdown_set_knobs_of_other_rules(file, variant):
+def test_config_files_set_no_knob_without_an_effect(file, variant):
   config = parse(file.get_config(variant).to_dict())
   idle = set(config_lib.changed(config)) & set(inert(config))
-  if file is not countdown:
-    assert not idle
-  for name in idle:  # listed on the first screen
-    rules_of = {'buffer': config.batch.rule, 'clip': config.clip.rule}
-    assert rules_of[name.partition('.')[0]] in ('fresh_only', 'fixed')
+  # The cells of countdown share a buffer, which two of them do not use.
+  assert not {x for x in idle if file is not countdown or not x.startswith('buffer.')}
