@@ -63,12 +63,8 @@ class RemoteSampler(SamplerElsewhere):
     super().__init__(mesh, timer)
     self._links = links
     self._sent = -1  # version of the actor that the other side has
-    self._answer = Collected((), [], (0, 0), busy=0.0, ready=0, signal=0)
-
-  @property
-  def signal(self) -> int:
-    """The signal that the other side has received, or 0."""
-    return self._answer.signal
+    self._busy = 0.0
+    self._ready = 0
 
   def _order(self, kind: str, value: Any = None) -> None:
     self._links.there.send(Order(kind, value))
@@ -89,10 +85,12 @@ class RemoteSampler(SamplerElsewhere):
 
   def _next(self) -> Sampled:
     self._order('collect')
-    self._answer = answer = self._links.back.receive()
+    answer: Collected = self._links.back.receive()
+    self._busy = answer.busy
+    self._ready = answer.ready
+    self.signal = answer.signal
     ahead = time.perf_counter() - time.time()
     span = answer.span[0] + ahead, answer.span[1] + ahead
-    self._answer = answer._replace(groups=())  # frees them when they are copied
     return Sampled.restored(answer.groups, answer.described)._replace(span=span)
 
   def state(self) -> Tree:
@@ -106,11 +104,11 @@ class RemoteSampler(SamplerElsewhere):
 
   def ready(self) -> int:
     """Returns the number of sampled submissions at the last fetch."""
-    return self._answer.ready
+    return self._ready
 
   def busy(self) -> float:
     """Returns for how many seconds the other side had sampled at the last fetch."""
-    return self._answer.busy
+    return self._busy
 
   def close(self, status: int | None = None) -> None:
     """Ends the other side with this exit status; None: leaves it alone."""
