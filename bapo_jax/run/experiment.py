@@ -81,7 +81,6 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  check_code(workdir, config)
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
@@ -94,20 +93,6 @@ def claim(workdir: str, config: Config) -> None:
       for name in ('steps', 'responses'):
         values[name] = max(values[name], before[name])
   workdirs.open_workdir(workdir, values, free)
-
-
-def check_code(workdir: str, config: Config) -> None:
-  """Raises ValueError if a file of own functions changed since the run began."""
-  if not workdirs.has_begun(workdir):
-    return
-  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(workdir)['code'])
-  for file, digest in (entry.rsplit(' ', 1) for entry in config.code):
-    if before.get(file, digest) != digest:
-      raise ValueError(
-        f'{file} has changed since the run in --workdir={workdir} began (digest '
-        f'{before[file]} then, {digest} now); restore the file, or give another '
-        '--workdir'
-      )
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
@@ -266,8 +251,6 @@ class Run:
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
-      for path in evaluate.truncated(self.workdir, among=range(1, s.step)):
-        log(f'{path} is truncated: its responses are lost, and no resume needs them.')
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
       log(completed(self.t.config, s))

@@ -9,7 +9,7 @@ import collections
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -255,19 +255,6 @@ def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = "repeat the run's command to evaluate step 0 and the last step again"
   return files.read_json(path, way_out)
-
-
-def truncated(workdir: str, among: Iterable[int]) -> list[str]:
-  """Returns the evaluations of these steps that do not end like an object of JSON."""
-  paths = (os.path.join(workdir, 'eval', f'{step}.json') for step in among)
-  return [path for path in paths if os.path.exists(path) and not _ends(path)]
-
-
-def _ends(path: str) -> bool:
-  """Returns whether the last character of a file is a closing brace."""
-  with open(path, 'rb') as file:
-    file.seek(max(0, os.path.getsize(path) - 16))
-    return file.read().rstrip().endswith(b'}')
 
 
 def mean_and_error(values: ArrayLike) -> tuple[float, float]:

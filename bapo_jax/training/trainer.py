@@ -83,10 +83,10 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
     prompts = Round(s.prompt_round, hard_problems(t, s, step))
-    stale = s.actor_version != s.step and len(prompts.hard_P)
-    groups = t.sampler.submit(
-      prompts, actor_of(t, s), step, newest(t, s) if stale else None
-    )
+    actor = actor_of(t, s)
+    if len(prompts.hard_P) and actor.version != s.step:
+      actor = actor._replace(newest=newest(t, s))
+    groups = t.sampler.submit(prompts, actor, step)
     queue = *s.queue, InFlight(prompts.hard_P, groups)
     s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
   (_, ready), *queue = s.queue
