@@ -1,5 +1,6 @@
 """Computes the metrics of one learner step from its groups, batch and updates."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -102,10 +103,9 @@ def _bytes(tree: Any) -> int:
 
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   """Returns the mean of every named part of the reward over the fresh responses."""
-  totals: dict[str, float] = {}
+  totals = collections.Counter()
   for each in fresh:
-    for name, value in each.parts.items():
-      totals[name] = totals.get(name, 0.0) + value
+    totals.update(each.parts)
   counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
   return {
     f'{metrics.OWN}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
