@@ -102,7 +102,7 @@ roofline.
   meshes, with the smallest batches. The smallest machine has the least memory.
 
 The command of a row compiles its programs for the absent machine. It needs
-`requirements-plan.txt` and the model's config.json:
+`requirements/plan.txt` and the model's config.json:
 `hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B`. If nothing
 fits, the command is that of the search, which compiles nothing and gives a reason per
 mesh. A run with adapters also needs a higher learning rate ([lora.md](lora.md)).

@@ -1,6 +1,6 @@
 """Writes notebooks/5_trl.jsonl: a batch of TRL, for 5_counterfactual.ipynb.
 
-  python -m notebooks.save_trl_record       (with requirements-peers.txt and torch)
+  python -m notebooks.save_trl_record       (with requirements/peers.txt and torch)
 
 A random policy of two layers writes digits and earns 1 for a 4 or a 7. The
 trainer is the class of docs/running.md, which is executed from there. Four prompts of
