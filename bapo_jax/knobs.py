@@ -5,7 +5,7 @@
    NumPy, so that a bad value fails before these imports.
 2. `validate` makes a section from plain values, or raises one sentence that names the
    knob, its value and its range.
-3. `describe` gives the line of each knob in docs/config.md.
+3. `describe` gives the line of each knob in docs/reference/config.md.
 """
 
 import difflib
@@ -63,7 +63,8 @@ def knob(
 
   Args:
     default: the default value, or the class of a nested section.
-    description: one sentence with the unit, complete by itself in docs/config.md.
+    description: one sentence with the unit, complete by itself in the table of
+      docs/reference/config.md.
     least, most: inclusive limits of the value, or of each value of a tuple.
     above, below: exclusive limits.
     infinite: accepts infinity, which means no limit.

@@ -2,11 +2,11 @@
 
   python -m notebooks.save_trl_record       (with requirements/peers.txt and torch)
 
-A random policy of two layers writes digits and earns 1 for a 4 or a 7. The
-trainer is the class of docs/running.md, which is executed from there. Four prompts of
-four responses, two optimiser updates on them and two passes: recorded is the second
-pass, whose ratios are not 1. Also prints the shares of tokens that TRL's own loss clips
-in the updates of that pass, for tests/lab/test_neutral_record.py.
+A random policy of two layers writes digits and earns 1 for a 4 or a 7. The trainer is
+the class of docs/guide/running.md, which is executed from there. Four prompts of four
+responses, two optimiser updates on them and two passes: recorded is the second pass,
+whose ratios are not 1. Also prints the shares of tokens that TRL's own loss clips in
+the updates of that pass, for tests/lab/test_neutral_record.py.
 """
 
 import os
@@ -19,13 +19,13 @@ from lab import neutral_record
 
 HERE = pathlib.Path(__file__).parent
 PATH = HERE / '5_trl.jsonl'
-PAGE = HERE.parent / 'docs' / 'running.md'
+PAGE = HERE.parent / 'docs' / 'guide' / 'running.md'
 LETTERS = '0123456789=+'
 PROMPTS = ('1+2=', '3+4=', '5+6=', '7+8=')
 
 
 def documented(name: str) -> str:
-  """Returns the code of docs/running.md under this name."""
+  """Returns the code of docs/guide/running.md under this name."""
   found = re.search(rf'```python\n# {name}\n(.*?)```', PAGE.read_text(), re.DOTALL)
   assert found, f'{PAGE} has no code for {name}'
   return found[1]

@@ -1,12 +1,12 @@
-"""docs/config.md is what the descriptions of the knobs say."""
+"""docs/reference/config.md is what the descriptions of the knobs say."""
 
 import pathlib
 
-from docs import write_config
+from docs.reference import write_config
 
-PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'config.md'
+PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'reference' / 'config.md'
 
 
 def test_the_page_is_current():
-  command = 'python -m docs.write_config > docs/config.md'
+  command = 'python -m docs.reference.write_config > docs/reference/config.md'
   assert PAGE.read_text() == write_config.document(), command

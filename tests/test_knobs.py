@@ -133,7 +133,7 @@ def test_a_value_is_shown_on_one_line():
 
 def test_the_command_line_reads_a_config_without_jax():
   code = (
-    'import sys; from bapo_jax import main; from docs import write_config; '
+    'import sys; from bapo_jax import main; from docs.reference import write_config; '
     "print({'jax', 'numpy', 'flax'} & {*sys.modules})"
   )
   run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)

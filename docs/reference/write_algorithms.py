@@ -1,6 +1,6 @@
-"""Writes the tables of docs/algorithms.md.
+"""Writes the tables of docs/reference/algorithms.md.
 
-  python -m docs.write_algorithms
+  python -m docs.reference.write_algorithms
 
 1. METHODS lists the published methods of each slot: the paper, the weight of a token or
    the chosen groups, the published value of every knob with its source, the tests that

@@ -1,6 +1,6 @@
-"""Writes docs/recipes.md: the longest responses and the limits of every machine.
+"""Writes recipes.md: the longest responses and the limits of every machine.
 
-python -m docs.write_recipes > docs/recipes.md
+python -m docs.reference.write_recipes > docs/reference/recipes.md
 
 Searches all meshes of a machine by hand counts, as --mode=plan --search does. Nothing
 is compiled, and no model is needed.
@@ -70,10 +70,10 @@ HEADER = (
 INTRODUCTION = """\
 # Recipes per machine
 
-Written by `python -m docs.write_recipes > docs/recipes.md` from the counts of
-`--mode=plan --search` ([scaling.md](scaling.md#which-mesh)). **Nothing here was
-measured on these machines:** memory is counted by hand, and times are bounds by the
-roofline.
+Written by `python -m docs.reference.write_recipes > docs/reference/recipes.md` from the
+counts of `--mode=plan --search` ([scaling.md](../guide/scaling.md#which-mesh)).
+**Nothing here was measured on these machines:** memory is counted by hand, and times
+are bounds by the roofline.
 
 - **model**: Qwen2.5. DeepSeek-R1-Distill-Qwen-7B, -14B and -32B have the same shapes.
 - **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
@@ -81,9 +81,9 @@ roofline.
 - **longest response**: the longest of {lengths} tokens after a
   prompt of 1k for which update and decoding need at most {share:.0f} % of the usable
   memory, by count. The other 17 % are for the error of the count, which was larger for
-  some rows ([compiled rows](scaling.md#compiled-recipes)). The 0.5B has 32k positions,
-  too few for a prompt and a response of 32k. Mesh, micro-batches and slots are those
-  with the lowest bound on the time of a step.
+  some rows ([compiled rows](../guide/scaling.md#compiled-recipes)). The 0.5B has 32k
+  positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
+  are those with the lowest bound on the time of a step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
@@ -105,7 +105,8 @@ The command of a row compiles its programs for the absent machine. It needs
 `requirements/plan.txt` and the model's config.json:
 `hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B`. If nothing
 fits, the command is that of the search, which compiles nothing and gives a reason per
-mesh. A run with adapters also needs a higher learning rate ([lora.md](lora.md)).
+mesh. A run with adapters also needs a higher learning rate
+([lora.md](../guide/lora.md)).
 """
 
 

@@ -1,6 +1,6 @@
-"""Writes docs/config.md from the descriptions of the knobs.
+"""Writes docs/reference/config.md from the descriptions of the knobs.
 
-python -m docs.write_config > docs/config.md
+python -m docs.reference.write_config > docs/reference/config.md
 """
 
 from bapo_jax import knobs
@@ -10,7 +10,7 @@ from bapo_jax.training.config import Config
 INTRODUCTION = """\
 # Knobs
 
-Written by `python -m docs.write_config`; edit the knobs.py of a folder.
+Written by `python -m docs.reference.write_config`; edit the knobs.py of a folder.
 
 Every knob is an override on the command line: `--config.clip.rule=fixed`. A config file
 (`configs/*.py`) changes any of them; the defaults are the embedded run. A value outside
