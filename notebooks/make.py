@@ -71,10 +71,11 @@ def batch(workdir: str) -> None:
   config = embedded({})
   t, s = build.start(config, workdir, PhaseTimer())
   with checkpoint.manager(workdir, config.checkpoint.keep) as checkpoints:
-    s, _ = resume.resume(checkpoints, s)
+    s, _ = resume.resume(checkpoints, t, s)
   keys = trainer.step_keys(config.seed, s.step)
   s = trainer.sync_actor_if_due(t, s)
-  groups = trainer.sample_fresh(t, s, s.prompt_round, keys.fresh).groups
+  s, sampled = trainer.sample(t, s)
+  groups = sampled.fresh.groups
   source_P = jnp.zeros(len(groups.id_P), jnp.int32)
   later = s
   for i in range(4):  # learner steps on one rollout, of eight updates each
@@ -134,22 +135,21 @@ def history() -> None:
     while not trainer.finished(config, s):  # the lines of `trainer.train_loop`
       keys = trainer.step_keys(config.seed, s.step)
       s = trainer.sync_actor_if_due(t, s)
-      due = trainer.hard_prompts(t, s)
-      reevaluated = trainer.reevaluate(t, s, due, keys.reevaluate)
-      s, fresh, seats, source_P = trainer.fill_batch(t, s, reevaluated.groups, keys)
+      s, sampled = trainer.sample(t, s)
+      s, fresh, seats, source_P = trainer.fill_batch(t, s, sampled, keys)
       s = trainer.free_actor_if_due(t, s)
       s, _ = trainer.update(t, s, seats, source_P, keys.update)
-      s, moves = trainer.insert(t, s, fresh, reevaluated, seats, source_P)
+      s, moves = trainer.insert(t, s, fresh, sampled.reevaluated, seats, source_P)
       s = s.replace(step=s.step + 1)
 
-      sampled = concat(*(rollout.groups for rollout in fresh))
-      hard = reevaluated.groups
+      asked = concat(*(rollout.groups for rollout in fresh))
+      hard = sampled.reevaluated.groups
       padding = (0, config.buffer.reevaluate - len(hard.id_P))
       row = {
         'source_SP': source_P,
         'batch_id_SP': seats.id_P,
-        'fresh_id_SP': sampled.id_P,
-        'fresh_correct_SP': num_correct(sampled),
+        'fresh_id_SP': asked.id_P,
+        'fresh_correct_SP': num_correct(asked),
         'reevaluated_id_SR': np.pad(hard.id_P, padding, constant_values=-1),
         'reevaluated_correct_SR': np.pad(
           num_correct(hard), padding, constant_values=-1

@@ -29,8 +29,8 @@ FAST = {
   'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate statistics',
-  '.': 'architecture config_docs docs finetune fuzz_config knobs limits main notebooks '
-  'on_gpu own_code readme requirements sharding type_checker types',
+  '.': 'architecture docs finetune fuzz_config knobs limits main notebooks '
+  'on_gpu own_code requirements sharding type_checker types',
 }
 
 

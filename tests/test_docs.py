@@ -1,6 +1,7 @@
 """The docs say what is the case: files, rules, knobs, metrics and links all exist."""
 
 import ast
+import inspect
 import json
 import pathlib
 import re
@@ -11,8 +12,9 @@ from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffe
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training import inert_knobs
+from bapo_jax.training import inert_knobs, trainer
 from bapo_jax.training.config import Config, decided, load, merged, overrides, parse
+from docs.reference import write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -246,3 +248,28 @@ def test_every_rule_is_named():
   slots = (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES)
   for rules in (*slots, replay_buffer.THRESHOLD_RULES):
     assert set(rules) <= named, set(rules) - named
+
+
+def test_the_page_of_knobs_is_current():
+  command = 'python -m docs.reference.write_config > docs/reference/config.md'
+  assert DOCS['docs/reference/config.md'] == write_config.document(), command
+
+
+# --- README.md: short, its loop is the code, its commands are those of CI ------------
+
+README = DOCS['README.md']
+
+
+def test_the_loop_is_the_loop():
+  assert inspect.getsource(trainer.train_loop).rstrip() in README
+
+
+def test_two_commands_each_one_line():
+  commands = re.findall(r'^python3 -m venv \.venv && .*$', README, re.M)
+  assert len(commands) == 2
+  assert commands[0].endswith('-m bapo_jax.main --config=configs/aime.py')
+  assert commands[1].endswith('-m pytest')
+
+
+def test_it_is_read_in_ten_minutes():
+  assert len(README.splitlines()) <= 150
