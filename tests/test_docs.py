@@ -228,6 +228,16 @@ def test_the_indices_name_every_page():
   assert dates == sorted(dates, reverse=True) and newest == dates[0]
 
 
+def test_every_test_that_guards_a_decision_exists():
+  text = (ROOT / 'DECISIONS.md').read_text()
+  named = set(re.findall(r'`(?:[\w/]*/)?(test_\w+)(?:\.py)?`', text))
+  files = [*(ROOT / 'tests').rglob('test_*.py')]
+  defined = {path.stem for path in files}
+  for path in files:
+    defined |= set(re.findall(r'(?m)^def (test_\w+)', path.read_text()))
+  assert len(named) > 100 and named <= defined, named - defined
+
+
 def test_a_broken_link_is_found():
   text = '[a](gone.md) [b](DECISIONS.md) [c](README.md#gone) [d](README.md#the-loop)'
   assert broken(ROOT / 'README.md', text) == ['gone.md', 'README.md#gone']
