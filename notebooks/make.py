@@ -232,11 +232,13 @@ def record(workdir: str = '') -> None:
     source, folder = pathlib.Path(workdir or scratch), HERE / '5_run'
     status = experiment.train(config, str(source))
     assert status == 0, f'the run ended with status {status}'
-    newest = f'checkpoints/{copy_step(source, folder, None)}'
-    shutil.copytree(source / newest, folder / newest)
-  for path in (folder / newest).rglob('commit_success.txt'):
-    path.write_text('')  # the text is the path of the workdir; only the file matters
-  digests.write(str(folder / newest), str(config.steps))
+    step = str(copy_step(source, folder, None))
+    newest = pathlib.Path(scratch, 'stored', step)
+    shutil.copytree(source / 'checkpoints' / step, newest)
+    for path in newest.rglob('commit_success.txt'):
+      path.write_text('')  # the text is the path of the workdir; only the file matters
+    digests.write(str(newest), step)
+    shutil.make_archive(str(folder / 'checkpoints'), 'zip', newest.parent)
 
 
 def smollm2(workdir: str) -> None:
