@@ -136,7 +136,7 @@ def usage() -> str:
   return (
     'Usage: bapo MODE --config=FILE[:VARIANT] [--workdir=DIR] [--config.KNOB=VALUE]...'
     f'\n\nModes:\n{modes}\n\nConfigs:\n{files or f"  {NO_CONFIGS}"}\n\n'
-    'bapo --help lists all flags, docs/config.md all knobs.'
+    'bapo --help lists all flags, docs/reference/config.md all knobs.'
   )
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md are what configs, tests and measurements say."""
+"""The tables of algorithms.md are what configs, tests and measurements say."""
 
 import math
 import pathlib
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bapo_jax.training import config as config_lib
-from docs import write_algorithms
-from docs.write_algorithms import METHODS, PAGE
+from docs.reference import write_algorithms
+from docs.reference.write_algorithms import METHODS, PAGE
 
 ROOT = pathlib.Path(__file__).parents[1]
 CASES = [(slot, name) for slot, methods in METHODS.items() for name in methods]
@@ -20,7 +20,7 @@ def test_the_tables_are_current():
   """Up to the measured differences, whose last bits depend on the processor."""
   text = PAGE.read_text()
   written = write_algorithms.document(text)
-  command = 'python -m docs.write_algorithms'
+  command = 'python -m docs.reference.write_algorithms'
   assert MEASURED.sub('', written) == MEASURED.sub('', text), command
 
 

@@ -22,7 +22,7 @@ from bapo_jax.training.config import OVERRIDE
 from lab import sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md')))
+PAGES = (ROOT / 'README.md', *sorted(ROOT.glob('docs/**/*.md')))
 PAGES += tuple(sorted(ROOT.glob('papers/*/README.md')))
 LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 

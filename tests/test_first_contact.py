@@ -16,9 +16,9 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import attention, decoder
 from bapo_jax.tools.plan import roofline
-from benchmarks.first_contact import kernels, parity, rates, report, section, speed
+from benchmarks.first_contact import kernels, parity, rates, section, speed
 from benchmarks.first_contact.__main__ import contact
-from benchmarks.first_contact.figures import Context, Figure, Section, Skip
+from benchmarks.first_contact.figures import Context, Figure, Section, Skip, table
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / 'benchmarks/first_contact/schema.json').read_text())
@@ -154,7 +154,7 @@ def test_rates_need_no_git(monkeypatch, one_device):
   assert rates.describe()['commit'] == 'unknown'
   document = run({'rates': section.SECTIONS['rates']})
   assert states(document) == {'rates': 'passed'}
-  assert 'commit unknown' in report.table(document)
+  assert 'commit unknown' in table(document)
 
 
 def test_sections_end_alone_and_only_checks_change_the_status():
@@ -191,7 +191,7 @@ def test_sections_end_alone_and_only_checks_change_the_status():
   results = {x['name']: x for x in document['sections']}
   assert results['broken']['reason'] == 'OSError: no such device'
   assert len(results['broken']['figures']) == 1
-  assert '| bad | x | 2 ms | **beyond** 1 |' in report.table(document)
+  assert '| bad | x | 2 ms | **beyond** 1 |' in table(document)
   for name, wrong in {'bad': bad, 'missing': missing, 'broken': broken}.items():
     decisive = {name: Section(wrong, 0, decides=True), 'good': sections['good']}
     assert run(decisive)['status'] == 1
@@ -214,7 +214,7 @@ def test_an_update_is_reported_with_its_memory(one_device):
   assert updated['value'] > 0 and updated['reference'] is None  # no rates are known
   # What a CPU cannot measure is said, and never called zero.
   assert figures['train 0.1M', 'peak memory']['value'] is None
-  assert '| peak memory | not reported |' in report.table(document)
+  assert '| peak memory | not reported |' in table(document)
   estimate = figures['train 0.1M', 'compiled program']
   assert 0.5 < estimate['value'] / estimate['reference'] < 2
 

@@ -82,7 +82,7 @@ def programs(directory, **texts):
 
 def test_shellcheck_has_nothing_to_say():
   found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
-  assert found, 'requirements-dev.txt has it'
+  assert found, 'requirements/dev.txt has it'
   run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS, *ROOT.glob('.ci/*'))
 
 
@@ -128,7 +128,7 @@ def test_without_python_a_launcher_says_how_to_get_it(name):
   assert done.returncode == 2 and not done.stdout
   (line,) = done.stderr.splitlines()
   assert line.startswith(f'launch/{name}: no program no/such/python; make it with')
-  assert 'pip install -r requirements.txt -c constraints.txt' in line
+  assert 'pip install -r requirements.txt -c requirements/constraints.txt' in line
 
 
 def test_the_processes_of_a_dry_run():
@@ -247,6 +247,9 @@ def test_the_image_has_what_a_run_reads():
   copied = [line.split()[1:-1] for line in lines if line.startswith('COPY ')]
   there = {name for names in copied for name in names}
   assert all((LAUNCH.parent / name).exists() for name in there)
-  assert {'bapo_jax', 'configs', 'constraints.txt', 'requirements-tpu.txt'} <= there
-  wanted = (LAUNCH.parent / 'requirements-tpu.txt').read_text().splitlines()
-  assert {line.split()[1] for line in wanted if line.startswith('-r ')} <= there
+  folder = 'requirements'
+  constraints, tpu = f'{folder}/constraints.txt', f'{folder}/tpu.txt'
+  assert {'bapo_jax', 'configs', constraints, tpu} <= there
+  assert f'COPY {tpu} {constraints} {folder}/' in lines  # below requirements.txt
+  wanted = (LAUNCH.parent / tpu).read_text().splitlines()
+  assert '-r ../requirements.txt' in wanted and 'requirements.txt' in there

@@ -1,4 +1,4 @@
-"""The examples of docs/library.md run, each at most 30 lines."""
+"""The examples of docs/guide/library.md run, each at most 30 lines."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from bapo_jax.runtime import metrics
 from bapo_jax.training import needs
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / 'docs' / 'library.md').read_text()
+PAGE = (ROOT / 'docs' / 'guide' / 'library.md').read_text()
 EXAMPLES = dict(re.findall(r'```python\n# example: (.*)\n([^`]*)```', PAGE))
 
 
@@ -23,7 +23,7 @@ def executed(name, **replaced):
     assert old in text
     text = text.replace(old, new)
   variables = {'__name__': 'example'}
-  exec(compile(text, f'docs/library.md: {name}', 'exec'), variables)
+  exec(compile(text, f'docs/guide/library.md: {name}', 'exec'), variables)
   return variables
 
 

@@ -212,4 +212,4 @@ def test_a_plan_without_a_compiler_says_what_to_install(monkeypatch, topology, m
   monkeypatch.setattr(importlib.util, 'find_spec', without)
   said = refused([GOOD, '--mode=plan', f'--topology={topology}'])
   assert f'--topology={topology} needs {missing}' in said
-  assert 'pip install -r requirements-plan.txt' in said
+  assert 'pip install -r requirements/plan.txt' in said

@@ -167,5 +167,5 @@ def test_a_dry_run_passes_every_stage(tmp_path):
 
 def test_shellcheck_has_nothing_to_say():
   found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
-  assert found, 'requirements-dev.txt has it'
+  assert found, 'requirements/dev.txt has it'
   subprocess.run([found, PACK, RUN], check=True)

@@ -1,4 +1,4 @@
-"""docs/recipes.md is what the search finds, and compiled programs confirm it."""
+"""The page recipes.md is what the search finds, and compiled programs confirm it."""
 
 import pathlib
 from collections import defaultdict
@@ -9,10 +9,10 @@ import pytest
 from bapo_jax import main
 from bapo_jax.tools.plan import devices, plan, programs, search
 from bapo_jax.training import resolve
-from docs import write_recipes
+from docs.reference import write_recipes
 
-PAGE = (pathlib.Path(__file__).parents[1] / 'docs' / 'recipes.md').read_text()
-WRITE = 'python -m docs.write_recipes > docs/recipes.md'
+PAGE = pathlib.Path(write_recipes.__file__).with_name('recipes.md').read_text()
+WRITE = 'python -m docs.reference.write_recipes > docs/reference/recipes.md'
 
 
 @pytest.mark.parametrize('topology', write_recipes.MACHINES)

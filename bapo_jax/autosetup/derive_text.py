@@ -15,7 +15,8 @@ from bapo_jax.rewards import number_rules
 from bapo_jax.training.config import Config
 
 # A model with fewer weights is not asked for a box: of 400 responses of SmolLM2-135M to
-# such a request none was right; without the request 1 in 40 to 1 in 10 (LOG.md).
+# such a request none was right; without the request 1 in 40 to 1 in 10
+# (log/2026-11-22.md).
 SMALL = 400_000_000
 BOX = r'\boxed'
 REQUEST = '\nPlease reason step by step, and put your final answer within \\boxed{}.'

@@ -110,7 +110,7 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
       return Layout(name, problem, '', _find(row, spelled, sources), 'none')
   raise ValueError(
     f"fields {_names(row)} match no layout; rename them, for example to 'problem' and "
-    "'answer' (docs/data_and_rewards.md lists all layouts)"
+    "'answer' (docs/guide/data_and_rewards.md lists all layouts)"
   )
 
 

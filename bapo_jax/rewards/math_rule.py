@@ -6,7 +6,7 @@ r"""Implements the rule `math`: compares LaTeX answers by meaning.
 3. numbers and closed forms are compared by value (latex/trees.py);
 4. expressions with variables are compared by math-verify (latex/symbolic.py).
 
-docs/data_and_rewards.md lists what the rule accepts.
+docs/guide/data_and_rewards.md lists what the rule accepts.
 """
 
 import re

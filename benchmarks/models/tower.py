@@ -6,7 +6,7 @@ r"""Times the forward pass of Qwen2.5-VL's vision tower, ours and transformers'.
 Both towers have the same random float32 weights and the same pictures of noise. Each
 processes all pictures in calls of `--batches` pictures; the best batch counts, and for
 torch the best attention. The embeddings are compared. Needs torch
-(requirements-parity.txt). Prints a table and, as the last line, one JSON object. Takes
+(requirements/parity.txt). Prints a table and, as the last line, one JSON object. Takes
 about five minutes on two cores.
 """
 

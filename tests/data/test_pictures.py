@@ -5,8 +5,10 @@ import io
 import numpy as np
 import PIL.Image
 import pytest
+from pictured import SEEING, problems
 
-from bapo_jax.data import pictures
+from bapo_jax.data import gallery, pictures
+from bapo_jax.data.gallery import Capacity
 from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
@@ -167,3 +169,34 @@ def test_damaged_bytes_never_end_in_another_error():
         assert pictures.read(bytes(data)).mode == 'RGB'
       except ValueError as error:
         assert '\n' not in str(error)
+
+
+# --- the gallery: pictures by the ids of problems -------------------------------------
+
+TOWER = SEEING.vision
+
+
+def test_every_problem_has_its_own_pictures_and_no_others():
+  _, held = problems()
+  ids = [4, -1, 1, 2, 1]
+  found = held.of(ids)
+  assert found.pixels_PZE.shape == (5, held.room.patches, TOWER.numbers)
+  assert found.grid_PI2.shape == (5, 2, 2) and held.room == Capacity(32, 2, 3)
+  assert found.grid_PI2[:, :, 0].tolist() == [[2, 0], [0, 0], [2, 6], [0, 0], [2, 6]]
+  for p, i in enumerate(ids):
+    if i < 0:
+      assert not found.pixels_PZE[p].any()
+      continue
+    patches_ZE = np.zeros((held.room.patches, TOWER.numbers), np.uint8)
+    if files := held.rows[i].pictures:
+      decoded = [pictures.patches(pictures.read(x), TOWER).pixels_ZE for x in files]
+      patches_ZE[: sum(map(len, decoded))] = np.concatenate(decoded)
+    np.testing.assert_array_equal(found.pixels_PZE[p], patches_ZE)
+  assert held.of([]).pixels_PZE.shape == (0, 32, TOWER.numbers)
+
+
+def test_the_capacity_is_that_of_the_largest_in_whole_windows():
+  # 2 x 4 + 3 x 4 = 20 patches are more than one window of 16 and take two; three small
+  # pictures have three windows.
+  assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], TOWER) == (32, 3, 3)
+  assert gallery.capacity([[], []], TOWER) == (0, 0, 0)

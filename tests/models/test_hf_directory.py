@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from bapo_jax.models.hf import directory
 from bapo_jax.models.hf import directory as hf_directory
 
 
@@ -141,3 +142,12 @@ def test_only_what_is_needed_is_downloaded(monkeypatch, tmp_path):
   with pytest.raises(ValueError, match=r'tokenizer\.json, \*\.safetensors'):
     hf_directory.find('hub:some/model', 'model.path')
   assert asked[-1] == (False, True)
+
+
+# --- names of the hub -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['hub:', 'hub:a', 'hub:a/b/c', 'hub:a/b@', 'hub:a /b'])
+def test_a_malformed_name_is_refused_with_the_way_out(name):
+  with pytest.raises(ValueError, match='hub:owner/name@revision'):
+    directory.parse_hub_name(name)

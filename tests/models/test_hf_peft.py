@@ -1,6 +1,6 @@
 """An exported directory of adapters is one that peft loads, with the same logits.
 
-The comparison needs peft (`pip install -r requirements-parity.txt`); without it that
+The comparison needs peft (`pip install -r requirements/parity.txt`); without it that
 test is skipped.
 """
 
@@ -65,8 +65,8 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
 
 @pytest.mark.parametrize('kind', ['qwen2', 'qwen2_5_vl'])
 def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
-  torch = pytest.importorskip('torch', reason='needs requirements-parity.txt')
-  peft = pytest.importorskip('peft', reason='needs requirements-parity.txt')
+  torch = pytest.importorskip('torch', reason='needs requirements/parity.txt')
+  peft = pytest.importorskip('peft', reason='needs requirements/parity.txt')
   import transformers
 
   options = {'qkv_bias': True, 'head_width': 8}

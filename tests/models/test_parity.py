@@ -1,6 +1,6 @@
 """The same weights give the same log-probabilities here and in transformers.
 
-Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
+Needs torch (`pip install -r requirements/parity.txt`); without it the file is skipped.
 """
 
 import json
@@ -22,7 +22,7 @@ from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
-  'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+  'torch', reason='parity needs torch: pip install -r requirements/parity.txt'
 )
 
 SIZES = {

@@ -1,6 +1,6 @@
 """Texts with pictures: the same weights give the same here and in transformers.
 
-Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
+Needs torch (`pip install -r requirements/parity.txt`); without it the file is skipped.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from bapo_jax.training.resolve import Model
 from bapo_jax.types import Pictures
 
 torch = pytest.importorskip(
-  'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+  'torch', reason='parity needs torch: pip install -r requirements/parity.txt'
 )
 
 IMAGE, START, END = 5, 6, 7

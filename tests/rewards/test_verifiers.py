@@ -2,8 +2,8 @@ r"""Verdicts: what counts as an answer, and that no text stalls or fools a rule.
 
 tests/verdicts/*.jsonl contain the cases, one per line: rule, answer, response, expected
 verdict (null: undecided; 'not right': wrong or undecided) and why. They were worked out
-from docs/data_and_rewards.md before a rule was run. A response is a text, or a list of
-[text, repetitions].
+from docs/guide/data_and_rewards.md before a rule was run. A response is a text, or a
+list of [text, repetitions].
 """
 
 import builtins
