@@ -216,7 +216,7 @@ def learn(
   }
   tokens = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
 
-  def apply(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+  def apply(state):
     params, opt = state
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt

@@ -207,7 +207,7 @@ def _of_all(
     (parts.base, parts.pictures),
   )
 
-  def value_of(stats: TokenStats) -> tuple[Array, Bounds]:
+  def value_of(stats):
     search = o.search(stats.logp_BT, batch, scale_B)
     return o.loss(stats.logp_BT, batch, scale_B, search)
 
@@ -222,13 +222,13 @@ def _one_by_one(
   o, together = objective, objective.together
   bounds = _bounds_of_all(trained, parts, scale_B, o)
 
-  def value_of(trained: Variables, n: Array) -> tuple[Array, tuple[TokenStats, Bounds]]:
+  def value_of(trained, n):
     stats, part = parts.stats(trained, n, o), parts.rows(n)
     search = o.search(stats.logp_BT, part, scale_B)
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
     # several, the bounds of the extra forward pass apply.
-    def find(ratio_BT: Array) -> Bounds:
+    def find(ratio_BT):
       of_part = search(ratio_BT)
       if not together:
         return of_part
@@ -238,9 +238,7 @@ def _one_by_one(
     value, applied = o.loss(stats.logp_BT, part, scale_B, find)
     return value, (stats, applied)
 
-  def merge(
-    n: Array, so_far: tuple[TokenStats, Bounds], new: tuple[TokenStats, Bounds]
-  ) -> tuple[TokenStats, Bounds]:
+  def merge(n, so_far, new):
     of_rows = True if together else parts.mine(n)
     bounds = jax.tree.map(lambda a, b: jnp.where(of_rows, b, a), so_far[1], new[1])
     return jax.tree.map(jnp.add, so_far[0], new[0]), bounds
@@ -259,7 +257,7 @@ def _bounds_of_all(
   """Returns bounds searched over all micro-batches, or a placeholder if not needed."""
   o, shape = objective, parts.batch.tokens_BT.shape
 
-  def add(n: Array, logp_BT: Array) -> Array:
+  def add(n, logp_BT):
     return logp_BT + parts.stats(trained, n, o).logp_BT
 
   together = o.together and parts.packed.shape.micro_batches > 1

@@ -53,7 +53,7 @@ def packed_logprobs(
     schedule=schedule,
   )
 
-  def add(n: Array, logp_BT: Array) -> Array:
+  def add(n, logp_BT):
     stats = stats_of(params, packed.cells(n), spec, temperature)
     return logp_BT + packed.unpack(stats.logp_BT, n)
 

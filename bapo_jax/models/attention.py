@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
@@ -145,7 +145,7 @@ def blockwise(
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
     # Softmax, normalised last. Each query attends to itself, so no maximum is -inf.
-    max_BKX1 = jax.lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
+    max_BKX1 = lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
     weight_BKXj = jnp.exp(scores_BKXj - max_BKX1)
     sum_BKXC = jnp.einsum(
       'bkxj,bkjc->bkxc',
@@ -183,7 +183,7 @@ def cached(
   mixed, start = [], 0
   for _, v_SKtC in segments:
     columns = v_SKtC.shape[2]
-    share_SKGt = jax.lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
+    share_SKGt = lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
     mixed.append(dot('skgt,sktc->skgc', share_SKGt, v_SKtC))
     start += columns
   return jnp.asarray(sum(mixed)).reshape(S, H, C).astype(q_SHC.dtype)

@@ -38,7 +38,7 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   Joined weights have two axes: XLA's CPU backend would transpose weights with three.
   """
 
-  def layer(i: int) -> Tree:
+  def layer(i):
     w = {name: _at_layer(x, i) for name, x in params['layers'].items()}
     for path, axes in PROJECTIONS.items():
       name = path.removeprefix('layers/')
@@ -83,7 +83,7 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
   """
   D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
 
-  def layer(w: Tree) -> Tree:
+  def layer(w):
     if 'qkv' in w:
       ends, w = (0, H * C, (H + K) * C, (H + 2 * K) * C), dict(w)
       for name, (start, end) in zip('qkv', itertools.pairwise(ends), strict=True):
@@ -123,7 +123,7 @@ def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segment
   columns are a multiple of attention.LANES.
   """
 
-  def zeros(*shape: int) -> Array:
+  def zeros(*shape):
     return jnp.zeros((slots, spec.kv_heads, *shape), spec.compute)
 
   C = spec.head_width

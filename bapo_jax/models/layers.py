@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
@@ -67,7 +67,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   quantised weight is scaled in float32, once per output.
   """
 
-  def times(x: Array, w: Array, axes: int) -> Array:
+  def times(x, w, axes):
     # The last axis comes first, so that sums equal those of einsum bit for bit.
     inner = list(reversed(range(axes)))
     outer = [i - axes for i in inner]
@@ -80,7 +80,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   if not isinstance(w, Adapted):
     return times(x, w, axes)
 
-  def both(x: Array, w: Adapted) -> Array:
+  def both(x, w):
     low = w.adapter.scale * times(x, w.adapter.a, axes)
     return times(x, w.base, axes) + times(low, w.adapter.b, 1)
 
@@ -91,7 +91,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   """Computes x / rms(x) * scale over the last axis, in float32 (RMSNorm)."""
   x32 = x.astype(jnp.float32)
-  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
@@ -149,7 +149,7 @@ def project(
     H, K = spec.heads, spec.kv_heads
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
-  def heads(name: str) -> Array:
+  def heads(name):
     out = joined[name] if joined else product(y, w[name])
     bias = w.get(f'{name}_bias')
     if bias is not None:
@@ -198,10 +198,10 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
   def look_up(embed_VD, tokens_BT):
     # Tokens of other shares give 0, so that the sum over devices is the embedding.
-    row_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
+    row_BT = tokens_BT - lax.axis_index('tensor') * embed_VD.shape[0]
     local_BT = (row_BT >= 0) & (row_BT < embed_VD.shape[0])
     x_BTD = embed_VD[jnp.where(local_BT, row_BT, 0)].astype(spec.compute)
-    return jax.lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
+    return lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
 
   rows = P(sharding.ROWS)
   return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
@@ -264,7 +264,7 @@ def through(
 ) -> Array:
   """Runs embedded rows through all layers, given the `rotations` of their positions."""
 
-  def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
+  def layer(x_BTD, w):
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
     attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
@@ -272,5 +272,5 @@ def through(
     return split(add_out(w, x_BTD, attended_BTHC, spec), schedule), None
 
   x_BTD = split(x_BTD, schedule)
-  x_BTD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
+  x_BTD, _ = lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)

@@ -105,7 +105,7 @@ def packed_stats(
   (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
 
-  def of_device(x: Array) -> Array:  # [R, T, ...] -> [shards, cells, ...]
+  def of_device(x):  # [R, T, ...] -> [shards, cells, ...]
     return x.reshape(shards, -1, *x.shape[2:])
 
   wanted_SX, target_SX = of_device(cells.wanted_RT), of_device(cells.target_RT)

@@ -104,7 +104,7 @@ def layer(w: Array | Adapted, i: int) -> Array:
 def merge(weights: Tree) -> Tree:
   """Merges every adapter into its weight, in float32; other weights are unchanged."""
 
-  def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one more layer
+  def merge_layers(w):  # needs memory for one more layer
     if not isinstance(w, Adapted):
       return w
     return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])

@@ -8,10 +8,9 @@ Axes: a micro-batch has R bins of T cells; the batch has B rows of T tokens.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Int32
 
 from bapo_jax import sharding
@@ -70,7 +69,7 @@ class Packed(struct.PyTreeNode):
     all_cells = empty.at[self._cell_BT()].set(index_BT, mode='drop')
     # Cut out the micro-batch, then gather what its cells need by these indices.
     size = self.shape.bins * self.shape.width
-    at_RT = jax.lax.dynamic_slice_in_dim(all_cells, n * size, size)
+    at_RT = lax.dynamic_slice_in_dim(all_cells, n * size, size)
     at_RT = at_RT.reshape(self.shape[1:])
     filled_RT, at_RT = at_RT >= 0, jnp.maximum(at_RT, 0)
     tokens, wanted = self.tokens_BT.ravel(), self.wanted_BT.ravel()
@@ -171,7 +170,7 @@ def pack(
   order_B = jnp.argsort(-length_B, stable=True)
   free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
 
-  def place(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+  def place(i, state):
     free_K, bin_B, start_B = state
     row = order_B[i]
     # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
@@ -181,7 +180,7 @@ def pack(
 
   none_B = jnp.full(B, -1, jnp.int32)
   state = free_K, none_B, none_B
-  free_K, bin_B, start_B = jax.lax.fori_loop(0, B, place, state)
+  free_K, bin_B, start_B = lax.fori_loop(0, B, place, state)
   # Rows without a target were placed with length 0, but are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -59,7 +59,7 @@ def blocks(length_S: Any, n: int) -> Any:
 
 def _last(length: Any, n: int) -> Any:
   """Returns the last live block, in a kernel: Python's // would ask for the device."""
-  return jax.lax.div(length - 1, np.int32(n))
+  return lax.div(length - 1, np.int32(n))
 
 
 def fold(
@@ -79,13 +79,13 @@ def fold(
   """
   max_G1, sum_G1, mixed_GC = softmax
   (G, C), n = q_GC.shape, k_Cn.shape[1]
-  live_Gn = jax.lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
+  live_Gn = lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
   score_Gn = jnp.dot(q_GC, k_Cn, preferred_element_type=jnp.float32) * C**-0.5
   score_Gn = jnp.where(live_Gn, score_Gn, MASKED)
   new_max_G1 = jnp.maximum(max_G1, score_Gn.max(1, keepdims=True))
   weight_Gn = jnp.exp(score_Gn - new_max_G1)
   decay_G1 = jnp.exp(max_G1 - new_max_G1)
-  new_GC = jax.lax.dot_general(
+  new_GC = lax.dot_general(
     weight_Gn.astype(v.dtype),
     v,
     (((1,), (axis,)), ((), ())),
@@ -124,7 +124,7 @@ def attend(
 
   def local(q_SHC, new, *args):
     S, K, C = new[0].shape
-    mixed_SKGC, cache = jax.lax.platform_dependent(
+    mixed_SKGC, cache = lax.platform_dependent(
       q_SHC.reshape(S, K, -1, C),
       new,
       *args,
@@ -172,14 +172,14 @@ def _tpu(
   halves, steps = 2 - S % 2, S // (2 - S % 2) * (T // n)  # most steps of a half
   slot_N, first_S, most = _visits(length_S, halves, steps, n)
 
-  def keys(half: Array, i: Array, slot_N: Any, first_S: Any, length_S: Any) -> Any:
+  def keys(half, i, slot_N, first_S, length_S):
     slot = slot_N[half * steps + i]
     return slot, 0, 0, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
 
-  def by_slot(*at: Any) -> tuple[Any, ...]:
+  def by_slot(*at):
     return keys(*at)[0], 0, 0, 0
 
-  def values(*at: Any) -> tuple[Any, ...]:
+  def values(*at):
     return keys(*at) if turned else (*keys(*at)[:2], keys(*at)[3], 0)
 
   # XLA stores such values with the columns last (put_values), and copies nothing here.
@@ -244,12 +244,12 @@ def _tpu_step(
   block, last = i - first_S[slot], _last(length_S[slot], n)
 
   @pl.when(block == 0)
-  def _start() -> None:
+  def _start():
     for x, value in zip(softmax, (MASKED, 0.0, 0.0), strict=True):
       x[...] = jnp.full(x.shape, value, x.dtype)
 
   @pl.when(block <= last)  # false for the steps of a half after its last block
-  def _fold() -> None:
+  def _fold():
     for head in range(k.shape[1]):
       state = tuple(x[head] for x in softmax)
       left = length_S[slot] - block * n
@@ -258,7 +258,7 @@ def _tpu_step(
         x[head] = value
 
   @pl.when(block == last)
-  def _finish() -> None:
+  def _finish():
     _, sum_KG1, mixed_KGC = (x[...] for x in softmax)
     out[0] = (mixed_KGC / sum_KG1).astype(out.dtype)
 
@@ -288,7 +288,7 @@ def _gpu(
   # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
   rows = max(SUBLANES, pl.next_power_of_2(G))
 
-  def whole(*shape: int) -> pl.BlockSpec:
+  def whole(*shape):
     return pl.BlockSpec((None, None, *shape), lambda s, k, _: (s, k, 0, 0))
 
   by_slot = [pl.BlockSpec((None,), lambda s, *_: (s,))] * 2
@@ -348,12 +348,12 @@ def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
   # MASKED: the first live block, or the merging of spans, gives the column no weight.
   max_R1 = jnp.where(start == 0, score_R1, MASKED)
 
-  def body(i: Array, state: Softmax) -> Softmax:
+  def body(i, state):
     at = pl.ds(start + i * n, n)
     return fold(state, q_RC, k[:, at], v[at, :], left - i * n)
 
   live = jnp.clip(blocks(left, n), 0, span // n)
   state = max_R1, jnp.ones_like(max_R1), v_RC
-  max_R1, sum_R1, mixed_RC = jax.lax.fori_loop(0, live, body, state)
+  max_R1, sum_R1, mixed_RC = lax.fori_loop(0, live, body, state)
   triton.store(lse, max_R1 + jnp.log(sum_R1), mask=real_R1)
   triton.store(mixed, (mixed_RC / sum_R1).astype(mixed.dtype), mask=real_R1)

@@ -61,7 +61,7 @@ def yarn(
   pairs with fewer than `beta_slow` turns are divided by `factor` (Peng et al., 2023).
   """
 
-  def pair(turns: float) -> float:
+  def pair(turns):
     ratio = original_max_position_embeddings / (2 * math.pi * turns)
     return len(frequency) * math.log(ratio) / math.log(theta)
 

@@ -46,7 +46,7 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
   picture_RZ = (patch_Z[None, None] >= end_RI[:, :, None]).sum(1, dtype=jnp.int32)
   live_RZ = picture_RZ < grid_RI2.shape[1]
 
-  def per_patch(x_RI: Array) -> Array:
+  def per_patch(x_RI):
     return jnp.take_along_axis(x_RI, picture_RZ, 1, mode='clip')
 
   # Row and column of each patch, from its number within its picture.

@@ -43,7 +43,7 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Arr
 
   picture_BT = past_BTI.sum(2)
 
-  def per_token(x_BI: Array) -> Array:
+  def per_token(x_BI):
     return jnp.take_along_axis(x_BI, picture_BT, 1, mode='clip')
 
   # Row and column within the picture. text_BT is equal for all patches of a picture,
