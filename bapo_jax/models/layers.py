@@ -128,7 +128,8 @@ def rotate(x: Array, sin: Array, cos: Array) -> Array:
 
   A pair consists of coordinates i and i + C / 2, as in Hugging Face models.
   """
-  sin, cos = sin[..., None, :], cos[..., None, :]
+  sin = sin[..., None, :]
+  cos = cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
@@ -189,7 +190,8 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
   Without `shard_map`, XLA would sum all rows in float32 on every device, then reshard.
   """
-  mesh, embed_VD = sharding.ambient(), params['embed']
+  mesh = sharding.ambient()
+  embed_VD = params['embed']
   if mesh is None or (
     tokens_BT.shape[0] % sharding.row_shards(mesh)
     or embed_VD.shape[0] % mesh.shape['tensor']
