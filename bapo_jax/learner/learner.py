@@ -160,7 +160,8 @@ def _minibatches(
   PO also splits by size, so that a half-empty batch takes fewer steps than a full one.
   """
   size = len(order_P) // minibatches
-  filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]
+  filled = order_P[filled_P[order_P]]
+  empty = order_P[~filled_P[order_P]]
   parts = []
   for part in np.array_split(filled, -(-len(filled) // size)):
     pad, empty = np.split(empty, [size - len(part)])

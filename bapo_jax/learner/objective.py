@@ -153,8 +153,11 @@ def micro_batches(
   pictures: EmbeddedPictures | None = None,
 ) -> MicroBatches:
   """Packs the tokens of a batch that the objective computes."""
-  o, batch = objective, objective.computed(batch)
-  tokens_BT, wanted_BT, most = batch.tokens_BT, batch.loss_mask_BT, o.grad_accum_steps
+  o = objective
+  batch = objective.computed(batch)
+  tokens_BT = batch.tokens_BT
+  wanted_BT = batch.loss_mask_BT
+  most = o.grad_accum_steps
   packed = pictured.pack(tokens_BT, wanted_BT, most, o.spec, pictures, packed=o.pack)
   return MicroBatches(batch, packed, base, pictures)
 
@@ -198,7 +201,8 @@ def _of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
   """Runs all forward passes, then the bound search, then all backward passes."""
-  o, batch = objective, parts.batch
+  o = objective
+  batch = parts.batch
   stats, backward = accumulation.forward_all(
     lambda trained, n: parts.stats(trained, n, o),
     trained,
@@ -219,11 +223,13 @@ def _one_by_one(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
   """Runs the backward pass of each micro-batch right after its forward pass."""
-  o, together = objective, objective.together
+  o = objective
+  together = objective.together
   bounds = _bounds_of_all(trained, parts, scale_B, o)
 
   def value_of(trained, n):
-    stats, part = parts.stats(trained, n, o), parts.rows(n)
+    stats = parts.stats(trained, n, o)
+    part = parts.rows(n)
     search = o.search(stats.logp_BT, part, scale_B)
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
@@ -255,7 +261,8 @@ def _bounds_of_all(
   trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
 ) -> Bounds:
   """Returns bounds searched over all micro-batches, or a placeholder if not needed."""
-  o, shape = objective, parts.batch.tokens_BT.shape
+  o = objective
+  shape = parts.batch.tokens_BT.shape
 
   def add(n, logp_BT):
     return logp_BT + parts.stats(trained, n, o).logp_BT

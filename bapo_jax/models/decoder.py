@@ -73,7 +73,10 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
 
   Quantised projections remain quantised, so that `actor` of the result is this actor.
   """
-  D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
+  D = spec.width
+  H = spec.heads
+  K = spec.kv_heads
+  C = spec.head_width
 
   def layer(w):
     if 'qkv' in w:
@@ -101,7 +104,8 @@ def is_ragged(spec: ModelSpec) -> bool:
   model.attention=plain turns both off. The kernel's products need heads whose width is
   a power of two, 16 or more.
   """
-  kind, C = spec.attention, spec.head_width
+  kind = spec.attention
+  C = spec.head_width
   if kind == 'auto':
     kind = attention.resolve(kind, jax.default_backend(), spec.compute, C)
   return kind != 'plain' and C >= 16 and C.bit_count() == 1
@@ -132,7 +136,7 @@ def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
 
 
 def prefill_embedded(
-  actor: Tree, x_RTD: Array, turn_RTc: tuple[Array, Array], spec: ModelSpec
+  actor: Tree, x_RTD: Array, turn_RTc: layers.Turn, spec: ModelSpec
 ) -> list[KeysValues]:
   """Prefills embedded prompts; `turn_RTc` are the rotations of their positions."""
   x_RTD = sharding.constrain(x_RTD, sharding.ROWS)

@@ -16,10 +16,9 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import attention
+from bapo_jax.models import attention, rope
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized
-from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -48,6 +47,9 @@ REMAT = {
   ),
   'none': lambda layer: layer,
 }
+
+
+Turn = tuple[Array, Array]  # sine and cosine of rotary angles, [..., C / 2]
 
 
 class Schedule(NamedTuple):
@@ -95,27 +97,19 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
+def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
   """Returns (sine, cosine) [..., C / 2] of the rotary angles at positions [...].
 
   Angles are float32; bfloat16 angles would be off by a radian beyond position 256.
+
+  If `by_parts`, positions [..., 3] have three parts: time, row and column. The first
+  spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row and the
+  last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are equal, as
+  for text tokens, the result is that of positions [...], bit for bit.
   """
-  return _turns(position[..., None], spec)
-
-
-def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns `rotations` at positions [..., 3] of three parts: time, row and column.
-
-  The first spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row
-  and the last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are
-  equal, as for text tokens, the result equals that of `rotations`, bit for bit.
-  """
-  return _turns(position[..., np.repeat(np.arange(3), spec.mrope)], spec)
-
-
-def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns (sine, cosine) of each pair's angle; positions are [..., C / 2 or 1]."""
-  frequency, factor = frequency_table(
+  part = np.repeat(np.arange(3), spec.mrope) if by_parts else None
+  position = position[..., part]
+  frequency, factor = rope.table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
   shape = (1,) * (position.ndim - 1) + frequency.shape
@@ -135,7 +129,7 @@ def rotate(x: Array, sin: Array, cos: Array) -> Array:
 
 
 def project(
-  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
+  w: Tree, x: Array, turn: Turn, spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
   """Projects x [..., D] to rotated queries [..., H, C], rotated keys, and values.
 
@@ -147,7 +141,8 @@ def project(
   if 'qkv' in w:
     out = product(y, w['qkv'])
     out = out.reshape(*out.shape[:-1], -1, spec.head_width)
-    H, K = spec.heads, spec.kv_heads
+    H = spec.heads
+    K = spec.kv_heads
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
   def heads(name):
@@ -237,7 +232,6 @@ def forward(
   params: Tree,
   tokens_BT: Array,
   spec: ModelSpec,
-  position_BT: Array | None = None,
   segment_BT: Array | None = None,
   *,
   schedule: Schedule = Schedule(),
@@ -245,26 +239,28 @@ def forward(
   """Computes the final hidden states [B, T, D]; column t depends on tokens 0..t.
 
   Rows are padded on the right. Attention is causal, so padding never affects a token
-  before it and needs no mask. Positions are columns by default. If rows contain
-  several texts, `segment_BT` is the text index of each token (`attention.attend`).
+  before it and needs no mask. See `through` for `segment_BT`.
   """
-  if position_BT is None:
-    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   x_BTD = embed_rows(params, tokens_BT, spec)
-  turn = rotations(position_BT, spec)
+  turn = rotations(column_BT, spec)
   return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)
 
 
 def through(
   params: Tree,
   x_BTD: Array,
-  turn: tuple[Array, Array],
+  turn: Turn,
   spec: ModelSpec,
   segment_BT: Array | None = None,
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """Runs embedded rows through all layers, given the `rotations` of their positions."""
+  """Runs embedded rows through all layers; `turn` are the rotations of their positions.
+
+  If rows contain several texts, `segment_BT` is the text index of each token
+  (`attention.attend`).
+  """
 
   def layer(x_BTD, w):
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 # Uneven tiles have sides that are multiples of a CPU's register and of a TPU's lanes.
-COLUMN_STEP, ROW_STEP = 8, 128
+COLUMN_STEP = 8
+ROW_STEP = 128
 MASKED = -1e30  # a logit without weight; -inf would give NaN products and differences
 
 
@@ -85,7 +86,8 @@ def _block(head_VD: Array, k: Array, size: int, dtype: jax.typing.DTypeLike) -> 
   1 GiB for the 7B model.
   """
   V = head_VD.shape[0]
-  start, new_v = k * size, None
+  start = k * size
+  new_v = None
   if V % size:
     start = jnp.minimum(start, V - size)
     new_v = start + jnp.arange(size) >= k * size
@@ -196,10 +198,12 @@ def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
   sums = tuple(x.sum(0) for x in (*parts, chosen_bBT))
   sums = lax.psum(sums, 'tensor') if sharded else sums
   sum_BT, spread_BT, square_BT, square_spread_BT, chosen_BT = sums
-  log_sum_BT, mean_BT = jnp.log(sum_BT), spread_BT / sum_BT
+  log_sum_BT = jnp.log(sum_BT)
+  mean_BT = spread_BT / sum_BT
   # log pi + H of a token is (logit - top) - mean, so no second pass is needed.
   covariance_BT = (square_spread_BT - mean_BT * square_BT) / sum_BT**2
-  logp_BT, entropy_BT = chosen_BT - log_sum_BT, log_sum_BT - mean_BT
+  logp_BT = chosen_BT - log_sum_BT
+  entropy_BT = log_sum_BT - mean_BT
   return logp_BT, entropy_BT, covariance_BT, top_BT + log_sum_BT
 
 
@@ -304,7 +308,8 @@ def backward(
   """
   dtype = head_VD.dtype
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  (blocks, block), chunk = split(head_VD.shape[0], tile.rows, ROW_STEP), tile.columns
+  blocks, block = split(head_VD.shape[0], tile.rows, ROW_STEP)
+  chunk = tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)

@@ -48,7 +48,8 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
     if path in PROJECTIONS and re.fullmatch(targets, path):
       # [L, *in, *out]: a product sums over the axes `in`.
       outputs_from = 1 + PROJECTIONS[path]
-      inner, outer = shape[1:outputs_from], shape[outputs_from:]
+      inner = shape[1:outputs_from]
+      outer = shape[outputs_from:]
       limit = min(math.prod(inner), math.prod(outer))
       if rank > limit:
         raise ValueError(

@@ -71,8 +71,10 @@ class Packed(struct.PyTreeNode):
     size = self.shape.bins * self.shape.width
     at_RT = lax.dynamic_slice_in_dim(all_cells, n * size, size)
     at_RT = at_RT.reshape(self.shape[1:])
-    filled_RT, at_RT = at_RT >= 0, jnp.maximum(at_RT, 0)
-    tokens, wanted = self.tokens_BT.ravel(), self.wanted_BT.ravel()
+    filled_RT = at_RT >= 0
+    at_RT = jnp.maximum(at_RT, 0)
+    tokens = self.tokens_BT.ravel()
+    wanted = self.wanted_BT.ravel()
     cells = Cells(
       tokens_RT=jnp.where(filled_RT, tokens[at_RT], 0),
       position_RT=jnp.where(filled_RT, at_RT % T, 0),
@@ -82,7 +84,8 @@ class Packed(struct.PyTreeNode):
     )
     if self.places is None:
       return cells
-    parts_X3, merged_X = self.places.parts_BT3.reshape(-1, 3), self.places.merged_BT
+    parts_X3 = self.places.parts_BT3.reshape(-1, 3)
+    merged_X = self.places.merged_BT
     parts_RT3 = jnp.where(filled_RT[..., None], parts_X3[at_RT], 0)
     merged_RT = jnp.where(filled_RT, merged_X.ravel()[at_RT], -1)
     return cells._replace(places=Places(parts_RT3, merged_RT))
@@ -112,7 +115,10 @@ def widest(spec: ModelSpec) -> int:
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
   between tokens of different rows.
   """
-  D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
+  D = spec.width
+  H = spec.heads
+  K = spec.kv_heads
+  C = spec.head_width
   weights = 2 * D * (H + K) * C + 3 * D * spec.ffn
   return int(ATTENTION * weights / (2 * H * C))
 

@@ -30,7 +30,8 @@ from bapo_jax.models.scatter import KeysValues, put, put_values
 
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
-BLOCK, SPAN = 64, 2048  # columns per block and per program of the GPU kernel
+BLOCK = 64
+SPAN = 2048  # columns per block and per program of the GPU kernel
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
 
 Softmax = tuple[Array, Array, Array]  # [G, 1] maximum, [G, 1] sum, [G, C] mixed values
@@ -78,7 +79,8 @@ def fold(
   Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135).
   """
   max_G1, sum_G1, mixed_GC = softmax
-  (G, C), n = q_GC.shape, k_Cn.shape[1]
+  G, C = q_GC.shape
+  n = k_Cn.shape[1]
   live_Gn = lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
   score_Gn = jnp.dot(q_GC, k_Cn, preferred_element_type=jnp.float32) * C**-0.5
   score_Gn = jnp.where(live_Gn, score_Gn, MASKED)
@@ -167,9 +169,11 @@ def _tpu(
   v_SKTC = put_values(cache[1], new[1], position_S)
   heads = q_SKGC.shape[2]  # rows of zeros fill the tiles
   q_SKGC = jnp.pad(q_SKGC, ((0, 0), (0, 0), (0, -heads % SUBLANES), (0, 0)))
-  (S, K, G, C), T = q_SKGC.shape, k_SKCT.shape[3]
+  S, K, G, C = q_SKGC.shape
+  T = k_SKCT.shape[3]
   n = n or block_columns(K, C, T, k_SKCT.dtype.itemsize)
-  halves, steps = 2 - S % 2, S // (2 - S % 2) * (T // n)  # most steps of a half
+  halves = 2 - S % 2
+  steps = S // (2 - S % 2) * (T // n)  # most steps of a half
   slot_N, first_S, most = _visits(length_S, halves, steps, n)
 
   def keys(half, i, slot_N, first_S, length_S):
@@ -218,7 +222,8 @@ def _visits(
   count_hS = blocks(length_S, n).reshape(halves, -1)
   end_hS = jnp.cumsum(count_hS, 1)
   # Step i of a half visits the slot after all slots that end at or before i.
-  step_N, slots = jnp.arange(steps), count_hS.shape[1]
+  step_N = jnp.arange(steps)
+  slots = count_hS.shape[1]
   slot_hN = (end_hS[:, None] <= step_N[None, :, None]).sum(2, dtype=jnp.int32)
   slot_hN = jnp.minimum(slot_hN, slots - 1)
   slot_hN += slots * jnp.arange(halves, dtype=jnp.int32)[:, None]
@@ -226,22 +231,13 @@ def _visits(
 
 
 def _tpu_step(
-  slot_N: Any,
-  first_S: Any,
-  length_S: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  out: Any,
-  *softmax: Any,
-  steps: int,
-  n: int,
-  axis: int,
+  slot_N, first_S, length_S, q, k, v, out, *softmax, steps: int, n: int, axis: int
 ) -> None:
   """Folds one block of a slot, all key heads, into the running softmax of the slot."""
   i = pl.program_id(1)
   slot = slot_N[pl.program_id(0) * steps + i]
-  block, last = i - first_S[slot], _last(length_S[slot], n)
+  block = i - first_S[slot]
+  last = _last(length_S[slot], n)
 
   @pl.when(block == 0)
   def _start():
@@ -272,8 +268,6 @@ def _gpu(
   *,
   n: int = BLOCK,
   span: int = SPAN,
-  warps: int = 4,
-  stages: int = 3,
   interpret: bool = False,
 ) -> tuple[Array, KeysValues]:
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
@@ -283,7 +277,8 @@ def _gpu(
   """
   from jax.experimental.pallas import triton
 
-  (S, K, G, C), T = q_SKGC.shape, cache[0].shape[3]
+  S, K, G, C = q_SKGC.shape
+  T = cache[0].shape[3]
   spans = -(-T // span)
   # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
   rows = max(SUBLANES, pl.next_power_of_2(G))
@@ -315,7 +310,7 @@ def _gpu(
     input_output_aliases={3: 2, 4: 3},
     # Two blocks are loaded at a time, with two stages one, between products. Blocks of
     # 128 columns of heads of 128 would not fit RTX cards, which have 99 KiB for them.
-    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
     interpret=interpret,
     name='ragged_decode',
   )(position_S, length_S, new_SKNC, *cache)
@@ -335,7 +330,8 @@ def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
 
   position, length, new, k, v, lse, mixed, extended_k, extended_v = refs
   rows, C = mixed.shape
-  k_C, v_C = new[0, :], new[1, :]
+  k_C = new[0, :]
+  v_C = new[1, :]
   extended_k[:, position[...]] = k_C
   extended_v[position[...], :] = v_C
   start = pl.program_id(2) * span

@@ -20,6 +20,8 @@ from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import CHANNELS, VisionSpec
 from bapo_jax.runtime import files
 
+Options = dict[str, Any]
+
 
 class Architecture(NamedTuple):
   """Options that a model_type implies."""
@@ -113,7 +115,7 @@ def read_spec(path: str, compute: str) -> ModelSpec:
     ) from None
 
 
-def read_pixels(path: str) -> dict[str, Any]:
+def read_pixels(path: str) -> Options:
   """Reads the image options of the preprocessor; {} if there is no file.
 
   processor_config.json takes precedence, as in transformers 5. A damaged file
@@ -124,9 +126,7 @@ def read_pixels(path: str) -> dict[str, Any]:
   return processor.get('image_processor') or pixels
 
 
-def spec_of(
-  c: dict[str, Any], compute: str, pixels: dict[str, Any] | None = None
-) -> ModelSpec:
+def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpec:
   """Converts config.json and the result of `read_pixels` to a ModelSpec.
 
   Raises ValueError if an architecture or an option is not supported.
@@ -165,9 +165,7 @@ def spec_of(
   return dataclasses.replace(model, mrope=sections, vision=tower)
 
 
-def _language_model(
-  c: dict[str, Any], implied: Architecture, compute: str
-) -> ModelSpec:
+def _language_model(c: Options, implied: Architecture, compute: str) -> ModelSpec:
   _check_only(c, ONLY)
   if implied.windowed:
     # Defaults of transformers for absent options; null is a value.
@@ -178,7 +176,7 @@ def _language_model(
   width = _positive(c, 'hidden_size')
   heads = _positive(c, 'num_attention_heads')
   default = {'kv_heads': heads, 'head_width': implied.head_width or width // heads}
-  sizes: dict[str, Any] = {
+  sizes: Options = {
     field: _positive(c, name, default.get(field)) for field, name in FIELDS.items()
   }
   if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
@@ -202,7 +200,7 @@ def _language_model(
   )
 
 
-def _check_window(c: dict[str, Any], always: bool) -> None:
+def _check_window(c: Options, always: bool) -> None:
   """Raises ValueError if a layer's sliding window is shorter than the context.
 
   `always`: a window is used in all layers, whatever the other options.
@@ -226,7 +224,7 @@ def _check_window(c: dict[str, Any], always: bool) -> None:
     )
 
 
-def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> None:
+def _check_only(c: Options, only: Options, where: str = '') -> None:
   for option, wanted in only.items():
     value = c.get(option)
     if value is None or value == wanted:
@@ -240,7 +238,7 @@ def _check_only(c: dict[str, Any], only: dict[str, Any], where: str = '') -> Non
     )
 
 
-def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
+def _rope(c: Options) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   """Returns (theta, rope_type, knobs of the rule); see rope.RULES."""
   # transformers 5 writes rope_parameters, 4 rope_scaling and rope_theta.
   knobs = c.get('rope_scaling') or c.get('rope_parameters') or {}
@@ -257,7 +255,7 @@ def _rope(c: dict[str, Any]) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   return theta, kind, tuple(sorted(knobs.items()))
 
 
-def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _text_options(c: Options) -> tuple[Options, tuple[int, ...]]:
   """Returns (options of the language model in Qwen2's spelling, mrope_section)."""
   text = dict(c.get('text_config') or c)
   name = 'tie_word_embeddings'
@@ -271,10 +269,10 @@ def _text_options(c: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
   return text, sections
 
 
-def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
+def _tower(c: Options, pixels: Options) -> VisionSpec:
   tower = c.get('vision_config') or {}
   _check_only(tower, ONLY_VISION, ' in vision_config')
-  fields: dict[str, Any] = {
+  fields: Options = {
     field: _positive(tower, name, default) for field, (name, default) in SIZES.items()
   }
   full_layers = tower.get('fullatt_block_indexes')
@@ -310,7 +308,7 @@ def _tower(c: dict[str, Any], pixels: dict[str, Any]) -> VisionSpec:
 
 
 def _positive(
-  c: dict[str, Any], name: str, default: float | None = None, kind: type = int
+  c: Options, name: str, default: float | None = None, kind: type = int
 ) -> Any:
   value = default if c.get(name) is None else c[name]
   if type(value) not in (int, kind) or not value > 0:
@@ -321,11 +319,11 @@ def _positive(
   return kind(value)
 
 
-def config_of(spec: ModelSpec) -> dict[str, Any]:
+def config_of(spec: ModelSpec) -> Options:
   """Returns the contents of a config.json that every version of transformers reads."""
   kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
   kind = 'qwen3' if spec.qk_norm else kind
-  config: dict[str, Any] = {
+  config: Options = {
     'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,
     **{name: getattr(spec, field) for field, name in FIELDS.items()},
@@ -357,7 +355,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
   return config
 
 
-def preprocessor_of(v: VisionSpec) -> dict[str, Any]:
+def preprocessor_of(v: VisionSpec) -> Options:
   """Returns the contents of preprocessor_config.json."""
   return {
     'image_processor_type': 'Qwen2VLImageProcessor',

@@ -193,7 +193,8 @@ def _load_parameter(
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
     # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
-    lows, highs = np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]
+    lows = np.min(parts, 0)[1:, 0]
+    highs = np.max(parts, 0)[1:, 1]
     hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize

@@ -37,7 +37,8 @@ def forward(
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
     windows: number of windows per row; None: enough for any pictures.
   """
-  v, (R, Z, _) = vision_of(spec), pixels_RZE.shape
+  v = vision_of(spec)
+  R, Z, _ = pixels_RZE.shape
   if windows is None:
     windows = grids.most_windows(Z, grid_RI2.shape[1], v)
   at = grids.layout(grid_RI2, Z, windows, v)
