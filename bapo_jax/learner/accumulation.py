@@ -47,7 +47,7 @@ def summed(
     (value, float32 gradients, aux).
   """
 
-  def add(n, state: tuple[Array, Variables, Aux]) -> tuple[Array, Variables, Aux]:
+  def add(n, state):
     total, sums, aux = state
     (value, new), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
     return total + value, _add(sums, grads), merge(n, aux, new)
@@ -88,7 +88,7 @@ def forward_all(
     new, residuals = forward(n)
     put = lax.dynamic_update_index_in_dim
     pairs = zip(stored, residuals, strict=True)
-    stored: list[Array] = [put(*pair, n, 0) for pair in pairs]
+    stored = [put(*pair, n, 0) for pair in pairs]
     return jax.tree.map(jnp.add, stats, new), stored
 
   shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
