@@ -78,7 +78,8 @@ def make(
   devices are left out, for sampling. Raises ValueError if the product of the sizes is
   not the number of devices.
   """
-  shape, (learners, _) = (data, fsdp, tensor), divide(rollout, devices)
+  shape = (data, fsdp, tensor)
+  learners, _ = divide(rollout, devices)
   grid = np.asarray(learners)
   try:
     if min(shape) < -1:

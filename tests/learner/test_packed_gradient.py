@@ -156,7 +156,7 @@ def test_what_waits_saves_one_forward_pass():
 
   def forward(params, batch):
     found = objective_lib.micro_batches(batch, of('again'))
-    return found.stats(pictured.Variables(params), 0, of('again'))
+    return found.stats(pictured.Variables(params), 0)
 
   again, stored = (
     products(functools.partial(objective_lib.gradient, objective=of(name)))
