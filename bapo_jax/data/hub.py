@@ -98,24 +98,15 @@ def read_tfds(
   Raises:
     ValueError: no such data set, split, network or library, or a row cannot be read.
   """
-  rows: list[Row] = []
-  layout = None
-  for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
-    # array_record returns text as bytes.
-    row = {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
-    try:
-      if field := layouts.pictures(row)[0]:
-        raise ValueError(
-          f'field {field!r} has pictures, but only files and the hub may contain '
-          'pictures; give a parquet file or hub:owner/name:split'
-        )
-      layout = layout or layouts.detect(row, whole=whole)
-      rows.append(layouts.parse(row, layout, whole=whole))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'tfds:{name}:{split}, row {i}: {error}') from error
-  return rows
+  items = (
+    (
+      f'tfds:{name}:{split}, row {i}',
+      # array_record returns text as bytes.
+      {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()},
+    )
+    for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1)
+  )
+  return layouts.read_rows(items, check, whole=whole)
 
 
 def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':

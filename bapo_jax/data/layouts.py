@@ -1,21 +1,24 @@
-r"""Detects the layout of a data set: which fields hold the problem and the answer.
+r"""Reads rows of named fields, whatever layout the data set has.
 
-The first row of a file decides the layout by which all its rows are read. Field names
-match regardless of case, spaces, underscores and hyphens: `final_answer` and
-`Final Answer` are the same field. A problem is a string or a list of chat messages: one
-user message, preceded by at most one system message. The content of a message is a
+1. `read_rows` reads all rows of a source by the layout of its first row;
+2. `detect` returns the layout of a row, and `parse` reads a row by it.
+
+Field names match regardless of case, spaces, underscores and hyphens: `final_answer`
+and `Final Answer` are the same field. A problem is a string or a list of chat messages:
+one user message, preceded by at most one system message. The content of a message is a
 string or a list of parts, {"type": "text", "text": ...}.
 """
 
 import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from bapo_jax.data import pictures
 from bapo_jax.data.made import countdown
-from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 
@@ -27,13 +30,7 @@ class Layout(NamedTuple):
   problem: str
   answer: str
   source: str  # field with the name of the row's data set; '': none
-  answer_format: str  # a key of READERS, or countdown
-
-  @property
-  def columns(self) -> list[str]:
-    """Returns the top-level fields that `parse` reads."""
-    fields = (self.problem, self.answer, self.source)
-    return list(dict.fromkeys(field.split('.')[0] for field in fields if field))
+  answer_format: str  # plain, hashes, boxed, bare, countdown or none
 
 
 ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
@@ -78,11 +75,6 @@ def known(name: str) -> bool:
   return _plain(name) in KNOWN
 
 
-def is_picture(name: str) -> bool:
-  """Returns whether a field of this name has pictures."""
-  return _plain(name) in PICTURES
-
-
 def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
   """Returns the layout of a file with this first row; `whole`: answers are optional.
 
@@ -90,7 +82,7 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
     ValueError: no layout has these fields.
   """
   spelled = _spellings(row)
-  numbers = next((spelled[name] for name in NUMBERS if name in spelled), '')
+  numbers = _find(row, spelled, NUMBERS)
   if numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
   for name, *columns in LAYOUTS:
@@ -124,33 +116,90 @@ def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
   """
   fields = ''
   if whole:
-    values = {name: x for name, x in row.items() if not is_picture(name)}
+    values = {name: x for name, x in row.items() if _plain(name) not in PICTURES}
     fields = json.dumps(values, sort_keys=True, default=str)
-  if layout.answer_format == 'countdown':
-    numbers, target = (_get(row, field) for field in (layout.problem, layout.answer))
+  field = layout.problem
+  answer_format = layout.answer_format
+  if answer_format == 'countdown':
+    numbers = _get(row, field)
+    target = _get(row, layout.answer)
     return countdown.row(numbers, target, 'sentence')._replace(fields=fields)
-  field, solved = layout.problem, layout.name in ('open-instruct', 'messages')
+  solved = layout.name in ('open-instruct', 'messages')
   problem, system, solution = _chat(_get(row, field), field, solved=solved)
   value = solution if layout.answer == field else _get(row, layout.answer or field)
-  reader = layout.answer_format
   # A worked solution below bare answers: without this, all of it would be the answer.
-  if reader == 'plain' and isinstance(value, str) and '####' in value:
-    reader = 'hashes'
-  answer = READERS[reader](value, layout.answer)
-  verifier = 'gsm8k' if reader == 'hashes' else ''
+  if answer_format == 'plain' and isinstance(value, str) and '####' in value:
+    answer_format = 'hashes'
+  answer = _extract(value, layout.answer, answer_format)
+  verifier = 'gsm8k' if answer_format == 'hashes' else ''
   if layout.source:
     verifier = _verifier(_get(row, layout.source), layout.source) or verifier
   return Row(problem, answer, verifier, system, fields=fields)
 
 
-def pictures(row: dict[str, Any]) -> tuple[str, list[Any]]:
-  """Returns (field with pictures, list of its pictures); ('', []) if there is none."""
+def read_rows(
+  items: Iterable[tuple[str, Any]],
+  check: Callable[[Row], None] | None = None,
+  *,
+  whole: bool = False,
+  folder: str = '',
+) -> list[Row]:
+  """Returns the rows of (place, fields) pairs; the first pair decides the layout.
+
+  Paths of pictures are relative to `folder`.
+
+  Raises:
+    ValueError: a row cannot be read or fails `check`; the message names its place.
+  """
+  layout = None
+  # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
+  unique: dict[Row, Row] = {}
+  rows = []
+  for place, fields in items:
+    try:
+      if not isinstance(fields, dict):
+        raise ValueError(f'{shown(fields)} has no named fields; give an object of them')
+      layout = layout or detect(fields, whole=whole)
+      row = parse(fields, layout, whole=whole)
+      row = row._replace(pictures=_pictures(fields, folder))
+      if check:
+        check(row)
+    except ValueError as error:
+      raise ValueError(f'{place}: {error}') from error
+    rows.append(unique.setdefault(row, row))
+  return rows
+
+
+def _pictures(row: dict[str, Any], folder: str) -> tuple[bytes, ...]:
+  """Returns the picture files of a row, in order."""
   for name in PICTURES:
-    for field, value in row.items():
-      empty = isinstance(value, (str, list, dict)) and not value
-      if _plain(field) == name and value is not None and not empty:
-        return field, value if isinstance(value, list) else [value]
-  return '', []
+    for field, values in row.items():
+      if _plain(field) != name or values is None or values in ('', [], {}):
+        continue
+      files = []
+      for i, value in enumerate(values if isinstance(values, list) else [values], 1):
+        try:
+          files.append(pictures.checked(_picture(value, folder)).data)
+        except ValueError as error:
+          raise ValueError(f'field {field!r}, picture {i}: {error}') from error
+      return tuple(files)
+  return ()
+
+
+def _picture(value: Any, folder: str) -> bytes:
+  """Returns an image file that is given as bytes, a path or a dict of `datasets`."""
+  if isinstance(value, dict):
+    value = value.get('path') if value.get('bytes') is None else value['bytes']
+  if isinstance(value, bytes):
+    return value
+  if not isinstance(value, str):
+    raise ValueError(f'{shown(value)} is not a picture; give bytes or a path')
+  path = os.path.join(folder, value)
+  try:
+    with open(path, 'rb') as file:
+      return file.read()
+  except OSError as error:
+    raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
 def _names(row: dict[str, Any]) -> str:
@@ -242,13 +291,12 @@ def _content(value: Any, field: str) -> Any:
   texts = []
   for part in value:
     # A table fills the fields that a part lacks with None.
-    given = part if isinstance(part, dict) else {}
-    given = {k: v for k, v in given.items() if v is not None}
-    match given:
+    fields = part.items() if isinstance(part, dict) else ()
+    match {name: x for name, x in fields if x is not None}:
       case {'type': 'text', 'text': str(text)}:
         texts.append(text)
-      case {'type': 'image'} if len(given) == 1:
-        texts.append(PLACEHOLDER)
+      case {'type': 'image', **others} if not others:
+        texts.append(pictures.PLACEHOLDER)
       case _:
         raise ValueError(
           f'field {field!r}: {shown(part)} is not a text part; give {{"type": "text", '
@@ -304,55 +352,43 @@ def _answer(value: Any, field: str) -> str:
   return text
 
 
-def _after_hashes(value: Any, field: str) -> str:  # as in GSM8K
-  if not isinstance(value, str) or '####' not in value:
-    raise ValueError(f'field {field!r}: {shown(value)} has no ####; add #### ANSWER')
-  return _answer(value.rpartition('####')[2], field)
+def _extract(value: Any, field: str, answer_format: str) -> str:
+  """Returns the answer in the value of a field; raises a ValueError if it has none."""
+  if answer_format == 'none':
+    return ''
+  text = value if isinstance(value, str) else ''
+  if answer_format == 'hashes':
+    _, hashes, value = text.rpartition('####')
+    if not hashes:
+      raise ValueError(f'field {field!r}: {shown(text)} has no ####; add #### ANSWER')
+  elif answer_format == 'boxed' or (answer_format == 'bare' and OPENER in text):
+    value = _in_box(text, field)
+  elif answer_format == 'bare':
+    bare = text.strip()
+    if len(bare) > LONGEST_BARE or '\n' in bare:
+      raise ValueError(
+        rf'field {field!r}: {shown(value)} is not a bare answer and has no \boxed{{}}; '
+        'add an `answer` field'
+      )
+    if dollars := re.fullmatch(r'\$([^$]+)\$', bare):
+      value = dollars[1]
+  return _answer(value, field)
 
 
-def _in_box(value: Any, field: str) -> str:
-  if not isinstance(value, str) or OPENER not in value:
+def _in_box(text: str, field: str) -> str:
+  start = text.rfind(OPENER) + len(OPENER)
+  if start < len(OPENER):
     raise ValueError(
-      rf'field {field!r}: {shown(value)} has no \boxed{{}}; add an `answer` field'
+      rf'field {field!r}: {shown(text)} has no \boxed{{}}; add an `answer` field'
     )
-  start = value.rindex(OPENER) + len(OPENER)
   depth = 1
-  for i in range(start, len(value)):
+  for i in range(start, len(text)):
     # \{ and \} are part of the answer and need not be balanced.
-    if value[i] in '{}' and value[i - 1] != '\\':
-      depth += 1 if value[i] == '{' else -1
+    if text[i] in '{}' and text[i - 1] != '\\':
+      depth += 1 if text[i] == '{' else -1
     if not depth:
-      return _answer(value[start:i], field)
+      return text[start:i]
   raise ValueError(rf'field {field!r}: its last \boxed{{ is not closed; add a }}')
-
-
-def _bare(value: Any, field: str) -> str:
-  """Returns the boxed answer, or without a box the whole text, without $ around it."""
-  if isinstance(value, str) and OPENER in value:
-    return _in_box(value, field)
-  text = _answer(value, field)
-  if not isinstance(value, str):
-    return text
-  if len(text) > LONGEST_BARE or '\n' in text:
-    raise ValueError(
-      rf'field {field!r}: {shown(value)} is not a bare answer and has no \boxed{{}}; '
-      'add an `answer` field'
-    )
-  within = re.fullmatch(r'\$([^$]+)\$', text)
-  return _answer(within[1], field) if within else text
-
-
-def _none(value: Any, field: str) -> str:
-  return ''
-
-
-READERS = {
-  'plain': _answer,
-  'hashes': _after_hashes,
-  'boxed': _in_box,
-  'bare': _bare,
-  'none': _none,
-}
 
 
 def _verifier(value: Any, field: str) -> str:

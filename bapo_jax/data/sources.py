@@ -138,6 +138,7 @@ def _read(
       ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
     made = MAKERS[source](problems)
     return [made[i].row for i in ids]
+  whole = problems.whole
   if own_code.is_place(source):
     return _own_rows(problems, source, check)
   paths = source.split(',')
@@ -146,41 +147,25 @@ def _read(
 
     where, name, split = named
     if where == 'tfds':
-      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=problems.whole)
+      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=whole)
     paths = hub.find_files(name, split, f'problems.{knob}')
-  return [
-    row for path in paths for row in local_files.read(path, check, whole=problems.whole)
-  ]
+  return [row for path in paths for row in local_files.read(path, check, whole=whole)]
 
 
 def _own_rows(
-  problems: ProblemsConfig, place: str, check: Check | None = None
+  problems: ProblemsConfig, path: str, check: Check | None = None
 ) -> list[Row]:
-  """Returns the rows that an own function returns; each is a dict, as in a file.
-
-  Raises:
-    ValueError: the function raises an error or returns no rows, or a row is damaged.
-  """
-  function = own_code.bind(place, problems.own)
+  """Returns the rows that a user's function returns, each a dict as in a file."""
+  function = own_code.bind(path, problems.own)
   try:
-    given = list(function())
+    dicts = list(function())
   except Exception as error:  # a user's function may raise anything
-    reason = own_code.described(error, own_code.file_of(place))
-    raise ValueError(f'{place} raises {reason}') from error
-  rows, layout = list[Row](), None
-  for i, row in enumerate(given, 1):
-    try:
-      if not isinstance(row, dict):
-        raise ValueError(f'{row!r:.60} is not a dict with fields such as problem')
-      layout = layout or layouts.detect(row, whole=problems.whole)
-      rows.append(layouts.parse(row, layout, whole=problems.whole))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'{place}, row {i}: {error}; correct the function') from error
-  if not rows:
-    raise ValueError(f'{place} returns no rows; return a list of dicts')
-  return rows
+    reason = own_code.described(error, own_code.file_of(path))
+    raise ValueError(f'{path} raises {reason}') from error
+  if not dicts:
+    raise ValueError(f'{path} returns no rows; return a list of dicts')
+  items = ((f'{path}, row {i}', row) for i, row in enumerate(dicts, 1))
+  return layouts.read_rows(items, check, whole=problems.whole)
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
