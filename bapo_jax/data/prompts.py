@@ -167,11 +167,6 @@ def encode(
       pictures.check_row(row, sees=False)
     return [EncodedPrompt(x, ()) for x in tokenizer_lib.encode_prompts(tokenizer, rows)]
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
-  if image is None:
-    raise ValueError(
-      f'tokenizer.path: no token with id {vision.image_token}, which is the picture '
-      "token in the model's config.json; give the model's own tokenizer"
-    )
   encoded = []
   ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
   for row, ids in zip(rows, ids_N, strict=True):
