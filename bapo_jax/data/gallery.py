@@ -47,7 +47,9 @@ class Gallery:
   """
 
   def __init__(self, rows: Sequence[Row], v: VisionSpec, room: Capacity):
-    self.rows, self.vision, self.room = rows, v, room
+    self.rows = rows
+    self.vision = v
+    self.room = room
     size = max(1, CACHED // max(1, room.patches * v.numbers))
     self._cached = functools.lru_cache(size)(self._decode)
 
@@ -61,7 +63,8 @@ class Gallery:
 
   def empty(self, prompts: int) -> Pictures:
     """Returns the arrays for this many prompts without pictures, all zero."""
-    room, zeros = self.room, cast(Any, np.zeros)  # Pictures is typed with jax.Array
+    room = self.room
+    zeros = cast(Any, np.zeros)  # Pictures is typed with jax.Array
     return Pictures(
       zeros((prompts, room.patches, self.vision.numbers), np.uint8),
       zeros((prompts, room.pictures, 2), np.int32),
@@ -69,7 +72,8 @@ class Gallery:
     )
 
   def _decode(self, problem: int) -> Pictures:
-    files, v = self.rows[problem].pictures, self.vision
+    files = self.rows[problem].pictures
+    v = self.vision
     decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in files]
     grids = [picture.grid for picture in decoded]
     pixels_ZE = np.concatenate([picture.pixels_ZE for picture in decoded])

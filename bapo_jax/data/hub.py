@@ -36,7 +36,8 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   import huggingface_hub
 
   repository, _, revision = name.partition('@')
-  patterns, reason = [f'*{split}*{suffix}' for suffix in local_files.SUFFIXES], ''
+  patterns = [f'*{split}*{suffix}' for suffix in local_files.SUFFIXES]
+  reason = ''
   for local in (True, False):
     try:
       folder = huggingface_hub.snapshot_download(
@@ -111,7 +112,8 @@ def read_tfds(
 
 def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
   """Returns the builder of a data set after writing the data to disk."""
-  builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
+  builder = _builder(name, knob)
+  source = f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
   if not builder.info.splits and not _has_network():
     raise ValueError(

@@ -11,7 +11,6 @@ string or a list of parts, {"type": "text", "text": ...}.
 
 import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -44,7 +43,8 @@ LAYOUTS = (
   ('TRL', ('prompt',), ANSWERS, ('data_source',)),
   ('messages', ('messages',), ANSWERS, ('data_source',)),
 )
-NUMBERS, TARGET = ('nums', 'numbers'), 'target'  # of a countdown problem
+NUMBERS = ('nums', 'numbers')
+TARGET = 'target'  # of a countdown problem
 PICTURES = ('images', 'image')  # the first non-empty field is used
 # Patterns in the name of a data set, and the verifier of its answers.
 VERIFIERS = (
@@ -81,7 +81,7 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
   Raises:
     ValueError: no layout has these fields.
   """
-  spelled = _spellings(row)
+  spelled = {_plain(name): name for name in reversed(row)}
   numbers = _find(row, spelled, NUMBERS)
   if numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
@@ -93,16 +93,16 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
       answer_format = _answer_format(name, answer, row.get(answer))
       return Layout(name, problem, answer, source, answer_format)
   if messages := spelled.get('messages', ''):
-    *_, solution = _chat(row[messages], messages, solved=True)
+    *_, solution = _read(row, messages, _chat, True)
     if solution:
-      answer_format = 'hashes' if '####' in solution else 'boxed'
+      answer_format = 'hashes' if '####' in str(solution) else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
   for name, problems, _, sources in LAYOUTS if whole else ():
     if problem := _find(row, spelled, problems):
       return Layout(name, problem, '', _find(row, spelled, sources), 'none')
   raise ValueError(
-    f"fields {_names(row)} match no layout; rename them, for example to 'problem' and "
-    "'answer' (docs/data_and_rewards.md lists all layouts)"
+    f'fields {sorted(map(str, row))!s:.400} match no layout; rename them, such as to '
+    "'problem' and 'answer' (docs/data_and_rewards.md lists all layouts)"
   )
 
 
@@ -118,22 +118,19 @@ def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
   if whole:
     values = {name: x for name, x in row.items() if _plain(name) not in PICTURES}
     fields = json.dumps(values, sort_keys=True, default=str)
-  field = layout.problem
-  answer_format = layout.answer_format
-  if answer_format == 'countdown':
-    numbers = _get(row, field)
+  if layout.answer_format == 'countdown':
+    numbers = _get(row, layout.problem)
     target = _get(row, layout.answer)
     return countdown.row(numbers, target, 'sentence')._replace(fields=fields)
   solved = layout.name in ('open-instruct', 'messages')
-  problem, system, solution = _chat(_get(row, field), field, solved=solved)
-  value = solution if layout.answer == field else _get(row, layout.answer or field)
-  # A worked solution below bare answers: without this, all of it would be the answer.
-  if answer_format == 'plain' and isinstance(value, str) and '####' in value:
-    answer_format = 'hashes'
-  answer = _extract(value, layout.answer, answer_format)
-  verifier = 'gsm8k' if answer_format == 'hashes' else ''
+  problem, system, solution = _read(row, layout.problem, _chat, solved)
+  answer = verifier = ''
+  if layout.answer == layout.problem:
+    row = {layout.answer: solution}
+  if layout.answer:
+    answer, verifier = _read(row, layout.answer, _extract, layout.answer_format)
   if layout.source:
-    verifier = _verifier(_get(row, layout.source), layout.source) or verifier
+    verifier = _read(row, layout.source, _verifier) or verifier
   return Row(problem, answer, verifier, system, fields=fields)
 
 
@@ -202,23 +199,6 @@ def _picture(value: Any, folder: str) -> bytes:
     raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
-def _names(row: dict[str, Any]) -> str:
-  names = sorted(map(str, row))
-  more = f' and {len(names) - 10} more' if len(names) > 10 else ''
-  return str([name[:40] for name in names[:10]]) + more
-
-
-def _spellings(row: dict[str, Any]) -> dict[str, str]:
-  """Maps field names, in lower case without spaces, _ and -, to their spelling."""
-  spelled: dict[str, str] = {}
-  for name in row:
-    other = spelled.setdefault(_plain(name), name)
-    if other != name and known(name):
-      both = ' and '.join(map(repr, sorted((other, name))))
-      raise ValueError(f'fields {both} have the same meaning; remove one of them')
-  return spelled
-
-
 def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) -> str:
   """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
@@ -231,7 +211,8 @@ def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) ->
 
 def _answer_format(layout: str, field: str, value: Any) -> str:
   text = value if isinstance(value, str) else ''
-  boxed, hashes = OPENER in text, '####' in text
+  boxed = OPENER in text
+  hashes = '####' in text
   if _plain(field) != 'solution':
     return 'hashes' if hashes else 'plain'
   if hashes and not boxed:
@@ -246,42 +227,48 @@ def _get(row: Any, path: str) -> Any:
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
     if name not in row:
-      raise ValueError(f'no field {name!r}, only {_names(row)}; correct the row')
+      raise ValueError(f'no field {name!r}, only {shown(sorted(row))}; correct the row')
     row = row[name]
   return row
 
 
-def _chat(value: Any, field: str, *, solved: bool) -> tuple[str, str, str]:
+def _read(
+  row: dict[str, Any], path: str, read: Callable[..., Any], *options: Any
+) -> Any:
+  """Reads the value of a field; an error names the field."""
+  value = _get(row, path)
+  try:
+    return read(value, *options)
+  except ValueError as error:
+    raise ValueError(f'field {path!r}: {error}') from error
+
+
+def _chat(value: Any, solved: bool) -> tuple[str, str, Any]:
   """Returns (problem, system message, solution) from a string or chat messages.
 
   The solution is the assistant's last message, allowed if `solved`, or else ''.
   """
   if not isinstance(value, list):
-    return _statement(value, field, 'problem'), '', ''
+    return _statement(value, 'problem'), '', ''
+  roles = []
+  texts = []
   for turn in value:
     if not isinstance(turn, dict) or not {'role', 'content'} <= turn.keys():
-      raise ValueError(
-        f'field {field!r}: {shown(turn)} is not a chat message; give role and content'
-      )
-  roles = [turn['role'] for turn in value]
-  texts = [_content(turn['content'], field) for turn in value]
+      raise ValueError(f'{shown(turn)} is not a chat message; give role and content')
+    roles.append(turn['role'])
+    texts.append(_content(turn['content']))
   solution = texts.pop() if solved and roles[-1:] == ['assistant'] else ''
   if roles[: len(texts)] not in (['user'], ['system', 'user']):
     raise ValueError(
-      f'field {field!r} has messages with the roles {shown(roles)}; give one user '
-      'message, preceded by at most one system message'
-    )
-  if not isinstance(solution, str):
-    raise ValueError(
-      f'field {field!r}: {shown(solution)} is not a solution; give a string with '
-      r'"#### ANSWER" or \boxed{ANSWER}, or remove the row'
+      f'messages with the roles {shown(roles)}; give one user message, preceded by at '
+      'most one system message'
     )
   # Rejects an empty system message, which chat templates treat unlike a missing one.
-  system = '' if len(texts) < 2 else _statement(texts[0], field, 'system message')
-  return _statement(texts[-1], field, 'problem'), system, solution
+  system = '' if len(texts) < 2 else _statement(texts[0], 'system message')
+  return _statement(texts[-1], 'problem'), system, solution
 
 
-def _content(value: Any, field: str) -> Any:
+def _content(value: Any) -> Any:
   """Joins the text of content parts; returns other content unchanged.
 
   A part {"type": "image"} becomes <image>: its picture is in the row's `images`.
@@ -299,107 +286,97 @@ def _content(value: Any, field: str) -> Any:
         texts.append(pictures.PLACEHOLDER)
       case _:
         raise ValueError(
-          f'field {field!r}: {shown(part)} is not a text part; give {{"type": "text", '
-          '"text": ...}, or for a picture {"type": "image"} and its path in `images`'
+          f'{shown(part)} is not a text part; give {{"type": "text", "text": ...}}, or '
+          'for a picture {"type": "image"} and its path in `images`'
         )
   return ''.join(texts)
 
 
-def _statement(value: Any, field: str, what: str) -> str:
+def _statement(value: Any, what: str) -> str:
   if not isinstance(value, str) or not value.strip():
-    raise ValueError(f'field {field!r}: {shown(value)} is not a {what}; give text')
-  return _readable(value, field, r'\0')
+    raise ValueError(f'{shown(value)} is not a {what}; give text')
+  return _readable(value, r'\0')
 
 
-def _readable(text: str, field: str, refused: str) -> str:
+def _readable(text: str, refused: str) -> str:
   if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
     raise ValueError(
-      f'field {field!r}: {shown(text)} contains {bad[0]!r}; remove this character, '
-      r'or write \\ for each backslash in JSON'
+      f'{shown(text)} contains {bad[0]!r}; remove this character, or write '
+      r'\\ for each backslash in JSON'
     )
   return text
 
 
-def _answer(value: Any, field: str) -> str:
+def _answer(value: Any) -> str:
   """Extracts the answer from a string, number, one-item list or countdown problem."""
   if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
     with contextlib.suppress(ValueError):  # a string that only looks like a list
       value = json.loads(value)
   if isinstance(value, list):
     if len(value) != 1:
-      raise ValueError(f'field {field!r} has {len(value)} answers; give one answer')
+      raise ValueError(f'{len(value)} answers; give one answer')
     value = value[0]
   if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
     return countdown.row(value['numbers'], value['target'], 'sentence').answer
-  if isinstance(value, float) and math.isfinite(value):
-    if abs(value) > EXACT:
-      raise ValueError(f'field {field!r}: the float {value} is inexact; give a string')
-    value = int(value) if value.is_integer() else value  # 204.0 in a table means 204
-  elif not isinstance(value, str | int) or isinstance(value, bool):
+  inexact = isinstance(value, float) and not abs(value) <= EXACT  # or not a number
+  if inexact or isinstance(value, bool) or not isinstance(value, str | int | float):
     raise ValueError(
-      f'field {field!r}: {shown(value)} is not an answer; give a string, a finite '
-      'number or a list of one answer'
+      f'{shown(value)} is not an answer; give a string, an exact number or a list of '
+      'one answer'
     )
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)  # 204.0 in a table means 204
   # Checks before stripping spaces: a form feed is a \frac that lost its backslash.
-  text = _readable(str(value), field, r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
-  if not text:
-    raise ValueError(f'field {field!r} is empty; give an answer')
-  if '####' in text:
-    raise ValueError(
-      f'field {field!r}: {shown(value)} is not a bare answer; give only the text '
-      'after ####'
-    )
+  text = _readable(str(value), r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
+  if not text or '####' in text:
+    raise ValueError(f'{shown(value)} is not a bare answer; give the text after ####')
   return text
 
 
-def _extract(value: Any, field: str, answer_format: str) -> str:
-  """Returns the answer in the value of a field; raises a ValueError if it has none."""
-  if answer_format == 'none':
-    return ''
+def _extract(value: Any, answer_format: str) -> tuple[str, str]:
+  """Returns (answer, verifier or '') from the value of a field."""
   text = value if isinstance(value, str) else ''
-  if answer_format == 'hashes':
-    _, hashes, value = text.rpartition('####')
+  # A worked solution below bare answers: without this, all of it would be the answer.
+  if answer_format == 'hashes' or (answer_format == 'plain' and '####' in text):
+    _, hashes, answer = text.rpartition('####')
     if not hashes:
-      raise ValueError(f'field {field!r}: {shown(text)} has no ####; add #### ANSWER')
-  elif answer_format == 'boxed' or (answer_format == 'bare' and OPENER in text):
-    value = _in_box(text, field)
+      raise ValueError(f'{shown(value)} has no ####; add #### ANSWER')
+    return _answer(answer), 'gsm8k'
+  if answer_format == 'boxed' or (answer_format == 'bare' and OPENER in text):
+    value = _in_box(value)
   elif answer_format == 'bare':
     bare = text.strip()
     if len(bare) > LONGEST_BARE or '\n' in bare:
       raise ValueError(
-        rf'field {field!r}: {shown(value)} is not a bare answer and has no \boxed{{}}; '
-        'add an `answer` field'
+        rf'{shown(value)} is not a bare answer and has no \boxed{{}}; add an `answer` '
+        'field'
       )
     if dollars := re.fullmatch(r'\$([^$]+)\$', bare):
       value = dollars[1]
-  return _answer(value, field)
+  return _answer(value), ''
 
 
-def _in_box(text: str, field: str) -> str:
+def _in_box(value: Any) -> str:
+  text = str(value)
   start = text.rfind(OPENER) + len(OPENER)
-  if start < len(OPENER):
-    raise ValueError(
-      rf'field {field!r}: {shown(text)} has no \boxed{{}}; add an `answer` field'
-    )
-  depth = 1
+  depth = int(start >= len(OPENER))
   for i in range(start, len(text)):
     # \{ and \} are part of the answer and need not be balanced.
     if text[i] in '{}' and text[i - 1] != '\\':
       depth += 1 if text[i] == '{' else -1
     if not depth:
       return text[start:i]
-  raise ValueError(rf'field {field!r}: its last \boxed{{ is not closed; add a }}')
+  raise ValueError(rf'{shown(value)} has no \boxed{{}} that is closed; add it')
 
 
-def _verifier(value: Any, field: str) -> str:
-  """Returns the verifier for the data set that a field names; '' if it is unknown."""
-  names = value if isinstance(value, list) else [value]
-  if not names or not all(isinstance(name, str) for name in names):
-    raise ValueError(f'field {field!r}: {shown(value)} is no data set name; use text')
-  name = names[0].lower()
+def _verifier(value: Any) -> str:
+  """Returns the verifier for a data set of this name; '' if it is unknown."""
+  name = value[0] if isinstance(value, list) and value else value
+  if not isinstance(name, str):
+    raise ValueError(f'{shown(value)} is no data set name; use text')
+  name = name.lower()
   if 'code' in name:
     raise ValueError(
-      f'field {field!r}: no verifier for the code problems of {names[0]!r}; remove '
-      'these rows'
+      f'no verifier for the code problems of {name!r}; remove these rows'
     )
   return next((v for pattern, v in VERIFIERS if re.search(pattern, name)), '')

@@ -144,7 +144,8 @@ def check_row(row: Row, *, sees: bool) -> None:
       'this model is text-only; choose other problems or a model with a vision tower '
       '(the embedded policy has one with --config.model.tower.layers=2)'
     )
-  places, count = row.problem.count(PLACEHOLDER), len(row.pictures)
+  places = row.problem.count(PLACEHOLDER)
+  count = len(row.pictures)
   if sees and places != count:
     raise ValueError(
       f'the problem {row.problem[:60]!r} has {places} {PLACEHOLDER} for {count} '

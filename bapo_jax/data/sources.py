@@ -89,7 +89,8 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
   Raises:
     ValueError: problems cannot be generated or read.
   """
-  source, rows = getattr(problems, knob), _read(problems, knob)
+  source = getattr(problems, knob)
+  rows = _read(problems, knob)
   if source in MADE:  # distinct by construction, even with blank pictures
     return rows
   unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
@@ -130,7 +131,8 @@ def _read(
   """Returns all rows of a source, with repeats; calls `check` on rows not generated."""
   source = getattr(problems, knob)
   if source in MADE:
-    train, count = problems.train, problems.count
+    train = problems.train
+    count = problems.count
     ids = list(range(train) if knob == 'source' else range(train, count))
     if source != 'drawn':
       # Recorded runs number problems in the order of tensorflow-datasets, which sorts

@@ -26,7 +26,8 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three
 # tokens, not nine. `<image>` stands for a merged patch of a picture.
-BOX, IMAGE = r'\boxed{', '<image>'
+BOX = r'\boxed{'
+IMAGE = '<image>'
 CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 
 
@@ -170,7 +171,8 @@ def encode_prompts(
   Raises:
     ValueError: the chat template fails, or the template cannot hold a system message.
   """
-  template, start = tokenizer.template, []
+  template = tokenizer.template
+  start = []
   # A special token in a row is text: a NUL character, which no row contains, divides
   # the token, and both parts are encoded separately.
   special = special_tokens(tokenizer.backend)

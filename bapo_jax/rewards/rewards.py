@@ -37,7 +37,8 @@ class PendingVerdicts(NamedTuple):
 
   def one(self, i: int) -> Verdict:
     """Waits for the verdict on samples[i] and returns it."""
-    verdict, sample = self.verdicts[i], self.samples[i]
+    verdict = self.verdicts[i]
+    sample = self.samples[i]
     if isinstance(verdict, Verdict):
       return verdict
     future, place = verdict
@@ -59,7 +60,9 @@ class Verifier:
   """
 
   def __init__(self, k: RewardsConfig):
-    self.rule, self._knobs, self._scorer = k.rule, k, Scorer(k)
+    self.rule = k.rule
+    self._knobs = k
+    self._scorer = Scorer(k)
     self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
     self._here = any(map(own_code.is_registered, self._scorer.rules))
     self._thread: ThreadPoolExecutor | None = None

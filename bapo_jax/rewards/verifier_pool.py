@@ -59,7 +59,8 @@ class Worker:
   def __init__(self, fork_server: socket.socket):
     ours, theirs = socket.socketpair()
     self.pid: int | None = None  # None: the worker was killed
-    self._socket, self._replies = ours, ours.makefile('rb')
+    self._socket = ours
+    self._replies = ours.makefile('rb')
     with theirs:
       socket.send_fds(fork_server, [b'+'], [theirs.fileno()])
     self._socket.settimeout(START_S)
@@ -135,7 +136,8 @@ class VerifierPool:
   """
 
   def __init__(self, k: RewardsConfig):
-    self._knobs, self._closed = k, False
+    self._knobs = k
+    self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._own = bool(own_code.placed(k.rule))
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()

@@ -47,7 +47,8 @@ def main(memory_mb: int, recycle: int, knobs: str) -> None:
     try:
       request, sockets, _, _ = socket.recv_fds(control, 1, 1)
     except OSError:
-      request, sockets = b'', []
+      request = b''
+      sockets = []
     if not request:  # the caller has closed the socket, or has ended
       os.killpg(0, signal.SIGKILL)  # this process and all workers, even hanging ones
     if os.fork() == 0:
@@ -76,14 +77,16 @@ def _work(
   requests.setblocking(True)
   requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
   for count, line in enumerate(requests.makefile('rb'), 1):
-    exits, start = count == recycle, time.process_time()
+    exits = count == recycle
+    start = time.process_time()
     limit, given = json.loads(line)
     samples = [Sample(*fields) for fields in given]
     try:
       signal.setitimer(signal.ITIMER_PROF, limit)
       verdicts = scorer(samples)
     except MemoryError:
-      verdict, exits = Verdict(None, f'took over {memory_mb} MiB', None), True
+      verdict = Verdict(None, f'took over {memory_mb} MiB', None)
+      exits = True
       verdicts = [verdict] * len(samples)
     signal.setitimer(signal.ITIMER_PROF, 0)
     # Half of the limit: sympy's caches do not shrink.

@@ -62,7 +62,8 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
   Raises a ValueError if there are too few distinct problems.
   """
-  knobs, count = problems.countdown, problems.count
+  knobs = problems.countdown
+  count = problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))
 
   def draw() -> tuple[tuple[int, ...], Problem] | None:
@@ -137,7 +138,9 @@ def _chain(
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # The larger of the first two comes first: 4-7 is not positive, 4+7 is 7+4.
     first, rest[0] = max(first, rest[0]), min(first, rest[0])
-    value, steps, expression = first, str(first), str(first)
+    value = first
+    steps = str(first)
+    expression = str(first)
     for i, n in enumerate(rest):
       results = {'+': value + n, '-': value - n, '*': value * n}
       results |= {'/': value // n} if value % n == 0 else {}

@@ -41,7 +41,8 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
   Raises a ValueError if there are too few distinct problems.
   """
-  knobs, seed = problems.drawn, problems.seed
+  knobs = problems.drawn
+  seed = problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
   def draw() -> tuple[tuple, tuple]:
@@ -122,8 +123,10 @@ def _dark(rng: np.random.Generator) -> np.ndarray:
 
 def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
   """Draws bars on a line, beside an axis with a tick at every unit."""
-  side, axis = len(canvas), 4
-  unit, wide = (side - 6) // BASE, (side - axis) // len(numbers)
+  side = len(canvas)
+  axis = 4
+  unit = (side - 6) // BASE
+  wide = (side - axis) // len(numbers)
   ground = side - 3
   canvas[ground, :] = canvas[:, axis - 1] = LINE
   for k in range(BASE):
@@ -153,11 +156,13 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
 
 def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
   """Draws horizontal segments, one per row, over vertical lines one unit apart."""
-  unit, high = (len(canvas) - 2) // BASE, len(canvas) // len(numbers)
+  unit = (len(canvas) - 2) // BASE
+  high = len(canvas) // len(numbers)
   canvas[:, : BASE * unit + 1 : unit] = GRID
   for i, n in enumerate(numbers):
     left = int(rng.integers(0, BASE - n)) * unit
-    row, colour = i * high + int(rng.integers(3, high - 4)), _dark(rng)
+    row = i * high + int(rng.integers(3, high - 4))
+    colour = _dark(rng)
     canvas[row : row + 2, left : left + n * unit + 1] = colour
     for end in (left, left + n * unit):  # makes a length of 0 visible
       canvas[row - 3 : row + 5, end : end + 2] = colour

@@ -85,7 +85,9 @@ class _Parser:
   """
 
   def __init__(self, tokens: list[str]):
-    self.tokens, self.at, self.depth = [*tokens, ''], 0, 0  # '' marks the end
+    self.tokens = [*tokens, '']  # '' marks the end
+    self.at = 0
+    self.depth = 0
 
   def peek(self) -> str:
     return self.tokens[self.at]
@@ -102,7 +104,8 @@ class _Parser:
       raise ValueError(f'missing {token!r}')
 
   def sum(self) -> Tree:
-    terms, sign = [], self.accept('+', '-') or '+'
+    terms = []
+    sign = self.accept('+', '-') or '+'
     while sign:
       term = self.term()
       terms.append(('neg', term) if sign == '-' else term)
@@ -289,10 +292,11 @@ def as_calculated(gold: Tree, given: Tree) -> bool:
     return True
   if plain(gold) is not None:
     return False
-  allowed, left = operations(gold), operations(given)
+  allowed = operations(gold)
+  remaining = operations(given)
   if allowed['root']:
-    left['root'] = 0
-  return left <= allowed
+    remaining['root'] = 0
+  return remaining <= allowed
 
 
 def equal(gold: Tree, given: Tree) -> bool:
