@@ -166,8 +166,7 @@ def _call(function: Callable, argument: Any) -> Any:
 
 
 def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
-  """Converts numbers, also those of NumPy; raises a ValueError unless float32 has them."""
-  values = {str(name): float(x) for name, x in numbers.items()}
-  if not all(abs(x) < 3.4e38 for x in values.values()):
+  """Converts numbers, also those of NumPy; raises an error unless float32 has them."""
+  if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
     raise ValueError('not a finite number')
-  return values
+  return {str(name): float(x) for name, x in numbers.items()}

@@ -44,7 +44,6 @@ DEATHS = 2  # workers that one answer may cost
 GRACE_S = 5.0  # for own functions to stop at their timeout themselves
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
 MEMORY_MB = 2048  # address space of a worker, in MiB
-RECYCLE = 1000  # answers after which a worker is replaced
 CLOSED = Verdict(None, 'the pool was closed', None)
 LATE_BATCH = Verdict(None, 'its batch was due', None)
 FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
@@ -106,7 +105,7 @@ def start(k: RewardsConfig) -> tuple[socket.socket, subprocess.Popen]:
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = str(MEMORY_MB), str(RECYCLE), k.model_dump_json()
+  arguments = str(MEMORY_MB), k.model_dump_json()
   with theirs:
     process = subprocess.Popen(
       [sys.executable, '-m', verifier_worker.__name__, *arguments],

@@ -84,10 +84,12 @@ def countdown(answer: str, text: str) -> Verdict:
   """
   try:
     problem = json.loads(answer)
-    numbers_given = collections.Counter(int(n) for n in problem['numbers'])
-    target = int(problem['target'])
+    numbers = collections.Counter(problem['numbers'])
+    target = problem['target']
+    if any(type(n) is not int for n in (*numbers, target)):
+      raise TypeError
   except (ValueError, KeyError, TypeError, RecursionError):
-    return answers.unusable(answer, '{"numbers": [...], "target": ...}')
+    return answers.unusable(answer, '{"numbers": [3, 5, 8], "target": 24}')
   content = answers.tagged(text)
   if content is None:
     return Verdict(False, 'no box and no <answer>', None)
@@ -105,7 +107,7 @@ def countdown(answer: str, text: str) -> Verdict:
     return Verdict(False, 'divides by zero', given)
   except ValueError:
     return Verdict(False, 'not an expression of integers and + - * /', given)
-  if used != numbers_given:
+  if used != numbers:
     return Verdict(False, 'not each number once', given)
   return answers.compared(value == target, given)
 
@@ -138,14 +140,8 @@ READERS: dict[str, Callable[[str], str | None]] = {
 def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies a response by a rule.
 
-  A right answer that is not valid Unicode leaves the response undecided; a response
-  that is not valid Unicode is wrong. `strict` requires a calculated answer; otherwise
-  `math` evaluates the answer, and `gsm8k` ignores the text around a number.
+  `strict` requires a calculated answer; otherwise `math` evaluates the answer, and
+  `gsm8k` ignores the text around a number.
   """
-  for name, part, right in (('right answer', answer, None), ('response', text, False)):
-    try:
-      part.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-      return Verdict(right, f'the {name} is not valid Unicode', None)
   options = {'strict': strict} if rule in LENIENT else {}
   return RULES[rule](answer, text, **options)

@@ -151,18 +151,6 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead(loaded):
     assert rights(halves(pool)) == [True]
 
 
-def test_a_worker_is_replaced_after_its_share_of_answers(monkeypatch):
-  monkeypatch.setattr(verifier_pool, 'RECYCLE', 3)
-  with lenient(1) as pool:
-    seen = []
-    for _ in range(7):
-      assert rights(halves(pool)) == [True]
-      seen += pids(pool)
-    # The third exits and the seventh's is new; one that exits is gone from the list.
-    assert seen[0] == seen[1] and len(set(seen)) == 3
-    assert not alive(seen[0])
-
-
 def test_a_worker_without_memory_is_undecided_not_wrong(monkeypatch):
   # No more than the fork server uses already: every large allocation fails.
   monkeypatch.setattr(verifier_pool, 'MEMORY_MB', 0)
