@@ -26,8 +26,8 @@ def check(rule: str) -> Callable[[Row], None]:
       verdict = verifiers.RULES[name](row.answer, '')
       if verdict.right is None:
         raise ValueError(
-          f'{verdict.reason}, so the verifier {name!r} cannot use it; correct or remove '
-          'the row, or choose another rewards.rule'
+          f'{verdict.reason}, so the verifier {name!r} cannot use it; correct or '
+          'remove the row, or choose another rewards.rule'
         )
 
   return check_row

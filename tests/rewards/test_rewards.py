@@ -1,5 +1,6 @@
 """Verdicts on a batch, and the rewards they earn."""
 
+import contextlib
 import functools
 import typing
 
@@ -25,15 +26,13 @@ def rights(verifier, answers, texts, rules=()):
 @pytest.fixture
 def verifier():
   """Makes verifiers, and ends their processes."""
-  verifiers = []
+  with contextlib.ExitStack() as stack:
 
-  def make(rule, **knobs):
-    verifiers.append(rewards.Verifier(RewardsConfig(rule=rule, deadline=0.5, **knobs)))
-    return verifiers[-1]
+    def make(rule, **knobs):
+      made = rewards.Verifier(RewardsConfig(rule=rule, deadline=0.5, **knobs))
+      return stack.enter_context(contextlib.closing(made))
 
-  yield make
-  for verifier in verifiers:
-    verifier.close()
+    yield make
 
 
 def test_the_knob_names_every_rule():
