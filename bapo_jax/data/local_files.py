@@ -152,7 +152,7 @@ def _csv(path: str, file: IO[str]) -> Iterator[Item]:
       yield place, row
   except csv.Error as error:
     raise ValueError(
-      f'{path}, line {reader.line_num}: not CSV ({error}); correct it, or write jsonl'
+      f'{path}, line {reader.line_num + 1}: not CSV ({error}); correct it, or write jsonl'
     ) from error
 
 

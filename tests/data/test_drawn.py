@@ -131,21 +131,6 @@ def test_no_two_problems_have_the_same_quantities_and_text():
     made(300, shown=2, terms=1)
 
 
-def test_mixed_problems_are_of_every_kind_evenly():
-  problems = made(400, kind='mixed', wording='sentence')
-  # Only the text names the kind of a problem.
-  counts = [sum(drawn.KINDS[kind][1] in p.text for p in problems) for kind in KINDS]
-  assert sum(counts) == 400
-  # Five standard errors of a chance of 1/4.
-  assert max(abs(n - 100) for n in counts) < 5 * math.sqrt(400 * 3 / 16)
-
-
-def test_a_blank_picture_shows_nothing():
-  for problem in made(20, kind='blank'):
-    pixels_HW3 = np.asarray(pictures.read(picture(problem)))
-    assert (pixels_HW3 == pixels_HW3[0, 0]).all()
-
-
 def test_the_embedded_policy_reads_problem_picture_and_solution():
   problems = made(40, kind='mixed', sides=(56, 112), shown=4, terms=3)
   rows = [problem.row for problem in problems]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pictured import ONE_LAYER, READER, png
 
-from bapo_jax.data import pictures, prompts, sources
+from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import drawn, synthetic
 
@@ -29,7 +29,6 @@ def write(tmp_path, name, *pairs):
 # Fingerprints of training and held-out problems, ids and order included: runs were
 # recorded and are resumed with these. Pictures are left out: their compression changes
 # with versions of Pillow, their pixels are tested in test_drawn.py.
-CHAIN = {'family': 'chain', 'level': 2}
 COUNTDOWN = {'source': 'countdown', 'countdown': SHORT}
 FEW = {'countdown': SHORT | {'numbers': (2, 4, 6)}, 'seed': 7}
 MIXED = {'source': 'drawn', 'drawn': {'kind': 'mixed'}, 'seed': 5}
@@ -37,7 +36,6 @@ ALL = {'family': 'pair', 'pair': {'hard': 0.3, 'answer': 'all'}}
 RECORDED = [  # knobs, their number, fingerprints
   ({}, (200, 50), '442e88803ecb6e8a 0be538f4f023f1be'),
   ({}, (2048, 512), '6cd6fbc115722a39 20dd37ef74ec9b7b'),
-  (CHAIN | {'seed': 3}, (200, 50), '363ea9ac4e32d732 44f63528e00dd40a'),
   ({'family': 'pair', 'level': 4}, (2048, 512), '940bbe565812b603 ef8a44878cb59b48'),
   (ALL, (500, 100), 'ccec92b1b68e3fdc b9cb3c792fa7f43d'),
   (COUNTDOWN, (2048, 512), 'bb54020628f5a962 dbe80a31c978b11f'),
@@ -61,7 +59,6 @@ def test_made_problems_come_in_the_order_of_recorded_runs(knobs, count, recorded
 
 SOLVED = [  # knobs, the digest of 20 problems and noisy solutions
   ({}, 'adfd46221d5fa9a1'),
-  ({'family': 'chain', 'level': 4}, '9c0d5835a284e6d3'),
   ({'family': 'pair', 'pair': {'hard': 0.4}}, '9c7be673877744b7'),
   ({'family': 'pair', 'pair': {'stops': False, 'answer': 'all'}}, '40f86d10f33c870e'),
   (COUNTDOWN, '6ad4afad5b792819'),
@@ -126,23 +123,6 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path):
   (tmp_path / 'a.jsonl').write_text(json.dumps(row | {'problem': '1'}))
   with pytest.raises(ValueError, match='has 0 <image> for 1 pictures'):
     sources.missing(problems(source), 'source', sees=True)
-
-
-def test_a_picture_is_decoded_once_however_often_it_is_read(tmp_path, monkeypatch):
-  lines = []
-  for i in range(3):
-    (tmp_path / f'{i}.png').write_bytes(png(56, 56, i))
-    lines += [{'problem': f'<image>{i}', 'answer': '3', 'image': f'{i}.png'}]
-  (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  knobs = problems(str(tmp_path / 'a.jsonl'))
-  pictures.checked.cache_clear()
-  read, decoded = pictures.read, []
-  monkeypatch.setattr(pictures, 'read', lambda data: decoded.append(data) or read(data))
-  for _ in range(2):
-    sources.missing(knobs, 'source', sees=True)
-    rows = sources.load(knobs, 'source')
-    prompts.tabulate(READER, rows, 40, ONE_LAYER, drop=False)
-  assert len(decoded) == len(set(decoded)) == 3
 
 
 def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():

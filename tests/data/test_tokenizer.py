@@ -107,64 +107,37 @@ def test_an_unknown_character_is_named(problem, character):
   assert wrong in str(error.value)
 
 
-@pytest.mark.parametrize('pattern', ['(1+)+x', '[1 +]+?([1 +]+)+x'])
-def test_a_regular_expression_that_backtracks_is_one_sentence(pattern, tmp_path):
-  TOKENIZER.backend.save_pretrained(tmp_path)
-  file = tmp_path / 'tokenizer.json'
-  values = json.loads(file.read_text())
-  split = {'type': 'Split', 'behavior': 'Isolated', 'invert': False}
-  values['pre_tokenizer'] = split | {'pattern': {'Regex': pattern}}
-  file.write_text(json.dumps(values))
-  loaded = tokenizer_lib.load(str(tmp_path), '{problem}')
-  # Some texts are short enough. The library raises a BaseException for the others.
-  assert tokenizer_lib.encode(loaded, ['1+1']) == [[7, 16, 7]]
-  problem = '1' * 40
-  with pytest.raises(ValueError, match=rf"fails to encode.*retry-limit.*'{problem}'"):
-    tokenizer_lib.encode(loaded, ['1+1', problem])
-  loaded.backend.chat_template = '{{ messages[1].content }}' + problem
-  with pytest.raises(ValueError, match='correct the regular expressions'):
-    tokenizer_lib.turn_end(loaded)
-
-
-@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'nosuch', 'empty'])
+@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'empty'])
 def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
   def refuse(host, *args, **kwargs):
-    looked_up.append(host)
-    raise socket.gaierror(f'{host} is out of reach')
+    raise AssertionError(f'{host} is looked up')
 
-  looked_up = []
   monkeypatch.setattr(socket, 'getaddrinfo', refuse)
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.load(name, '{problem}')
-  assert looked_up == []
-  message = str(error.value)
-  assert '\n' not in message and 'tokenizer.json' in message
   reason = f'cannot load {name!r}' if name == 'empty' else f'no directory {name!r}'
-  assert message.startswith(f'tokenizer.path: {reason}')
+  with pytest.raises(ValueError, match=f'tokenizer.path: {reason}.*tokenizer.json'):
+    tokenizer_lib.load(name, '{problem}')
 
 
-def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
-  TOKENIZER.backend.save_pretrained(tmp_path)
-  for listed, ends in (([4, 1, 3], (1, 4, 3)), (4, (1, 4)), (None, (1,))):
-    text = json.dumps({'eos_token_id': listed})
-    (tmp_path / 'generation_config.json').write_text(text)
-    assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
-
-
-def test_the_config_of_the_model_names_the_end_if_no_other_file_does(tmp_path):
+@pytest.mark.parametrize(
+  ('own', 'generation', 'config', 'ends'),
+  [
+    (True, [4, 1, 3], 5, (1, 4, 3)),
+    (True, 4, 5, (1, 4)),
+    (True, None, 5, (1,)),
+    (False, 4, [3, 1], (4,)),
+    (False, None, [3, 1], (3, 1)),
+  ],
+)
+def test_the_ends_are_named_by_the_first_file(tmp_path, own, generation, config, ends):
   backend = tokenizer_lib.characters()
-  backend.eos_token = None
+  if not own:
+    backend.eos_token = None
   backend.save_pretrained(tmp_path)
-  (tmp_path / 'config.json').write_text('{"eos_token_id": [3, 1]}')
-  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (3, 1)
-  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": 4}')
-  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (4,)
-  (tmp_path / 'generation_config.json').write_text('{}')
-  (tmp_path / 'config.json').write_text('{"eos_token_id": -1}')
-  with pytest.raises(ValueError, match=r'/config\.json: eos_token_id=-1 is not'):
-    tokenizer_lib.load(str(tmp_path), '{problem}')
+  for name, value in (('generation_config', generation), ('config', config)):
+    (tmp_path / f'{name}.json').write_text(json.dumps({'eos_token_id': value}))
+  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
 
 
 def with_ends(path, start='<|user|>', end=' <|end|>'):
@@ -213,24 +186,16 @@ def test_a_special_token_in_a_row_is_text(template, tmp_path):
   ]
   ids_N = tokenizer_lib.encode_prompts(loaded, rows)
   special = set(loaded.backend.convert_tokens_to_ids(foreign.SPECIAL))
-  written = [[i for i in ids if i in special] for ids in ids_N]
   # Those of the template alone, whatever the row.
-  assert written[0] == written[1] == written[2] and len(written[0]) == (
-    5 if chat else 1
-  )
+  assert [sum(i in special for i in ids) for ids in ids_N] == [5 if chat else 1] * 3
   whole = '<|system|>{1}<|end|><|user|>{0}<|end|><|assistant|>'
   whole = whole if chat else '{0}<|assistant|>'
   texts = [loaded.backend.decode(ids) for ids in ids_N]
   assert texts == [whole.format(row.problem, row.system) for row in rows]
-  # A row without special tokens is encoded as a whole.
-  assert ids_N[1] == loaded.backend(whole.format('1 + 2', 'Add.'))['input_ids']
   # So is one that a Unigram tokenizer would find in its vocabulary.
   tokenizer = tokenizer_lib.Tokenizer(byte_fallback(), (1,), '{problem}')
   (ids,) = tokenizer_lib.encode_prompts(tokenizer, rows_of('1</s>2'))
   assert 1 not in ids and tokenizer.backend.decode(ids) == '1</s>2'
-  # A token without the characters of its name cannot be text.
-  with pytest.raises(ValueError, match="no token for '<' in '1<'"):
-    tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1<eos>'))
 
 
 def test_a_prompt_does_not_depend_on_the_day():

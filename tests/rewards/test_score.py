@@ -8,7 +8,6 @@ import textwrap
 import pytest
 
 from bapo_jax import own_code
-from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import RewardsConfig
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
