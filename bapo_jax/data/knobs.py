@@ -130,7 +130,9 @@ class ProblemsConfig(Slot):
     'Keeps all fields of a row, and accepts rows without an answer; set by the program '
     'for own reward functions.',
   )
-  family: Literal['trial', 'pair'] = knob('trial', 'Family of the synthetic problems.')
+  family: Literal['trial', 'chain', 'pair'] = knob(
+    'trial', 'Family of the synthetic problems.'
+  )
   level: int = knob(3, 'Difficulty of the synthetic problems.', least=1, most=4)
   seed: int = knob(0, 'Seed of the generated problems.', least=0)
   train: int = knob(2048, 'Generated training problems.', least=1, most=50_000)

@@ -318,14 +318,13 @@ def _answer(value: Any) -> str:
     value = value[0]
   if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
     return countdown.row(value['numbers'], value['target'], 'sentence').answer
-  inexact = isinstance(value, float) and not abs(value) <= EXACT  # or not a number
-  if inexact or isinstance(value, bool) or not isinstance(value, str | int | float):
+  if isinstance(value, float) and abs(value) <= EXACT:  # false if it is not a number
+    value = int(value) if value.is_integer() else str(value)  # 204.0 means 204
+  if isinstance(value, bool) or not isinstance(value, str | int):
     raise ValueError(
       f'{shown(value)} is not an answer; give a string, an exact number or a list of '
       'one answer'
     )
-  if isinstance(value, float) and value.is_integer():
-    value = int(value)  # 204.0 in a table means 204
   # Checks before stripping spaces: a form feed is a \frac that lost its backslash.
   text = _readable(str(value), r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
   if not text or '####' in text:

@@ -55,9 +55,10 @@ def read(
       f'{path} cannot be read ({error.strerror or error}); set problems.source and '
       f'problems.test_source to files that end in {", ".join(SUFFIXES)}'
     ) from error
-  for i, row in enumerate(rows if check else ()):
+  for i, row in enumerate(rows):
     try:
-      check(row)
+      if check:
+        check(row)
     except ValueError as error:
       place, _ = next(itertools.islice(_items(path, whole), i, None))
       raise ValueError(f'{place}: {error}') from error

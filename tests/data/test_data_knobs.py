@@ -39,5 +39,7 @@ def test_the_choices_are_those_that_the_code_knows():
   def choices(section, name):
     return set(typing.get_args(section.model_fields[name].annotation))
 
+  assert choices(ProblemsConfig, 'family') == set(synthetic.FAMILIES)
   assert choices(CountdownConfig, 'wording') == set(countdown.WORDINGS)
-  assert [*synthetic.TRIAL_LEVELS] == [*synthetic.PAIR_LEVELS] == [1, 2, 3, 4]
+  levels = synthetic.TRIAL_LEVELS, synthetic.CHAIN_LEVELS, synthetic.PAIR_LEVELS
+  assert [list(each) for each in levels] == [[1, 2, 3, 4]] * 3

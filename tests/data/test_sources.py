@@ -29,6 +29,7 @@ def write(tmp_path, name, *pairs):
 # Fingerprints of training and held-out problems, ids and order included: runs were
 # recorded and are resumed with these. Pictures are left out: their compression changes
 # with versions of Pillow, their pixels are tested in test_drawn.py.
+CHAIN = {'family': 'chain', 'level': 2}
 COUNTDOWN = {'source': 'countdown', 'countdown': SHORT}
 FEW = {'countdown': SHORT | {'numbers': (2, 4, 6)}, 'seed': 7}
 MIXED = {'source': 'drawn', 'drawn': {'kind': 'mixed'}, 'seed': 5}
@@ -36,6 +37,7 @@ ALL = {'family': 'pair', 'pair': {'hard': 0.3, 'answer': 'all'}}
 RECORDED = [  # knobs, their number, fingerprints
   ({}, (200, 50), '442e88803ecb6e8a 0be538f4f023f1be'),
   ({}, (2048, 512), '6cd6fbc115722a39 20dd37ef74ec9b7b'),
+  (CHAIN | {'seed': 3}, (200, 50), '363ea9ac4e32d732 44f63528e00dd40a'),
   ({'family': 'pair', 'level': 4}, (2048, 512), '940bbe565812b603 ef8a44878cb59b48'),
   (ALL, (500, 100), 'ccec92b1b68e3fdc b9cb3c792fa7f43d'),
   (COUNTDOWN, (2048, 512), 'bb54020628f5a962 dbe80a31c978b11f'),
@@ -59,6 +61,7 @@ def test_made_problems_come_in_the_order_of_recorded_runs(knobs, count, recorded
 
 SOLVED = [  # knobs, the digest of 20 problems and noisy solutions
   ({}, 'adfd46221d5fa9a1'),
+  ({'family': 'chain', 'level': 4}, '9c0d5835a284e6d3'),
   ({'family': 'pair', 'pair': {'hard': 0.4}}, '9c7be673877744b7'),
   ({'family': 'pair', 'pair': {'stops': False, 'answer': 'all'}}, '40f86d10f33c870e'),
   (COUNTDOWN, '6ad4afad5b792819'),

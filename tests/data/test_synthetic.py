@@ -15,6 +15,7 @@ BOX = r'\boxed{'
 EVERY_LEVEL = pytest.mark.parametrize(
   ('family', 'level'),
   [('trial', level) for level in synthetic.TRIAL_LEVELS]
+  + [('chain', level) for level in synthetic.CHAIN_LEVELS]
   + [('pair', level) for level in synthetic.PAIR_LEVELS],
 )
 
@@ -24,9 +25,22 @@ def generate(family, level, seed, count):
   return synthetic.generate(ProblemsConfig(**made, seed=seed))
 
 
+def value(chain: str, m: int) -> list[int]:
+  """Running results of '7*2-5', left to right, modulo m."""
+  first, *steps = re.findall(r'[+*-]?\d+', chain)
+  results, now = [], int(first)
+  for step in steps:
+    n = int(step[1:])
+    now = {'+': now + n, '-': now - n, '*': now * n}[step[0]] % m
+    results.append(now)
+  return results
+
+
 def solve(problem, seed=0, slip=0.0, repeat=0.0, **knobs) -> str:
-  solve = synthetic.solve_pair if '|' in problem.text else synthetic.solve_trial
-  return solve(problem, np.random.default_rng(seed), slip, repeat, **knobs)
+  marks = {'|': 'pair', 'x': 'trial', '': 'chain'}  # the first mark in the text counts
+  family = next(name for mark, name in marks.items() if mark in problem.text)
+  rng = np.random.default_rng(seed)
+  return synthetic.FAMILIES[family].solve(problem, rng, slip, repeat, **knobs)
 
 
 def pairs(count=300, level=3, **knobs):
@@ -63,13 +77,15 @@ def test_answers_are_right_and_unique(family, level):
     if family == 'pair':
       a, b, m, d, e = coefficients(problem)
       roots = [x for x in range(m) if (a * x - b) % m == 0 == (d * x - e) % m]
-    else:
+    elif family == 'trial':
       a, c, b = map(int, re.fullmatch(r'(\d+)x\+(\d+)=(\d+)', question).groups())
       roots = [x for x in range(m) if (a * x + c - b) % m == 0]
+    else:
+      roots = [value(question, m)[-1]]
     assert roots == [problem.answer]
     assert 0 <= problem.answer <= 999
     # No level of `trial` gives its answer away: neither 0 nor the reduced b.
-    assert problem.answer and a % m != 1
+    assert family == 'chain' or (problem.answer and a % m != 1)
     # One equation of `pair` leaves several x.
     assert family != 'pair' or sum((a * x - b) % m == 0 for x in range(m)) > 1
 
@@ -99,7 +115,14 @@ def test_a_clean_solution_is_right_in_every_step(family, level):
     if family == 'pair':
       check_pair(problem, solution)
       continue
-    a, c, b, m = problem.numbers
+    *_, m = problem.numbers
+    if family == 'chain':
+      results = value(problem.text.split(' mod ')[0], m)
+      digits = len(str(m - 1))
+      expected = '|'.join(f'{r:0{digits}}' for r in results)
+      assert solution.split('\\')[0] == expected
+      continue
+    a, c, b, _ = problem.numbers
     head = re.fullmatch(r'(\d+)x\+(\d+)=(\d+)', solution.split('|')[0]).groups()
     assert [int(n) for n in head] == [a % m, c % m, b % m]
     tried = trials(problem, solution)

@@ -1,4 +1,4 @@
-r"""Two families of problems over residues, with worked solutions.
+r"""Three families of problems over residues, with worked solutions.
 
 `trial`: find x with ax + c = b (mod m). The worked solution reduces a, c and b, then
   tries candidates in random order, writing x, ax, ax + c and ax + c - b, until the
@@ -9,6 +9,9 @@ r"""Two families of problems over residues, with worked solutions.
   While the policy cannot predict x, right responses are short and wrong ones reach the
   token limit, as in the published runs (4.7k and 7k tokens). The policy learns to
   predict x with one modulus (level 2: accuracy 0.98 in 25 steps), but not with three.
+`chain`: compute a chain of operations modulo m, writing each result. Right and wrong
+  responses are equally long, so tokens with a positive advantage contribute half of the
+  gradient, and adaptive clip bounds have no effect.
 `pair`: find x with ax = b and dx = e (mod m). The worked solution reduces a and b, then
   tries candidates, writing x and ax; if ax is b, it also writes dx and e, and stops
   if dx is e:
@@ -27,7 +30,8 @@ have six digits for `pair` with answer='all' at level 4.
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +39,16 @@ from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made.problem import Problem, Solver, draw_distinct
 from bapo_jax.data.row import Row
 
+
+class Family(NamedTuple):
+  draw: Callable[[np.random.Generator, ProblemsConfig], Problem]
+  solve: Solver
+
+
 # Level -> (moduli, largest coefficient): the difficulty of `trial`.
 TRIAL_LEVELS = {1: ((5,), 9), 2: ((7,), 20), 3: ((7, 8, 9), 40), 4: ((11, 13), 99)}
+# Level -> (modulus, operations): the difficulty of `chain`.
+CHAIN_LEVELS = {1: (10, 2), 2: (100, 2), 3: (100, 3), 4: (1000, 3)}
 # Level -> (moduli, largest coefficient): the difficulty of `pair`.
 PAIR_LEVELS = {
   1: ((9,), 40),
@@ -89,6 +101,37 @@ def solve_trial(
   return '|'.join(written)
 
 
+def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
+  """Draws a chain of +, - and *; `numbers`: its results, from left to right, and m."""
+  m, operations = CHAIN_LEVELS[problems.level]
+  value = int(rng.integers(2, 10))
+  text = str(value)
+  results = []
+  for _ in range(operations):
+    sign = '+-*'[rng.integers(3)]
+    n = int(rng.integers(2, 10))
+    value = {'+': value + n, '-': value - n, '*': value * n}[sign] % m
+    text += f'{sign}{n}'
+    results.append(value)
+  return _problem(f'{text} mod {m}', value, (*results, m))
+
+
+def solve_chain(
+  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+) -> str:
+  """Returns a worked solution; a slip adds one error to this and all later results."""
+  *results, m = problem.numbers
+  digits = len(str(m - 1))
+  for i in range(len(results)):
+    if rng.random() < slip:
+      shift = int(rng.integers(1, m))
+      results[i:] = [(r + shift) % m for r in results[i:]]
+  written = [
+    f'{r:0{digits}}' for r in results for _ in range(1 + (rng.random() < repeat))
+  ]
+  return '|'.join(written) + rf'\boxed{{{results[-1]}}}'
+
+
 def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """Draws a x = b and d x = e (mod m) with one common solution, which is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
@@ -134,7 +177,7 @@ def solve_pair(
     reduced[wrong] = (reduced[wrong] + int(rng.integers(1, m))) % m
   a_reduced, b_reduced = reduced
   written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
-  solution = int(rng.integers(m))  # the answer if no candidate passes
+  solution = int(rng.integers(m))
   untried = list(rng.permutation(m))
   tried = []
   for _ in range(m if not stops else 6 * m):  # bounded: there may be no solution
@@ -164,11 +207,18 @@ def _join(numbers: Iterable[int], digits: int) -> str:
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
 
+FAMILIES = {
+  'trial': Family(draw_trial, solve_trial),
+  'chain': Family(draw_chain, solve_chain),
+  'pair': Family(draw_pair, solve_pair),
+}
+
+
 def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   """Returns the warm start's problems and the function that writes their solutions."""
   training = generate(problems)[: problems.train]
-  if problems.family == 'trial':
-    return training, solve_trial
+  if problems.family != 'pair':
+    return training, FAMILIES[problems.family].solve
   easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
   knobs = problems.pair.model_dump(include={'stops', 'answer'})
   return easy, functools.partial(solve_pair, **knobs)
@@ -181,10 +231,9 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   Raises a ValueError if the level has too few problems.
   """
   rng = np.random.default_rng((problems.seed, problems.level))
-  draw_problem = draw_trial if problems.family == 'trial' else draw_pair
 
   def draw() -> tuple[str, Problem]:
-    problem = draw_problem(rng, problems)
+    problem = FAMILIES[problems.family].draw(rng, problems)
     return problem.text, problem
 
   source = f'level {problems.level} of {problems.family}'
