@@ -152,8 +152,9 @@ def _csv(path: str, file: IO[str]) -> Iterator[Item]:
         )
       yield place, row
   except csv.Error as error:
+    line = reader.line_num + 1
     raise ValueError(
-      f'{path}, line {reader.line_num + 1}: not CSV ({error}); correct it, or write jsonl'
+      f'{path}, line {line}: not CSV ({error}); correct it, or write jsonl'
     ) from error
 
 

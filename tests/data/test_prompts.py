@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from making import SEEING
-from pictured import CHAT, ONE_LAYER, READER, WORDS, png, reader
+from pictured import CHAT, ONE_LAYER, WORDS, png, reader
 
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
@@ -209,16 +209,6 @@ def test_problems_with_pictures_are_loaded_as_texts_are(load):
   assert '1 of 3 training prompts are longer, up to 13 tokens' in long
   with pytest.raises(ValueError, match='has 6 tokens'):  # of a held-out problem
     load(train, test, width=5, **knobs)
-
-
-def test_blank_pictures_leave_out_no_problem(capsys):
-  # Few texts and one background: blank problems look alike, and have other answers.
-  source = {'source': 'drawn', 'test_source': 'drawn', 'drawn': {'kind': 'blank'}}
-  problems = ProblemsConfig(**source, train=500, test=300)
-  knobs = PromptsConfig(count=2, max_prompt_tokens=40)
-  training, held_out = prompts.load(READER, knobs, problems, ONE_LAYER)
-  assert (len(training.text), len(held_out.text)) == (500, 300)
-  assert capsys.readouterr().out == ''
 
 
 V = SEEING.vision

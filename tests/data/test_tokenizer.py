@@ -140,12 +140,12 @@ def test_the_ends_are_named_by_the_first_file(tmp_path, own, generation, config,
   assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
 
 
-def with_ends(path, start='<|user|>', end=' <|end|>'):
+def with_ends(path, end=' <|end|>'):
   """A published tokenizer that writes BOS before and EOS after a text."""
   backend = foreign.tokenizer('qwen2')
   ids = [(token, backend.convert_tokens_to_ids(token)) for token in foreign.SPECIAL]
   backend.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-    single=f'{start} $A{end}', special_tokens=ids
+    single=f'<|user|> $A{end}', special_tokens=ids
   )
   backend.save_pretrained(path)
   return str(path), dict(ids)
@@ -166,11 +166,6 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(end, tmp_path):
     assert found[0] == ids['<|user|>'] and found.count(ids['<|user|>']) == 1
   # A solution or a response is no prompt.
   assert tokenizer_lib.encode(plain, ['1'])[0][0] != ids['<|user|>']
-  two, _ = with_ends(tmp_path / 'b', start='<|system|> <|user|>')
-  (found,) = tokenizer_lib.encode_prompts(
-    tokenizer_lib.load(two, '{problem}'), rows_of('1')
-  )
-  assert found[:2] == [ids['<|system|>'], ids['<|user|>']]
 
 
 @pytest.mark.parametrize('template', ['{problem}<|assistant|>', 'chat:{problem}'])
@@ -208,32 +203,6 @@ def test_a_prompt_does_not_depend_on_the_day():
   assert texts(chat(asking), rows_of('1')) == ['26-00']
 
 
-def unigram(path, *tokens):
-  """A Unigram tokenizer of these words that removes blanks before punctuation."""
-  scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
-  backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-  backend.decoder = tokenizers.decoders.Metaspace()
-  transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend,
-    eos_token='</s>',
-    unk_token='<unk>',
-    clean_up_tokenization_spaces=True,
-  ).save_pretrained(path)
-  return tokenizer_lib.load(str(path), '{problem}')
-
-
-def test_the_text_of_tokens_is_what_the_policy_wrote(tmp_path):
-  loaded = unigram(tmp_path, '3', '.', '5', '?')
-  assert loaded.backend.decode([2, 3, 4]) == '3. 5', 'transformers would clean up'
-  tokens_BT = np.asarray([[2, 3, 4, 5, 1]])
-  written = tokenizer_lib.decode_responses(loaded, tokens_BT, tokens_BT > 0)
-  assert written == ['3 . 5 ?']
-  assert tokenizer_lib.decode_prompts(loaded, tokens_BT, [3]) == ['3 . 5']
-  found = tokenizer_lib.pieces(loaded, [2, 3, 4, 5, 1])
-  assert found == ['3', ' .', ' 5', ' ?', '</s>']
-
-
 def byte_fallback():
   """A tokenizer with a token for each byte, and the decoder of Llama 2."""
   scores = [('<unk>', 0.0), ('</s>', 0.0), *((x, -2.0) for x in ('▁', 'a', '▁1', '.'))]
@@ -245,6 +214,19 @@ def byte_fallback():
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend, eos_token='</s>', unk_token='<unk>'
   )
+
+
+def test_the_text_of_tokens_is_what_the_policy_wrote():
+  backend = byte_fallback()
+  backend.clean_up_tokenization_spaces = True
+  loaded = tokenizer_lib.Tokenizer(backend, (), '{problem}')
+  ids = [3, 4, 2, 5]
+  assert backend.decode(ids) == 'a 1.', 'transformers would clean up'
+  tokens_BT = np.asarray([ids])
+  mask_BT = np.ones(tokens_BT.shape, bool)
+  written = tokenizer_lib.decode_responses(loaded, tokens_BT, mask_BT)
+  assert written == tokenizer_lib.decode_prompts(loaded, tokens_BT, [len(ids)])
+  assert written == [''.join(tokenizer_lib.pieces(loaded, ids))] == ['a 1 .']
 
 
 @pytest.mark.parametrize('kind', ['qwen2', 'llama', 'bytes'])
