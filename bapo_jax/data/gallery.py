@@ -41,7 +41,7 @@ def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
 
 
 class Gallery:
-  """The pictures of N problems, found by problem id and decoded when needed.
+  """The pictures of N problems, arrays by problem id and decoded when needed.
 
   The arrays of each prompt are padded to `room`, which must fit every row.
   """
@@ -77,8 +77,8 @@ class Gallery:
     decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in files]
     grids = [picture.grid for picture in decoded]
     pixels_ZE = np.concatenate([picture.pixels_ZE for picture in decoded])
-    found = cast(Any, self.empty(1))
-    found.pixels_PZE[0, : len(pixels_ZE)] = pixels_ZE
-    found.grid_PI2[0, : len(grids)] = grids
-    found.window_PW[0, : count_windows(grids, v)] = True
-    return found
+    arrays = cast(Any, self.empty(1))
+    arrays.pixels_PZE[0, : len(pixels_ZE)] = pixels_ZE
+    arrays.grid_PI2[0, : len(grids)] = grids
+    arrays.window_PW[0, : count_windows(grids, v)] = True
+    return arrays

@@ -66,10 +66,11 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
-  names = [name for name in paths if pattern.fullmatch(name)]
-  # A data set may be published in several formats; the files of one are enough.
-  formats = ([x for x in names if x.endswith(kind)] for kind in local_files.SUFFIXES)
-  names = next(filter(None, formats), [])
+  names: list[str] = []
+  for suffix in local_files.SUFFIXES:
+    # A data set may be published in several formats; the files of one are enough.
+    same = [name for name in paths if name.endswith(suffix) and pattern.fullmatch(name)]
+    names = names or same
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(

@@ -132,22 +132,22 @@ def digests(files: Sequence[bytes]) -> list[str]:
   return [hashlib.sha256(data).hexdigest()[:16] for data in files]
 
 
-def check_row(row: Row, *, sees: bool) -> None:
-  """Checks that the model can read a problem; `sees`: it has a vision tower.
+def check_row(row: Row, *, has_vision: bool) -> None:
+  """Checks that the model can read a problem; `has_vision`: it has a vision tower.
 
   Raises:
     ValueError: there are pictures but no tower, or not one `<image>` for each picture.
   """
-  if not sees and row.pictures:
+  if not has_vision and row.pictures:
     raise ValueError(
       f'the problem {row.problem[:60]!r} has pictures, which need a vision model, but '
       'this model is text-only; choose other problems or a model with a vision tower '
       '(the embedded policy has one with --config.model.tower.layers=2)'
     )
-  places = row.problem.count(PLACEHOLDER)
+  marks = row.problem.count(PLACEHOLDER)
   count = len(row.pictures)
-  if sees and places != count:
+  if has_vision and marks != count:
     raise ValueError(
-      f'the problem {row.problem[:60]!r} has {places} {PLACEHOLDER} for {count} '
+      f'the problem {row.problem[:60]!r} has {marks} {PLACEHOLDER} for {count} '
       f'pictures; write one {PLACEHOLDER} for each picture'
     )

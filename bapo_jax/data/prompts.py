@@ -166,7 +166,7 @@ def encode(
   """
   if vision is None:
     for row in rows:
-      pictures.check_row(row, sees=False)
+      pictures.check_row(row, has_vision=False)
     return [EncodedPrompt(x, ()) for x in tokenizer_lib.encode_prompts(tokenizer, rows)]
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
   encoded = []

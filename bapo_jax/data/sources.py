@@ -29,12 +29,16 @@ MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
 
 
 def missing(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  has_vision: bool = False,
 ) -> list[str]:
   """Lists the files of a source that do not exist; none for hub and tfds names.
 
   If all exist, reads or generates all problems, so that errors surface early. `check`
-  raises a ValueError if an answer cannot be verified; `sees`: the model has a tower.
+  raises a ValueError if an answer cannot be verified; `has_vision`: the model has a
+  vision tower.
 
   Raises:
     ValueError: problems cannot be generated or read, or a name is malformed.
@@ -46,7 +50,7 @@ def missing(
     absent = [path for path in source.split(',') if not os.path.exists(path)]
     if absent:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
-  check_rows(problems, knob, check, sees)
+  check_rows(problems, knob, check, has_vision)
   return []
 
 
@@ -57,15 +61,18 @@ def _hint(path: str) -> str:
 
 
 def download(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  has_vision: bool = False,
 ) -> None:
   """Downloads a named data set if necessary, and checks its rows like `missing`."""
   if _parse_name(knob, getattr(problems, knob)):
-    check_rows(problems, knob, check, sees)
+    check_rows(problems, knob, check, has_vision)
 
 
 def check_rows(
-  problems: ProblemsConfig, knob: Knob, check: Check | None, sees: bool
+  problems: ProblemsConfig, knob: Knob, check: Check | None, has_vision: bool
 ) -> None:
   """Reads the rows of a source, and checks those that are not generated.
 
@@ -76,11 +83,11 @@ def check_rows(
   def check_row(row: Row) -> None:
     if check:
       check(row)
-    pictures.check_row(row, sees=sees)
+    pictures.check_row(row, has_vision=has_vision)
 
   rows = _read(problems, knob, check_row)
   if getattr(problems, knob) in MADE:  # generated answers are right
-    pictures.check_row(rows[0], sees=sees)
+    pictures.check_row(rows[0], has_vision=has_vision)
 
 
 def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[Row]:
@@ -138,8 +145,8 @@ def _read(
       # Recorded runs number problems in the order of tensorflow-datasets, which sorts
       # by the MD5 sum of split and id. A different order would change the run.
       ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-    made = MAKERS[source](problems)
-    return [made[i].row for i in ids]
+    generated = MAKERS[source](problems)
+    return [generated[i].row for i in ids]
   whole = problems.whole
   if own_code.is_place(source):
     return _own_rows(problems, source, check)

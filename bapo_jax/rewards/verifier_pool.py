@@ -121,7 +121,7 @@ def start(k: RewardsConfig) -> tuple[socket.socket, subprocess.Popen]:
 class Batch:
   """The budget that the requests of one `submit` share."""
 
-  left: float  # seconds of processor time that its requests may still use together
+  seconds: float  # processor time that its requests may still use together
 
 
 Task = tuple[Request, Batch, Future[list[Verdict]]]
@@ -207,10 +207,10 @@ class VerifierPool:
       worker = self._worker(thread)
       if worker is None:
         return CLOSED
-      if batch.left <= 0:
+      if batch.seconds <= 0:
         return LATE_BATCH
       deadline = self._knobs.deadline * len(request)
-      seconds = min(batch.left, deadline)
+      seconds = min(batch.seconds, deadline)
       try:
         reply = worker.request(request, seconds, self._silence(request))
       except (OSError, EOFError) as error:
@@ -220,7 +220,7 @@ class VerifierPool:
           return Verdict(None, f'took over rewards.timeout={limit:g} s', None)
         continue
       with self._lock:
-        batch.left -= reply['seconds'] if reply else seconds
+        batch.seconds -= reply['seconds'] if reply else seconds
       if reply is None or reply['exits']:
         worker.end()
       if reply is not None:

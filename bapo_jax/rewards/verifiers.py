@@ -98,18 +98,18 @@ def countdown(answer: str, text: str) -> Verdict:
   expression, equals, claimed = _unlatex(content).partition('=')
   if equals and expression.strip() == str(target):
     expression, claimed = claimed, expression
-  given = ''.join(expression.split())
+  spelled = ''.join(expression.split())
   if equals and claimed.strip() != str(target):
-    return Verdict(False, 'claims another number', given)
+    return Verdict(False, 'claims another number', spelled)
   try:
     value, used = calculate(expression.strip())
   except ZeroDivisionError:
-    return Verdict(False, 'divides by zero', given)
+    return Verdict(False, 'divides by zero', spelled)
   except ValueError:
-    return Verdict(False, 'not an expression of integers and + - * /', given)
+    return Verdict(False, 'not an expression of integers and + - * /', spelled)
   if used != numbers:
-    return Verdict(False, 'not each number once', given)
-  return answers.compared(value == target, given)
+    return Verdict(False, 'not each number once', spelled)
+  return answers.compared(value == target, spelled)
 
 
 def exact(answer: str, text: str) -> Verdict:
@@ -117,11 +117,12 @@ def exact(answer: str, text: str) -> Verdict:
 
   Reads both from the last box, else the answer line, else the whole text, stripped.
   """
-  given, right = (
-    (whole if (part := answers.box_or_line(whole)) is None else part).strip()
-    for whole in (text, answer)
-  )
-  return answers.compared(given == right, given)
+  parts = []
+  for whole in (text, answer):
+    part = answers.box_or_line(whole)
+    parts.append((whole if part is None else part).strip())
+  response, right = parts
+  return answers.compared(response == right, response)
 
 
 RULES: dict[str, Callable[..., Verdict]] = {

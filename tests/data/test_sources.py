@@ -120,12 +120,12 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path):
   (tmp_path / 'a.jsonl').write_text(json.dumps(row))
   source = str(tmp_path / 'a.jsonl')
   for knobs, place in ((problems(source), 'line 1: '), (problems('drawn'), '')):
-    assert sources.missing(knobs, 'source', sees=True) == []
+    assert sources.missing(knobs, 'source', has_vision=True) == []
     with pytest.raises(ValueError, match=place + '.*text-only'):
       sources.missing(knobs, 'source')
   (tmp_path / 'a.jsonl').write_text(json.dumps(row | {'problem': '1'}))
   with pytest.raises(ValueError, match='has 0 <image> for 1 pictures'):
-    sources.missing(problems(source), 'source', sees=True)
+    sources.missing(problems(source), 'source', has_vision=True)
 
 
 def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():

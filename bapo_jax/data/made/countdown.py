@@ -84,14 +84,14 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
 
 def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
-  left = list(numbers)
-  while len(left) > 1:
-    b, a = (left.pop(rng.integers(len(left))) for _ in range(2))
+  values = list(numbers)
+  while len(values) > 1:
+    b, a = (values.pop(rng.integers(len(values))) for _ in range(2))
     results = [a + b, a * b, abs(a - b)]
     results += [max(a, b) // min(a, b)] if max(a, b) % min(a, b) == 0 else []
     results = [r for r in results if r > 0]
-    left.append(results[rng.integers(len(results))])
-  return left[0]
+    values.append(results[rng.integers(len(results))])
+  return values[0]
 
 
 # About 130 tokens of work. Chains beyond the length of a row only cost time: writing

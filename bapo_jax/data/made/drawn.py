@@ -58,15 +58,15 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   # Kinds use a separate random stream, so that quantities do not depend on kinds.
   kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
   stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
-  made = []
+  problem_list = []
   for i, (numbers, terms) in enumerate(drawn):
     kind = kinds[stream.integers(len(kinds))]
     text = _text(kind, numbers, terms, knobs.wording)
     answer = _value([numbers[abs(n) - 1] for n in terms], terms)
     picture = _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides)
     row = Row(text, str(answer), pictures=(picture,))
-    made.append(Problem(row, answer, numbers, terms))
-  return tuple(made)
+    problem_list.append(Problem(row, answer, numbers, terms))
+  return tuple(problem_list)
 
 
 def solve(
@@ -147,9 +147,9 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
   for i, n in enumerate(numbers):
     canvas[:, i * wide] = GRID
     colour = _dark(rng)
-    for place in rng.permutation(BASE)[:n]:
-      top = int(place) // 2 * down + int(rng.integers(0, down - size))
-      left = i * wide + 2 + int(place) % 2 * across
+    for cell in rng.permutation(BASE)[:n]:
+      top = int(cell) // 2 * down + int(rng.integers(0, down - size))
+      left = i * wide + 2 + int(cell) % 2 * across
       left += int(rng.integers(0, across - size))
       canvas[top : top + size, left : left + size] = colour
 

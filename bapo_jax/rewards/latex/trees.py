@@ -195,21 +195,16 @@ def plain(tree: Tree) -> Fraction | None:
   these, a mixed number, a power of ten with or without a factor, and a percentage.
   """
   match tree:
-    case ('neg', inner) if inner[0] != 'neg':
-      value = plain(inner)
-      return None if value is None else -value
-    case ('percent', inner) if inner[0] != 'percent':
-      value = plain(inner)
-      return None if value is None else value / 100
     case ('num', value) | ('mixed', value):
       return value
-    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom) | (
-      'div',
-      ('num', _) as top,
-      ('neg', ('num', _) as bottom),
-    ):
-      value = plain(('div', top, bottom))
-      return None if value is None else -value
+    case (('neg' | 'percent') as kind, inner) if inner[0] != kind:
+      value = plain(inner)
+      scale = -1 if kind == 'neg' else Fraction(1, 100)
+      return None if value is None else scale * value
+    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom):  # -1/2
+      return plain(('neg', ('div', top, bottom)))
+    case ('div', ('num', _) as top, ('neg', ('num', _) as bottom)):  # 1/-2
+      return plain(('neg', ('div', top, bottom)))
     case ('div', ('num', top), ('num', bottom)) if bottom != 0:
       return top / bottom
     case ('mul', ('num', factor), ('pow', *_) as power):
@@ -286,20 +281,20 @@ def operations(tree: Tree) -> collections.Counter[str]:
   return sum((operations(part) for part in parts), counts)
 
 
-def as_calculated(gold: Tree, given: Tree) -> bool:
-  """Returns whether `given` leaves no more operations to carry out than `gold`."""
-  if plain(given) is not None:
+def as_calculated(gold: Tree, response: Tree) -> bool:
+  """Returns whether `response` leaves no more operations to carry out than `gold`."""
+  if plain(response) is not None:
     return True
   if plain(gold) is not None:
     return False
   allowed = operations(gold)
-  remaining = operations(given)
+  remaining = operations(response)
   if allowed['root']:
     remaining['root'] = 0
   return remaining <= allowed
 
 
-def equal(gold: Tree, given: Tree) -> bool:
+def equal(gold: Tree, response: Tree) -> bool:
   """Returns whether two trees without variables have the same value.
 
   Values are compared to as many digits as different values need: two algebraic numbers
@@ -308,7 +303,7 @@ def equal(gold: Tree, given: Tree) -> bool:
   bases, or of values that need more than MOST_DIGITS digits equal only themselves.
   A tree that divides by 0 equals nothing.
   """
-  difference = ('add', gold, ('neg', given))
+  difference = ('add', gold, ('neg', response))
   try:
     degree = math.prod(map(_degree, _nodes(difference)))
     digits = 50 + int(degree * _height(difference))
@@ -319,7 +314,7 @@ def equal(gold: Tree, given: Tree) -> bool:
     return False
   except (ValueError, ArithmeticError):
     pass
-  return gold == given
+  return gold == response
 
 
 def _degree(node: Tree) -> int:
