@@ -153,7 +153,7 @@ class OddVerifier(Verifier):
   def submit(self, samples) -> PendingVerdicts:
     texts = [sample.response for sample in samples]
     self.submitted.append(([sample.answer for sample in samples], texts))
-    return PendingVerdicts([self.verdict(text) for text in texts], samples, self.rule)
+    return PendingVerdicts([self.verdict(text) for text in texts], samples)
 
 
 def generate(

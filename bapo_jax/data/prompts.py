@@ -59,7 +59,8 @@ def load(
     ValueError: unreadable source or picture, too long a prompt, or too few problems.
   """
   training, held_out = read(problems)
-  limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
+  limit = prompts.max_prompt_tokens
+  drop = prompts.overlong == 'drop'
   table = tabulate(tokenizer, training, limit, vision, drop=drop)
   held_out_table = tabulate(tokenizer, held_out, limit, vision, drop=False)
   if prompts.count > len(table.id_N):
@@ -131,7 +132,8 @@ def tabulate(
         f'{len(rows) - len(fits)} of {len(rows)} training prompts are longer, up to '
         f'{max(len(x.tokens) for x in encoded)} tokens, and are dropped'
       )
-    rows, encoded = [rows[i] for i in fits], [encoded[i] for i in fits]
+    rows = [rows[i] for i in fits]
+    encoded = [encoded[i] for i in fits]
   tokens_NT = np.zeros((len(rows), max_prompt_tokens), np.int32)
   for i, (tokens, _) in enumerate(encoded):
     if len(tokens) > max_prompt_tokens:
@@ -164,14 +166,9 @@ def encode(
   """
   if vision is None:
     for row in rows:
-      pictures.check_row(row, sees=False)
+      pictures.check_row(row, has_vision=False)
     return [EncodedPrompt(x, ()) for x in tokenizer_lib.encode_prompts(tokenizer, rows)]
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
-  if image is None:
-    raise ValueError(
-      f'tokenizer.path: no token with id {vision.image_token}, which is the picture '
-      "token in the model's config.json; give the model's own tokenizer"
-    )
   encoded = []
   ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
   for row, ids in zip(rows, ids_N, strict=True):

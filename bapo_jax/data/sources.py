@@ -29,12 +29,16 @@ MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
 
 
 def missing(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  has_vision: bool = False,
 ) -> list[str]:
   """Lists the files of a source that do not exist; none for hub and tfds names.
 
   If all exist, reads or generates all problems, so that errors surface early. `check`
-  raises a ValueError if an answer cannot be verified; `sees`: the model has a tower.
+  raises a ValueError if an answer cannot be verified; `has_vision`: the model has a
+  vision tower.
 
   Raises:
     ValueError: problems cannot be generated or read, or a name is malformed.
@@ -46,7 +50,7 @@ def missing(
     absent = [path for path in source.split(',') if not os.path.exists(path)]
     if absent:
       return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
-  check_rows(problems, knob, check, sees)
+  check_rows(problems, knob, check, has_vision)
   return []
 
 
@@ -57,15 +61,18 @@ def _hint(path: str) -> str:
 
 
 def download(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
+  problems: ProblemsConfig,
+  knob: Knob,
+  check: Check | None = None,
+  has_vision: bool = False,
 ) -> None:
   """Downloads a named data set if necessary, and checks its rows like `missing`."""
   if _parse_name(knob, getattr(problems, knob)):
-    check_rows(problems, knob, check, sees)
+    check_rows(problems, knob, check, has_vision)
 
 
 def check_rows(
-  problems: ProblemsConfig, knob: Knob, check: Check | None, sees: bool
+  problems: ProblemsConfig, knob: Knob, check: Check | None, has_vision: bool
 ) -> None:
   """Reads the rows of a source, and checks those that are not generated.
 
@@ -76,11 +83,11 @@ def check_rows(
   def check_row(row: Row) -> None:
     if check:
       check(row)
-    pictures.check_row(row, sees=sees)
+    pictures.check_row(row, has_vision=has_vision)
 
   rows = _read(problems, knob, check_row)
   if getattr(problems, knob) in MADE:  # generated answers are right
-    pictures.check_row(rows[0], sees=sees)
+    pictures.check_row(rows[0], has_vision=has_vision)
 
 
 def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[Row]:
@@ -89,7 +96,8 @@ def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[R
   Raises:
     ValueError: problems cannot be generated or read.
   """
-  source, rows = getattr(problems, knob), _read(problems, knob)
+  source = getattr(problems, knob)
+  rows = _read(problems, knob)
   if source in MADE:  # distinct by construction, even with blank pictures
     return rows
   unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
@@ -130,14 +138,16 @@ def _read(
   """Returns all rows of a source, with repeats; calls `check` on rows not generated."""
   source = getattr(problems, knob)
   if source in MADE:
-    train, count = problems.train, problems.count
+    train = problems.train
+    count = problems.count
     ids = list(range(train) if knob == 'source' else range(train, count))
     if source != 'drawn':
       # Recorded runs number problems in the order of tensorflow-datasets, which sorts
       # by the MD5 sum of split and id. A different order would change the run.
       ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-    made = MAKERS[source](problems)
-    return [made[i].row for i in ids]
+    generated = MAKERS[source](problems)
+    return [generated[i].row for i in ids]
+  whole = problems.whole
   if own_code.is_place(source):
     return _own_rows(problems, source, check)
   paths = source.split(',')
@@ -146,41 +156,25 @@ def _read(
 
     where, name, split = named
     if where == 'tfds':
-      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=problems.whole)
+      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=whole)
     paths = hub.find_files(name, split, f'problems.{knob}')
-  return [
-    row for path in paths for row in local_files.read(path, check, whole=problems.whole)
-  ]
+  return [row for path in paths for row in local_files.read(path, check, whole=whole)]
 
 
 def _own_rows(
-  problems: ProblemsConfig, place: str, check: Check | None = None
+  problems: ProblemsConfig, path: str, check: Check | None = None
 ) -> list[Row]:
-  """Returns the rows that an own function returns; each is a dict, as in a file.
-
-  Raises:
-    ValueError: the function raises an error or returns no rows, or a row is damaged.
-  """
-  function = own_code.bind(place, problems.custom)
+  """Returns the rows that a user's function returns, each a dict as in a file."""
+  function = own_code.bind(path, problems.custom)
   try:
-    given = list(function())
+    dicts = list(function())
   except Exception as error:  # a user's function may raise anything
-    reason = own_code.described(error, own_code.file_of(place))
-    raise ValueError(f'{place} raises {reason}') from error
-  rows, layout = list[Row](), None
-  for i, row in enumerate(given, 1):
-    try:
-      if not isinstance(row, dict):
-        raise ValueError(f'{row!r:.60} is not a dict with fields such as problem')
-      layout = layout or layouts.detect(row, whole=problems.whole)
-      rows.append(layouts.parse(row, layout, whole=problems.whole))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'{place}, row {i}: {error}; correct the function') from error
-  if not rows:
-    raise ValueError(f'{place} returns no rows; return a list of dicts')
-  return rows
+    reason = own_code.described(error, own_code.file_of(path))
+    raise ValueError(f'{path} raises {reason}') from error
+  if not dicts:
+    raise ValueError(f'{path} returns no rows; return a list of dicts')
+  items = ((f'{path}, row {i}', row) for i, row in enumerate(dicts, 1))
+  return layouts.read_rows(items, check, whole=problems.whole)
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pictured import ONE_LAYER, READER, png
 
-from bapo_jax.data import pictures, prompts, sources
+from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import drawn, synthetic
 
@@ -120,29 +120,12 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path):
   (tmp_path / 'a.jsonl').write_text(json.dumps(row))
   source = str(tmp_path / 'a.jsonl')
   for knobs, place in ((problems(source), 'line 1: '), (problems('drawn'), '')):
-    assert sources.missing(knobs, 'source', sees=True) == []
+    assert sources.missing(knobs, 'source', has_vision=True) == []
     with pytest.raises(ValueError, match=place + '.*text-only'):
       sources.missing(knobs, 'source')
   (tmp_path / 'a.jsonl').write_text(json.dumps(row | {'problem': '1'}))
   with pytest.raises(ValueError, match='has 0 <image> for 1 pictures'):
-    sources.missing(problems(source), 'source', sees=True)
-
-
-def test_a_picture_is_decoded_once_however_often_it_is_read(tmp_path, monkeypatch):
-  lines = []
-  for i in range(3):
-    (tmp_path / f'{i}.png').write_bytes(png(56, 56, i))
-    lines += [{'problem': f'<image>{i}', 'answer': '3', 'image': f'{i}.png'}]
-  (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  knobs = problems(str(tmp_path / 'a.jsonl'))
-  pictures.checked.cache_clear()
-  read, decoded = pictures.read, []
-  monkeypatch.setattr(pictures, 'read', lambda data: decoded.append(data) or read(data))
-  for _ in range(2):
-    sources.missing(knobs, 'source', sees=True)
-    rows = sources.load(knobs, 'source')
-    prompts.tabulate(READER, rows, 40, ONE_LAYER, drop=False)
-  assert len(decoded) == len(set(decoded)) == 3
+    sources.missing(problems(source), 'source', has_vision=True)
 
 
 def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():
