@@ -127,6 +127,8 @@ def read(text: str, commas_group: bool) -> Answer:
   text = spelling.UNION.join(map(_upright, text.split(spelling.UNION)))
   if matrix := MATRIX.fullmatch(text):
     inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3]).strip(' ' + spelling.ROW)
+    if not inner:
+      raise ValueError('an empty part')
     rows = [row.split('&') for row in inner.split(spelling.ROW)]
     cells = tuple(Answer('row', tuple(map(_expression, row))) for row in rows)
     return Answer('matrix', cells)

@@ -3,8 +3,8 @@ r"""Verdicts: what counts as an answer, and that no text stalls or fools a rule.
 tests/verdicts/*.jsonl contain the cases, one per line: rule, answer, response, expected
 verdict (null: undecided; 'not right': wrong or undecided) and why; if it differs from
 the default, `strict`; and the spelling of the answer for votes, if it is tested. They
-were worked out from docs/guide/data_and_rewards.md before a rule was run. A response is a
-text, or a list of [text, repetitions].
+were worked out from docs/guide/data_and_rewards.md before a rule was run. A response is
+a text, or a list of [text, repetitions].
 """
 
 import builtins
@@ -188,6 +188,7 @@ LATEX_PIECES = [
   st.lists(st.sampled_from(LATEX_PIECES), max_size=12).map(''.join),
   st.sampled_from(['5', '-2', r'\frac{7}{2}', '0', '1000', r'50\%']),
 )
+@hypothesis.example(r'\begin{pmatrix}\end{pmatrix}', '5')
 def test_a_number_is_decided_without_math_verify(text, gold):
   verdict = verifiers.verify('math', gold, r'\boxed{' + text + '}')
   assert verdict.right in (True, False)
