@@ -25,7 +25,7 @@ FAST = {
   'models': 'hf_config hf_directory rope safetensors_io',
   'rewards': 'gold',
   'rollout': 'rollout shapes',
-  'run': 'report report_page step_record',
+  'run': 'page report step_record',
   'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate statistics',

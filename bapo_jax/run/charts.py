@@ -14,15 +14,13 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from bapo_jax.run.series import Points
 from bapo_jax.runtime.html import element
-
-Points = tuple[np.ndarray, np.ndarray]  # (step_N, value_N), finite
 
 WIDTH, HEIGHT = 400, 210  # of a chart, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 46, 392, 8, 186  # of the plot
 STRIPS = 200  # at most this many steps show their values
 DOTS = 20  # a curve of at most this many points is drawn with dots
-COLOURS = 8  # of the page, --c0 to --c7
 
 
 class Curve(NamedTuple):

@@ -11,6 +11,7 @@ from refusals import refused
 from scipy import stats
 
 from bapo_jax import main
+from bapo_jax.run import comparison
 from bapo_jax.tools import compare
 from bapo_jax.training.config import parse
 from configs import countdown
@@ -45,7 +46,7 @@ def three(tmp_path):
 
 
 def page_of(paths, to):
-  assert compare.write(paths, str(to)) == 0
+  compare.write(paths, str(to))
   return Page(to.read_text(encoding='utf-8'))
 
 
@@ -68,10 +69,12 @@ def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path, capsy
 
 def test_the_interval_is_that_of_students_t():
   values = np.random.default_rng(0).normal(size=7)
-  middle, half = compare.interval(values.tolist())
+  middle, half = comparison.interval(values.tolist())
   low, high = stats.t.interval(0.95, 6, values.mean(), stats.sem(values))
   np.testing.assert_allclose([middle - half, middle + half], [low, high], rtol=1e-9)
-  assert compare.interval([3.0])[0] == 3 and math.isnan(compare.interval([3.0])[1])
+  assert comparison.interval([3.0])[0] == 3 and math.isnan(
+    comparison.interval([3.0])[1]
+  )
 
 
 def test_differences_are_paired_by_seed(tmp_path, capsys):
@@ -101,6 +104,30 @@ def test_runs_without_common_seeds_have_no_paired_differences(three, tmp_path, c
   assert 'paired' not in text and 'paired' not in capsys.readouterr().out
 
 
+def test_single_runs_are_compared_problem_by_problem(tmp_path):
+  # Accuracies by problem: 1, 1/2, 0 and 1/2, 1/2, 1; the fourth has another text.
+  verdicts = {'a': ('11', '10', '00', '1'), 'b': ('01', '01', '11', '0')}
+  paths = []
+  for name, right in verdicts.items():
+    rule = {'clip': {'rule': 'fixed' if name == 'a' else 'balanced'}}
+    paths.append(run(tmp_path, name, accuracy(0.0, 0.5), **rule))
+    samples = [
+      {'id': i, 'problem': f'{i}', 'correct': letter == '1', 'tokens': i + 3}
+      for i, letters in enumerate(right)
+      for letter in letters
+    ]
+    samples[-1]['problem'] = name
+    (tmp_path / name / 'eval').mkdir()
+    record = {'result': {'accuracy': 0.5}, 'samples': samples}
+    (tmp_path / name / 'eval' / '1.json').write_text(json.dumps(record))
+  text = page_of(paths, tmp_path / 'c.html').text
+  _, text = text.split('Differences from a, paired by held-out problem')
+  # -1/2, 0 and 1: mean 1/6, deviation .7638; t of two degrees of freedom 4.3027.
+  half = 4.302653 * 0.763763 / math.sqrt(3)
+  assert cells(text, 'eval/accuracy') == [f'{1 / 6:+.4g} ± {half:.2g} (n=3)']
+  assert cells(text, 'eval/length') == ['+0 ± 0 (n=3)']
+
+
 def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
   shown = page.values('Accuracy on held-out problems')
@@ -125,7 +152,7 @@ def test_the_runs_of_an_experiment_are_grouped_by_arm(tmp_path, capsys):
     paths.append(run(runs, name, accuracy(right), **knobs))
     (runs / f'{name}.log').write_text('a log')
   (runs / 'compiled').mkdir()
-  groups = compare.grouped(compare.read(paths))
+  groups = comparison.grouped(compare.read(paths))
   assert {group.label: len(group.runs) for group in groups} == {
     f'{cell}-seed': 3 for cell, *_ in countdown.CELLS
   }
@@ -146,15 +173,16 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
     *(seeded(f'a{warm}', warm, 0.1 * warm, 'fixed') for warm in (1, 2, 3)),
     *(seeded(f'b{warm}', warm, 0.1 * warm + 0.2, 'balanced') for warm in (3, 2)),
   ]
-  fixed, balanced = compare.grouped(compare.read(paths))
-  found = compare.paired(fixed, balanced, 'eval/accuracy')
+  fixed, balanced = comparison.grouped(compare.read(paths))
+  name = 'eval/accuracy'
+  found = comparison.paired(*(comparison.by_seed(x, name) for x in (fixed, balanced)))
   assert found.pairs == 2 and found.mean == pytest.approx(0.2)
   assert found.half == pytest.approx(0, abs=1e-9)
 
 
 def test_a_repeated_seed_is_not_a_sample_of_the_group(tmp_path):
   paths = [run(tmp_path, name, accuracy(0.5), seed=1) for name in 'ab']
-  groups = compare.grouped(compare.read(paths))
+  groups = comparison.grouped(compare.read(paths))
   assert [group.label for group in groups] == ['a', 'b']
   text = page_of(paths, tmp_path / 'c.html').text
   assert 'No knob differs' in text
