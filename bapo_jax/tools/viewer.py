@@ -1,14 +1,11 @@
-"""--mode=show: reads recorded groups and draws them on the terminal."""
+"""Prints recorded groups on the terminal: `bapo show RUN --group=3`."""
 
 import itertools
 import math
 import os
 import pathlib
-import sys
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, UInt8
 from rich.console import Console, Group, RenderableType
@@ -19,16 +16,14 @@ from rich.text import Text
 from bapo_jax.run import step_record
 from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, evaluate, rules
-from bapo_jax.training import config as config_lib
-from bapo_jax.types import CUTS, AdvantageRule
+from bapo_jax.training import checkpoint, evaluate
+from bapo_jax.types import CUTS
 
 LONG = 2000  # longest response shown in full without the view 'a', characters
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
 # The sign of the advantage is also written out, for readers who do not see colours.
 COLOURS = {1: 'green', -1: 'red', 0: 'default'}
-STEPS = {'n': 1, 'b': -1}  # groups that a key moves forward
 
 
 class Response(NamedTuple):
@@ -37,7 +32,7 @@ class Response(NamedTuple):
   text: str
   correct: bool
   reward: float
-  advantage: float
+  advantage: float  # nan in an evaluation
   pieces: list[str] | None = None  # its tokens as strings
   logp_T: Float32[np.ndarray, ' T'] | None = None  # log mu of each token, nats
   ratio_T: Float32[np.ndarray, ' T'] | None = None  # clipped by the update
@@ -56,7 +51,6 @@ class RecordedGroup(NamedTuple):
   step: int | None = None  # number of the learner step, from 1; None: an evaluation
   # The update that used the group: number in its step, from 1, and both bounds.
   update: tuple[int, float, float] | None = None
-  taught: bool = False  # the step learned from right and from wrong responses
 
 
 def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
@@ -67,16 +61,16 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: the workdir has no run, or no recorded group.
   """
-  config = config_lib.from_json(read_config(workdir))
+  read_config(workdir)
   until = checkpoint.choose(workdir, which) if which != 'newest' else None
   until = until or math.inf
-  found = trained(workdir, step_record.newest(workdir, until))
-  found += evaluated(workdir, until, rules.bind(config).advantage)
-  if not found:
+  groups = trained(workdir, step_record.newest(workdir, until))
+  groups += evaluated(workdir, until)
+  if not groups:
     raise ValueError(
       f'--workdir={workdir} has no recorded group yet; an evaluation records some'
     )
-  return found
+  return groups
 
 
 def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
@@ -120,7 +114,6 @@ def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
     _pictures(workdir, row),
     row['step'],
     update,
-    step_record.taught(row),
   )
 
 
@@ -128,7 +121,7 @@ def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
   return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
 
 
-def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedGroup]:
+def evaluated(workdir: str, until: float) -> list[RecordedGroup]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
   steps = (int(name) for name in names if name.isdecimal())
@@ -142,18 +135,13 @@ def evaluated(workdir: str, until: float, rule: AdvantageRule) -> list[RecordedG
     lambda sample: (sample.get('id'), sample['problem']),
   ):
     samples = list(rows)
-    # Old records have no reward.
-    reward_PG = np.asarray([[s.get('reward', s['correct']) for s in samples]])
-    reward_PG = reward_PG.astype(np.float32)
-    adv_PG = np.zeros_like(reward_PG)
-    if len(samples) > 1:  # a single response has no advantage
-      adv_PG = np.asarray(rule(jnp.asarray(reward_PG)))
-    responses = [
-      Response(s['response'], s['correct'], reward, adv)
-      for s, reward, adv in zip(samples, reward_PG[0], adv_PG[0], strict=True)
+    responses = [  # old records have no reward
+      Response(s['response'], s['correct'], s.get('reward', s['correct']), math.nan)
+      for s in samples
     ]
-    source, answer = f'evaluation at step {step}', samples[0]['answer']
+    source = f'evaluation at step {step}'
     pictures = _pictures(workdir, samples[0])
+    answer = samples[0]['answer']
     groups.append(RecordedGroup(source, problem, answer, responses, pictures))
   return groups
 
@@ -189,15 +177,20 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
 
 def _drawn(response: Response, views: set[str]) -> Text:
   """Draws verdict, reward, advantage and text; `views` add notes to the tokens."""
-  colour = COLOURS[int(np.sign(response.advantage))]
+  colour = 'default'
+  advantage = ''
+  if not math.isnan(response.advantage):
+    colour = COLOURS[int(np.sign(response.advantage))]
+    advantage = f'{response.advantage:+.2f}'
   verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
-  reward = f'  reward {response.reward:.2f}  advantage '
-  advantage = f'{response.advantage:+.2f}', f'bold {colour}'
-  head, body = Text.assemble(verdict, reward, advantage), Text()
-  ratio_T, cut_T = response.ratio_T, response.cut_T
+  head = Text.assemble(verdict, f'  reward {response.reward:.2f}')
+  if advantage:
+    head.append('  advantage ').append(advantage, f'bold {colour}')
   p_T = np.exp(() if response.logp_T is None else response.logp_T)
   if len(p_T):
     head.append(f'  {len(p_T)} tokens, mean probability {p_T.mean():.2f}')
+  body = Text()
+  ratio_T, cut_T = response.ratio_T, response.cut_T
   if response.pieces is None or not views & {'p', 'c'}:
     body.append(visible(response.text), style=colour)
   else:
@@ -211,76 +204,41 @@ def _drawn(response: Response, views: set[str]) -> Text:
       body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
-    left = len(body) - LONG
-    gap = Text(f'\n... {left} characters left out, a shows them ...\n', style='dim')
-    body = Text.assemble(body[: LONG // 2], gap, body[-(LONG // 2) :])
+    gap = f'\n... {len(body) - LONG} characters left out; --views=a shows them ...\n'
+    middle = Text(gap, style='dim')
+    body = Text.assemble(body[: LONG // 2], middle, body[-(LONG // 2) :])
   return Text.assemble(head, '\n', body)
 
 
 def show(
   workdir: str,
-  number: int | None,
-  views: str,
-  console: Console | None = None,
-  keys: Iterable[str] | None = None,
+  number: int | None = None,
+  views: str = '',
   which: str = 'newest',
-) -> int:
-  """Prints one recorded group, or browses all groups on a terminal; returns 0.
+  console: Console | None = None,
+) -> None:
+  """Prints a recorded group, or a list of all groups.
 
-  `number` is the group to print, from 1; None browses all groups on a terminal, else
-  prints one. Both begin with the first group that taught something, else with the first
-  group of both verdicts. `views` are on at the start (keys of VIEWS); `keys` is the
-  input.
+  Args:
+    number: the group to print, from 1; None prints the list.
+    views: keys of VIEWS.
+    which: ignores what was recorded after this checkpoint; see checkpoint.choose.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
-  if wrong := set(views) - set(VIEWS):
-    raise ValueError(f'--show_with={views}: unknown views {sorted(wrong)}; use {VIEWS}')
+  if unknown := set(views) - set(VIEWS):
+    raise ValueError(f'--views={views}: unknown views {sorted(unknown)}; use {VIEWS}')
   groups = read(workdir, which)
-  if number is not None and not 1 <= number <= len(groups):
-    raise ValueError(f'--show_group={number} does not exist; give 1 to {len(groups)}')
   console = console or Console()
-  if keys is None and sys.stdin.isatty():
-    keys = pressed()
-  at, on = number - 1 if number else opening(groups), set(views)
-  if number is not None or not console.is_terminal or keys is None:
-    console.print(page(groups, at, on))
-    if number is None:
-      console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
-    return 0
-  names = ', '.join(f'{key}: {name}' for key, name in VIEWS.items())
-  for key in itertools.chain([''], keys):
-    if key == 'q':
-      break
-    at = min(max(at + STEPS.get(key, 0), 0), len(groups) - 1)
-    on ^= {key} & set(VIEWS)
-    console.clear()
-    console.print(page(groups, at, on))
-    console.print(f'\nn: next, b: back, {names}, q: quit', style='dim')
-  return 0
-
-
-def opening(groups: list[RecordedGroup]) -> int:
-  """Returns the index of the group to show first."""
-
-  def interest(i: int) -> tuple[bool, bool]:
-    verdicts = {response.correct for response in groups[i].responses}
-    return groups[i].taught, len(verdicts) > 1
-
-  return max(range(len(groups)), key=interest)
-
-
-def pressed() -> Iterator[str]:
-  """Yields keys as they are pressed; restores the terminal at the end."""
-  import termios
-  import tty
-
-  terminal = sys.stdin.fileno()
-  before = termios.tcgetattr(terminal)
-  try:
-    tty.setcbreak(terminal)
-    while key := os.read(terminal, 1):
-      yield key.decode(errors='replace')
-  finally:
-    termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+  if number is None:
+    for i, group in enumerate(groups, 1):
+      right = sum(response.correct for response in group.responses)
+      verdicts = f'{right} of {len(group.responses)} right'
+      console.print(f'{i:>4}  {verdicts:<16}{group.source}', highlight=False)
+    text = f'bapo show {workdir} --group=N prints a group'
+    console.print(f'{text}; groups with right and wrong responses teach', style='dim')
+  elif not 1 <= number <= len(groups):
+    raise ValueError(f'--group={number} does not exist; give 1 to {len(groups)}')
+  else:
+    console.print(page(groups, number - 1, set(views)))

@@ -197,13 +197,13 @@ def test_what_cannot_be_compared_is_refused(three, tmp_path):
     ([*three, str(tmp_path / 'balancd')], 'balancd does not exist'),
   ]
   for paths, words in cases:
-    message = refused(['--mode=compare', *paths, f'--compare_to={tmp_path}/c.html'])
+    message = refused(['--mode=compare', *paths, f'--to={tmp_path}/c.html'])
     assert words in message
   many = [run(tmp_path, f'n{n}', accuracy(0.5), steps=n + 1) for n in range(9)]
   with pytest.raises(ValueError, match='9 different configs, and a page has 8 colours'):
     compare.write(many, str(tmp_path / 'c.html'))
   assert not (tmp_path / 'c.html').exists()
-  message = refused(['--mode=compare', *three, f'--compare_to={three[0]}'])
+  message = refused(['--mode=compare', *three, f'--to={three[0]}'])
   assert f'{three[0]} cannot be written' in message
 
 
@@ -226,18 +226,17 @@ def test_a_browser_shows_the_page_and_hides_a_group(browser, three, tmp_path):
 
 
 def test_files_of_a_workdir_are_read_without_a_config(three, tmp_path):
-  arguments = ['bapo_jax', '--mode=compare', *three, f'--compare_to={tmp_path}/c.html']
-  from absl.testing import flagsaver
+  def started(*words):
+    assert main.start(main.parse(['bapo', *words])) == 0
 
-  with flagsaver.flagsaver():
-    assert main.start(main.parse(arguments)[1:]) == 0
-    assert (tmp_path / 'c.html').exists()
-  with flagsaver.flagsaver():
-    arguments = ['bapo_jax', '--mode=report', f'--workdir={three[0]}']
-    assert main.start(main.parse(arguments)[1:]) == 0
-    assert (tmp_path / 'fixed/seed-1/report.html').exists()
-  assert 'has no recorded group' in refused(['--mode=show', f'--workdir={three[0]}'])
-  assert 'clip.rul' in refused(
-    ['--mode=report', '--config=configs/aime.py', '--config.clip.rul=fixed']
-  )
-  assert '--config is missing' in refused(['--mode=report', '--config.steps=3'])
+  started('compare', *three, f'--to={tmp_path}/c.html')
+  assert (tmp_path / 'c.html').exists()
+  started('--mode=report', f'--workdir={three[0]}')
+  started('report', three[1])
+  assert (tmp_path / 'fixed/seed-1/report.html').exists()
+  assert (tmp_path / 'balanced/report.html').exists()
+  assert 'has no recorded group' in refused(['show', three[0]])
+  for config in ([], ['--config=configs/aime.py']):  # a misspelt knob is refused
+    words = ['report', *config, three[0], '--config.clip.rul=fixed']
+    assert 'no knob --config.clip.rul' in refused(words)
+  assert '--config is missing' in refused(['compare', *three, '--config.steps=3'])
