@@ -35,7 +35,6 @@ from bapo_jax.run.series import (
 )
 from bapo_jax.runtime import files, html
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
@@ -130,7 +129,7 @@ def _report(run: RunFiles) -> Iterator[Element]:
     yield from samples.changed(run)
   yield from _times(run)
   yield from _progress(rows)
-  yield from _settings(values)
+  yield from _settings(run)
 
 
 def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
@@ -390,21 +389,22 @@ def _progress(rows: Sequence[Row]) -> Iterator[Element]:
     yield html.table(cells, header, 'lrrl', 'meanings')
 
 
-def _settings(values: dict[str, Any]) -> Iterator[Element]:
+def _settings(run: RunFiles) -> Iterator[Element]:
   """Yields the knobs that are not at their defaults, and the whole config."""
-  default = Config()
-  filled = config_lib.by_program(values)
-  texts = {name: text for name, _, _, text in knobs.describe(default)}
-  for name in values.get('derived', ()):
-    texts[name] = f'Derived. {texts.get(name, "")}'
-  cells = [
-    (element('code', name), shown(now), shown(was), texts.get(name, ''))
-    for name, was, now in differences(default.model_dump(mode='json'), values)
-    if name not in ('title', *filled)
-  ]
+  defaults = run_files.flat(Config().model_dump(mode='json'))
+  meanings = {name: text for name, _, _, text in knobs.describe(Config())}
+  hidden = {'title', *config_lib.by_program(run.values)}
+  cells = []
+  for name, value in run.knobs.items():
+    if value != defaults.get(name) and name not in hidden:
+      meaning = meanings.get(name, '')
+      if name in run.values.get('derived', ()):
+        meaning = f'Derived. {meaning}'
+      default = shown(defaults.get(name))
+      cells.append((element('code', name), shown(value), default, meaning))
   yield element('h2', 'Knobs that are not at their defaults')
   yield html.table(cells, ('knob', 'value', 'default', 'meaning'), 'llll', 'meanings')
-  config = element('pre', json.dumps(values, indent=2, ensure_ascii=False))
+  config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
 
 

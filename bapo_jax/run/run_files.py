@@ -3,7 +3,6 @@
 The run may be in progress: a file that it has not written yet is neutral.
 """
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -49,7 +48,6 @@ def read(workdir: str, name: str = '') -> RunFiles:
   rows = metrics.read(workdir)
   evaluated = [int(row['step']) for row in rows if 'eval/accuracy' in row]
   last = max(evaluated, default=0)
-  flat = functools.partial(traverse_util.flatten_dict, sep='.')
   recorded = step_record.newest(workdir)
   path = os.path.join(workdir, 'report.json')
   facts = files.read_object(path, 'remove it') if os.path.exists(path) else {}
@@ -66,6 +64,11 @@ def read(workdir: str, name: str = '') -> RunFiles:
   )
   # A report of fewer steps is an old one: the run trains on.
   return run if facts.get('steps') == run.last else run._replace(facts={})
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+  """Returns dotted name -> value of nested knobs."""
+  return traverse_util.flatten_dict(values, sep='.')
 
 
 def _evaluation(workdir: str, step: int) -> dict[str, Any] | None:
