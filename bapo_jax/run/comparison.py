@@ -24,8 +24,8 @@ NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
 FINAL = """
   eval/accuracy eval/reward eval/length eval/truncated rollout/reward rollout/accuracy
   rollout/length rollout/truncated rollout/responses batch/learnable clip/share clip/low
-  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max learner/grad_norm
-  time/step
+  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max loss/ess
+  learner/grad_norm time/step
 """
 LEVEL = 0.95  # of the intervals
 
