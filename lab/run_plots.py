@@ -18,7 +18,7 @@ from bapo_jax.run.series import FEW, errors, running_mean, series
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import viewer
-from bapo_jax.tools.viewer import RecordedGroup
+from bapo_jax.tools.viewer import Recorded
 from bapo_jax.types import CUTS
 from lab.plots import BLUE, GREY, ORANGE, dress, new_figure
 
@@ -47,7 +47,7 @@ class RunFiles(NamedTuple):
 
   label: str
   rows: list[Row]  # of metrics.jsonl
-  groups: list[RecordedGroup]  # of one recorded step; [] if no step is recorded
+  groups: list[Recorded]  # of one recorded step; [] if no step is recorded
   values: dict[str, Any]  # of config.json, dotted name -> value; {} without the file
 
 
@@ -145,10 +145,9 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
         ax.scatter(mu_N[of_N], ratio_N[of_N], s=28, marker=marker, color=colour)
       label = f'{name}: {len(mu_N)} tokens, {(cut_N > 0).sum()} cut'
       ax.scatter([], [], s=20, color=colour, label=label)
-    updates = {group.update for group in run.groups if group.update is not None}
-    for _, *bounds in updates:
-      for bound in bounds:
-        ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
+    bounds = {bound for group in run.groups for bound in (group.low, group.high)}
+    for bound in bounds - {None}:
+      ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
     _label(ax, 'probability when sampled', 'ratio')
     ax.set_yscale('log')
     ax.yaxis.set_major_formatter('{x:g}')
@@ -157,7 +156,7 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def tokens(
-  groups: Sequence[RecordedGroup], sign: int
+  groups: Sequence[Recorded], sign: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
 
@@ -167,17 +166,15 @@ def tokens(
     sign: the sign of the tokens' advantage, 1 or -1.
   """
   responses = [
-    (np.exp(response.logp_T), response.ratio_T, response.cut_T)
+    (np.exp(response.sampler_logp), response.ratio, response.cut)
     for group in groups
     for response in group.responses
-    if response.logp_T is not None
-    and response.ratio_T is not None
-    and response.cut_T is not None
-    and np.sign(response.advantage) == sign
+    if response.ratio is not None and np.sign(response.advantage) == sign
   ]
   none = np.zeros(0), np.zeros(0), np.zeros(0, np.uint8)
   columns = zip(none, *responses, strict=True)
-  mu_N, ratio_N, cut_N = (np.concatenate(column) for column in columns)
+  # A ratio that is not finite is null.
+  mu_N, ratio_N, cut_N = (np.concatenate(column).astype(float) for column in columns)
   return mu_N, ratio_N, cut_N
 
 
@@ -189,7 +186,7 @@ def lengths(runs: Sequence[RunFiles]) -> 'Figure':
     dress(ax, run.label)
     responses = [r for group in run.groups for r in group.responses]
     for name, colour, correct in (('right', BLUE, True), ('wrong', ORANGE, False)):
-      pairs = [(r.length, r.advantage) for r in responses if r.correct == correct]
+      pairs = [(r.tokens, r.advantage) for r in responses if r.correct == correct]
       length_N, adv_N = np.asarray(pairs, float).reshape(-1, 2).T
       label = f'{name}: {len(pairs)} responses'
       ax.scatter(length_N, adv_N, s=14, alpha=0.6, color=colour, label=label)

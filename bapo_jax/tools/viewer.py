@@ -4,10 +4,10 @@ import itertools
 import math
 import os
 import pathlib
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, UInt8
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -23,37 +23,16 @@ LONG = 2000  # longest response shown in full without the view 'a', characters
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
 # The sign of the advantage is also written out, for readers who do not see colours.
+TEXT_ONLY = dict.fromkeys(('reward', 'advantage', 'pieces', 'sampler_logp', 'cut'))
 COLOURS = {1: 'green', -1: 'red', 0: 'default'}
 
 
-class Response(NamedTuple):
-  """One response to the prompt of a group; None marks values that were not recorded."""
-
-  text: str
-  correct: bool
-  reward: float
-  advantage: float  # nan in an evaluation
-  pieces: list[str] | None = None  # its tokens as strings
-  logp_T: Float32[np.ndarray, ' T'] | None = None  # log mu of each token, nats
-  ratio_T: Float32[np.ndarray, ' T'] | None = None  # clipped by the update
-  cut_T: UInt8[np.ndarray, ' T'] | None = None  # index into CUTS
-  length: int | None = None  # tokens
+# A group as in groups/<step>.jsonl, with `where` it was recorded, in words, and the
+# paths of its `pictures`. The groups of an evaluation have texts only.
+Recorded = Any
 
 
-class RecordedGroup(NamedTuple):
-  """The responses to one prompt."""
-
-  source: str  # where it was recorded, in words
-  prompt: str
-  answer: str
-  responses: list[Response]
-  pictures: tuple[str, ...] = ()  # paths
-  step: int | None = None  # number of the learner step, from 1; None: an evaluation
-  # The update that used the group: number in its step, from 1, and both bounds.
-  update: tuple[int, float, float] | None = None
-
-
-def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
+def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   """Reads all groups of the newest recorded step and the newest evaluation.
 
   Ignores everything recorded after the checkpoint `which`; see checkpoint.choose.
@@ -73,55 +52,21 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   return groups
 
 
-def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
+def trained(workdir: str, step: int | None) -> list[Recorded]:
   """Reads the groups of a step, or raises ValueError; returns [] if `step` is None."""
   rows = [] if step is None else step_record.read(workdir, step)
-  return [_of_record(workdir, row) for row in rows]
+  where = 'problem {id}, trained on in step {step}, {source}'
+  return [_group(workdir, row, where.format(**row)) for row in rows]
 
 
-def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
-  """Parses a line of groups/<step>.jsonl, where null stands for nan."""
-
-  def array(values: list | None, dtype: type = np.float32) -> Any:
-    return None if values is None else np.asarray(values, dtype)
-
-  def number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-  responses = [
-    Response(
-      r['response'],
-      r['correct'],
-      number(r['reward']),
-      number(r['advantage']),
-      r['pieces'],
-      array(r['sampler_logp']),
-      array(r['ratio']),
-      array(r['cut'], np.uint8),
-      r['tokens'],
-    )
-    for r in row['responses']
-  ]
-  update = None
-  if row['update'] is not None:
-    update = row['update'], number(row['low']), number(row['high'])
-  source = f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}'
-  return RecordedGroup(
-    source,
-    row['prompt'],
-    row['answer'],
-    responses,
-    _pictures(workdir, row),
-    row['step'],
-    update,
-  )
+def _group(workdir: str, row: dict[str, Any], where: str) -> Recorded:
+  pictures = [os.path.join(workdir, name) for name in row.get('pictures', ())]
+  responses = [SimpleNamespace(**response) for response in row['responses']]
+  more = {'where': where, 'pictures': pictures, 'responses': responses}
+  return SimpleNamespace(**row | more)
 
 
-def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
-  return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
-
-
-def evaluated(workdir: str, until: float) -> list[RecordedGroup]:
+def evaluated(workdir: str, until: float) -> list[Recorded]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
   steps = (int(name) for name in names if name.isdecimal())
@@ -130,28 +75,22 @@ def evaluated(workdir: str, until: float) -> list[RecordedGroup]:
     return []
   groups = []
   # Also by id: problems with the same text may have different verifiers.
-  for (_, problem), rows in itertools.groupby(
+  for (_, problem), samples in itertools.groupby(
     evaluate.read_recorded(workdir, step)['samples'],
     lambda sample: (sample.get('id'), sample['problem']),
   ):
-    samples = list(rows)
-    responses = [  # old records have no reward
-      Response(s['response'], s['correct'], s.get('reward', s['correct']), math.nan)
-      for s in samples
-    ]
-    source = f'evaluation at step {step}'
-    pictures = _pictures(workdir, samples[0])
-    answer = samples[0]['answer']
-    groups.append(RecordedGroup(source, problem, answer, responses, pictures))
+    responses = [TEXT_ONLY | sample for sample in samples]
+    row = responses[0] | {'step': None, 'prompt': problem, 'responses': responses}
+    groups.append(_group(workdir, row, f'evaluation at step {step}'))
   return groups
 
 
-def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
+def page(groups: list[Recorded], at: int, views: set[str]) -> RenderableType:
   """Draws the group of index `at`; `views` are the keys of VIEWS to switch on."""
   group = groups[at]
   prompt = Text(visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
-    Rule(f'group {at + 1} of {len(groups)}: {group.source}'),
+    Rule(f'group {at + 1} of {len(groups)}: {group.where}'),
     Panel(prompt, title='prompt', title_align='left'),
   ]
   parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
@@ -163,44 +102,47 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
   elif 'p' in views:
     parts.append(Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim'))
   if 'c' in views and group.step is not None:
-    text, style = 'No update of the step had this group.', 'yellow'
-    if group.update:
-      number, low, high = group.update
-      text = f'[] ratio of a token cut by the bounds of update {number} of step '
-      text, style = f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim'
-      text += '; masked: left out by the mask'
-    parts.append(Text(text, style))
+    text = 'No update of the step had this group.'
+    if group.update is not None:
+      text = (
+        f'[] ratio of a token cut by the bounds of update {group.update} of step '
+        f'{group.step}, {_number(group.low)} and {_number(group.high)}; masked: left '
+        'out by the mask'
+      )
+    parts.append(Text(text, style='yellow' if group.update is None else 'dim'))
   for g, response in enumerate(group.responses, 1):
     parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
   return Group(*parts)
 
 
-def _drawn(response: Response, views: set[str]) -> Text:
+def _number(value: float | None, form: str = '.2f') -> str:
+  return 'nan' if value is None else format(value, form)
+
+
+def _drawn(response: Recorded, views: set[str]) -> Text:
   """Draws verdict, reward, advantage and text; `views` add notes to the tokens."""
-  colour = 'default'
-  advantage = ''
-  if not math.isnan(response.advantage):
-    colour = COLOURS[int(np.sign(response.advantage))]
-    advantage = f'{response.advantage:+.2f}'
   verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
-  head = Text.assemble(verdict, f'  reward {response.reward:.2f}')
-  if advantage:
-    head.append('  advantage ').append(advantage, f'bold {colour}')
-  p_T = np.exp(() if response.logp_T is None else response.logp_T)
+  head = Text.assemble(verdict)
+  if response.reward is not None:
+    head.append(f'  reward {response.reward:.2f}')
+  colour = 'default'
+  if response.advantage is not None:
+    colour = COLOURS[int(np.sign(response.advantage))]
+    head.append('  advantage ').append(f'{response.advantage:+.2f}', f'bold {colour}')
+  p_T = np.exp(response.sampler_logp or ())
   if len(p_T):
     head.append(f'  {len(p_T)} tokens, mean probability {p_T.mean():.2f}')
   body = Text()
-  ratio_T, cut_T = response.ratio_T, response.cut_T
   if response.pieces is None or not views & {'p', 'c'}:
-    body.append(visible(response.text), style=colour)
+    body.append(visible(response.response), style=colour)
   else:
     for t, piece in enumerate(response.pieces):
       note = ''
       if 'p' in views and p_T[t] < LIKELY:
         note = f'⟨{p_T[t]:.2f}⟩'.replace('0.', '.')
-      if 'c' in views and ratio_T is not None and cut_T is not None and cut_T[t]:
-        why = 'masked ' if CUTS[cut_T[t]] == 'masked' else ''
-        note += f'[{why}{ratio_T[t]:.2f}]'
+      if 'c' in views and response.cut and response.cut[t]:
+        why = 'masked ' if CUTS[response.cut[t]] == 'masked' else ''
+        note += f'[{why}{_number(response.ratio[t])}]'
       body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
@@ -235,7 +177,7 @@ def show(
     for i, group in enumerate(groups, 1):
       right = sum(response.correct for response in group.responses)
       verdicts = f'{right} of {len(group.responses)} right'
-      console.print(f'{i:>4}  {verdicts:<16}{group.source}', highlight=False)
+      console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
     text = f'bapo show {workdir} --group=N prints a group'
     console.print(f'{text}; groups with right and wrong responses teach', style='dim')
   elif not 1 <= number <= len(groups):

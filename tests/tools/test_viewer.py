@@ -24,6 +24,7 @@ def evaluated(tmp_path, *problems):
   (tmp_path / 'config.json').write_text('{}')
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
+    | {'reward': float(right)}
     for problem, responses in problems
     for text, right in responses
   ]
@@ -119,7 +120,7 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
       checkpoint.save(checkpoints, step, {'params': {'w': np.zeros(2)}}, {})
 
   def sources(which):
-    return [g.source[-11:] for g in viewer.read(str(workdir), which)]
+    return [g.where[-11:] for g in viewer.read(str(workdir), which)]
 
   evaluation = ' at step 10'
   assert sources('newest') == ['p 9, reused', evaluation, evaluation]
