@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
@@ -144,7 +144,10 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
     keys.append(element('button', swatch, f'{group.label}{seeds}', **attributes))
   yield element('div', *keys, class_='legend')
   yield element('h2', 'What differs')
-  yield _differences(groups)
+  columns = {group.label: group.runs[0].knobs for group in groups}
+  yield _knobs(columns, comparison.nuisance)
+  text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
+  yield element('p', text, class_='soft')
   yield element('h2', 'At the end')
   means = 'over the last fifth of the steps'
   if start := runs[0].start:
@@ -177,20 +180,6 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
 def _metrics(cells: dict[str, list[str]], names: Sequence[str]) -> Element:
   rows = [(element('code', name), *row) for name, row in cells.items()]
   return html.table(rows, ('metric', *names), 'l' + 'r' * len(names))
-
-
-def _differences(groups: Sequence[Group]) -> Element:
-  """Returns a table of the knobs that differ between groups."""
-  rows = []
-  for name in sorted({name for group in groups for name in group.runs[0].knobs}):
-    values = [group.runs[0].knobs.get(name) for group in groups]
-    if not comparison.nuisance(name) and any(value != values[0] for value in values):
-      rows.append((element('code', name), *map(shown, values)))
-  if not rows:
-    text = f'No knob differs, except for seeds, {", ".join(comparison.NUISANCE)}.'
-    return element('p', text)
-  names = [group.label for group in groups]
-  return html.table(rows, ('knob', *names), 'l' * (1 + len(groups)))
 
 
 def _runs(groups: Sequence[Group]) -> Element:
@@ -391,21 +380,29 @@ def _progress(rows: Sequence[Row]) -> Iterator[Element]:
 
 def _settings(run: RunFiles) -> Iterator[Element]:
   """Yields the knobs that are not at their defaults, and the whole config."""
-  defaults = run_files.flat(Config().model_dump(mode='json'))
-  meanings = {name: text for name, _, _, text in knobs.describe(Config())}
   hidden = {'title', *config_lib.by_program(run.values)}
-  cells = []
-  for name, value in run.knobs.items():
-    if value != defaults.get(name) and name not in hidden:
-      meaning = meanings.get(name, '')
-      if name in run.values.get('derived', ()):
-        meaning = f'Derived. {meaning}'
-      default = shown(defaults.get(name))
-      cells.append((element('code', name), shown(value), default, meaning))
+  columns = {'value': run.knobs, 'default': run_files.flat(Config().model_dump())}
   yield element('h2', 'Knobs that are not at their defaults')
-  yield html.table(cells, ('knob', 'value', 'default', 'meaning'), 'llll', 'meanings')
+  yield _knobs(columns, hidden.__contains__, run.values.get('derived', ()))
   config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
+
+
+def _knobs(
+  columns: Mapping[str, Mapping[str, Any]],
+  hidden: Callable[[str], bool],
+  derived: Sequence[str] = (),
+) -> Element:
+  """Returns a table of the knobs that differ between columns."""
+  meanings = {name: text for name, _, _, text in knobs.describe(Config())}
+  rows = []
+  for name in dict.fromkeys(name for column in columns.values() for name in column):
+    values = [shown(column.get(name)) for column in columns.values()]
+    if len(set(values)) > 1 and not hidden(name):
+      meaning = 'Derived. ' * (name in derived) + meanings.get(name, '')
+      rows.append((element('code', name), *values, meaning))
+  header = 'knob', *columns, 'meaning'
+  return html.table(rows, header, 'l' * len(header), 'meanings')
 
 
 def shown(value: Any) -> str:
