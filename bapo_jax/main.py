@@ -126,13 +126,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
   words = [word for word in words if word not in given]
   first = Parser(add_help=False, allow_abbrev=False)
   first.add_argument('--mode', choices=[*MODES], default='train')
+  mode = ''
   try:
     selected, words = first.parse_known_args(words)
-    args, words = flags_of(selected.mode).parse_known_intermixed_args(words)
+    mode = selected.mode
+    args, words = flags_of(mode).parse_known_intermixed_args(words)
     flags.FLAGS.set_gnu_getopt()
     _, *words = flags.FLAGS([argv[0], *words])  # the flags of absl, such as --verbosity
   except flags.UnrecognizedFlagError as error:
-    fail(bare_knob(error.flagname, selected.mode))
+    fail(bare_knob(error.flagname, mode))
   except (ValueError, flags.Error, OSError) as error:
     fail(error)
   if words:
@@ -142,7 +144,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
   if getattr(args, 'run', None):
     args.workdir = args.run
-  return argparse.Namespace(**vars(args), mode=selected.mode, knobs=given)
+  return argparse.Namespace(**vars(args), mode=mode, knobs=given)
 
 
 def bare_knob(name: str, mode: str) -> str:

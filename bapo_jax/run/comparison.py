@@ -7,12 +7,14 @@
    runs are compared problem by problem, with the last evaluation of each.
 """
 
-import itertools
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
 from scipy import special
 
 from bapo_jax.run.run_files import RunFiles
@@ -90,18 +92,18 @@ def label(names: Sequence[str]) -> str:
   """Returns the beginning that the names share, else all names."""
   if len(names) == 1:
     return names[0]
-  columns = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*names, strict=False))
-  shared = ''.join(letters[0] for letters in columns).rstrip('0123456789-_./')
+  prefix = os.path.commonprefix(names)  # noqa: RUF071 (of characters)
+  shared = prefix.rstrip('0123456789-_./')
   return shared or ', '.join(names)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
+def interval(values: ArrayLike) -> tuple[float, float]:
   """Returns (mean, half the length of the t interval of the mean); nan for one value.
 
   The interval covers the mean of a normal distribution in LEVEL of all cases.
   """
   middle, error = mean_and_error(values)
-  return middle, float(special.stdtrit(len(values) - 1, (1 + LEVEL) / 2)) * error
+  return middle, float(special.stdtrit(np.size(values) - 1, (1 + LEVEL) / 2)) * error
 
 
 def final(run: RunFiles, name: str) -> float:
