@@ -14,7 +14,7 @@ import numpy as np
 from flax import traverse_util
 
 from bapo_jax.run import step_record
-from bapo_jax.run.series import FEW, errors, running_mean, series
+from bapo_jax.run.series import ERRORS, FEW, errors, series, smoothed
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import viewer
@@ -93,11 +93,16 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
     dress(ax, title)
     for run, colour in zip(runs, COLOURS, strict=False):
       for name, line in zip(names, ('-', '--'), strict=False):
-        step_N, value_N = series(run.rows, name)
-        if name == 'eval/accuracy':
-          _evaluations(ax, run.rows, name, color=colour)
-        elif len(step_N):
-          _curve(ax, step_N, value_N, color=colour, linestyle=line)
+        points = series(run.rows, name)
+        style: dict[str, Any] = {'color': colour, 'linestyle': line, 'linewidth': 1.8}
+        if name in ERRORS:
+          error_N = errors(run.rows, name)
+          ax.errorbar(*points, error_N, marker='o', markersize=4, capsize=3, **style)
+        elif len(points[0]) > FEW:
+          ax.plot(*points, color=colour, linewidth=0.7, alpha=0.45)
+          ax.plot(*smoothed(points, len(points[0]) // FEW | 1), **style)
+        elif len(points[0]):
+          ax.plot(*points, marker='o', markersize=4, **style)
     ax.set_xlabel('step', fontsize=9)
     ax.set_ylabel(unit, fontsize=9)
     ax.grid(color='0.9', linewidth=0.8)
@@ -108,22 +113,6 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
   ]
   figure.legend(handles=handles, loc='outside upper left', ncols=5, frameon=False)
   return figure
-
-
-def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
-  """Draws pale raw values and their running mean; few points are drawn as dots."""
-  width = len(value_N) // FEW | 1
-  if width > 1:
-    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
-  if len(value_N) <= FEW:
-    line |= {'marker': 'o', 'markersize': 4}
-  ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
-
-
-def _evaluations(ax: 'Axes', rows: Sequence[Row], name: str, **line: Any) -> None:
-  """Draws evaluations as dots with their standard errors."""
-  line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
-  ax.errorbar(*series(rows, name), errors(rows, name), **line)
 
 
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
