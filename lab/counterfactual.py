@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bapo_jax.algorithms.knobs import ClipConfig
 from flax import traverse_util
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.algorithms.clip import Recipe
-from bapo_jax.algorithms.knobs import ClipConfig
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record

@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
 
 from bapo_jax import knobs as knobs_lib
 from bapo_jax.algorithms import clip, knobs, loss, masks
-from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
 from bapo_jax.knobs import Section
 from bapo_jax.runtime import files
 from lab import own_table, rule_curves

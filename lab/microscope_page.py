@@ -11,11 +11,7 @@ computes the expected update and how it relates to the true gradient of the accu
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
   update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. It is
   exact, except for rules whose bounds depend on the minibatch: these are sampled at
-  each n, beside GRPO on the same minibatches, whose exact moments correct the means;
-- on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
-  is divided by the standard deviation of the group and so is not along grad J;
-- size: the norm of the expected update over that of GRPO on fresh data;
-- entropy: the change of a response's entropy for a step of length 1, nats.
+  each n, beside GRPO on the same minibatches, whose exact moments correct the means.
 """
 
 import functools
@@ -35,9 +31,10 @@ from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import clip, knobs, loss, masks
 from bapo_jax.models import transformer
+from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import figures, microscope, outcomes, sweep
+from lab import figures, microscope, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -171,29 +168,18 @@ def measure(
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
   inner_NTT = microscope.inner(task, slopes_KP)
-  fresh = Tables(logp_NT, logp_NT)
-  on_policy = microscope.moments([GRPO], task, fresh, slopes_KP, inner_NTT)
-  on_policy_P = on_policy.mean_RP[0]
-  size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
   found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     if str(k) in found:
       continue
     tables = Tables(logp_NT, microscope.table(weights[k], task))
-    rows: dict[str, Any] = {}
-    for name, (update_P, alignment) in updates(
-      task, tables, (slopes_KP, inner_NTT), truth_P, seed
-    ).items():
-      length = math.sqrt(microscope.dot(update_P, update_P)) or math.nan
-      rows[name] = {
-        'cosine': microscope.cosine(update_P, truth_P),
-        'on policy': microscope.cosine(update_P, on_policy_P),
-        'size': length / size,
-        'entropy': microscope.dot(update_P, spread_P) / length,
-        'alignment': alignment,
-      }
+    rows = {
+      name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
+      for name, (update_P, alignment) in updates(
+        task, tables, (slopes_KP, inner_NTT), truth_P, seed
+      ).items()
+    }
     found[str(k)] = {
       'spread of log r': _spread(tables, task),
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
@@ -287,12 +273,6 @@ def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
       value = value[key]
     found.append(value)
   return np.nan_to_num(np.asarray(found, float))
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-  """Returns the mean and half of its 95 % t interval; 0 for equal values."""
-  low, high = outcomes.t_interval(values)
-  return float(values.mean()), (high - low) / 2
 
 
 def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+from bapo_jax.algorithms.knobs import FixedClip
 from jax import Array
 
 from bapo_jax.algorithms import clip, loss, masks
-from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.run import step_record
 from bapo_jax.types import SOURCES, Batch, Bounds, LossFunction, MaskFunction
 from lab.plots import BLUE, GREY, ORANGE

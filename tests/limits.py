@@ -24,9 +24,9 @@ FAST = {
   'lab': 'claims run_plots',
   'models': 'hf_config hf_directory rope safetensors_io',
   'rewards': 'gold',
-  'rollout': 'rollout',
-  'run': 'report report_page step_record',
-  'runtime': 'files machine markdown metrics progress workdir',
+  'rollout': 'rollout shapes',
+  'run': 'page report step_record',
+  'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'compare hlo hosts roofline',
   'training': 'config evaluate',
   '.': 'architecture docs finetune fuzz_config knobs limits main notebooks '

@@ -155,7 +155,7 @@ def small(command, folder, work):
     if pathlib.Path(folder, 'run').exists():
       runs.copied(pathlib.Path(folder, 'run'), other)
     paths = [f'{folder}/run', str(other)]
-    return [*run, '--mode=compare', *paths, f'--compare_to={work}/compare.html']
+    return [*run, '--mode=compare', *paths, f'--to={work}/compare.html']
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
     for knob, name in (('source', 'problems'), ('test_source', 'held_out')):

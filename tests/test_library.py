@@ -47,7 +47,7 @@ def test_train(warm, monkeypatch):
     executed('train', **given)
   rows = [row for row in metrics.read(str(workdir)) if row['step']]
   assert len(rows) == 2 and all('reward/score' in row for row in rows)
-  assert os.path.exists(workdir / 'report.md')
+  assert os.path.exists(workdir / 'report.html')
 
 
 def test_the_bounds_of_a_batch():

@@ -178,9 +178,9 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
     'adapters',
   ),
   'adapters beside a config.json': (adapted, 'adapters'),
-  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), '--mode=export'),
-  'checkpoints of a run': (instead(f'4/{STEP}'), '--mode=export'),
-  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), '--mode=export'),
+  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), 'bapo export'),
+  'checkpoints of a run': (instead(f'4/{STEP}'), 'bapo export'),
+  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
   'a checkpoint of DeepSpeed': (
     instead('config.json', 'zero_to_fp32.py', 'global_step5/mp_rank_00.pt'),

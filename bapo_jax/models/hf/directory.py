@@ -42,7 +42,7 @@ KINDS = {
   **dict.fromkeys(
     ('_CHECKPOINT_METADATA', '*/_CHECKPOINT_METADATA', '*/*/_CHECKPOINT_METADATA'),
     'contains a checkpoint of a run ({1}), not a model; write the model with '
-    '--mode=export --workdir=<directory of the run> --export_to=<new directory>, then '
+    'bapo export <directory of the run> --to=<new directory>, then '
     'set model.path to the new directory',
   ),
   '*.gguf': (
