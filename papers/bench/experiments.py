@@ -8,7 +8,6 @@ beside fixed bounds with the same mean; `quantised` trains with actors of low pr
 them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
 """
 
-import math
 from typing import Any
 
 from bapo_jax.methods import METHODS
@@ -47,12 +46,6 @@ def fixed(low: float, high: float) -> dict[str, Any]:
   }
 
 
-def method(name: str, **knobs: Any) -> dict[str, Any]:
-  """An arm with a published method; `loss__cap` stands for loss.cap."""
-  changed = {knob.replace('__', '.'): value for knob, value in knobs.items()}
-  return {**METHODS[name].overrides, **changed}
-
-
 OWN_MEAN = (0.85, 2.816)  # of the tuning seeds' runs of `balanced`
 RECIPE_MEAN = (0.868, 1.56)  # of the runs of `recipe` in `control`
 LIMIT = {'loss.limit': 20.0}  # of |log r|, as in the public code
@@ -77,15 +70,14 @@ CLIPPING: dict[str, dict[str, Any]] = {
     **LIMIT,
   },
 }
+PUBLISHED = {name: dict(method.overrides) for name, method in METHODS.items()}
 RIVALS: dict[str, dict[str, Any]] = {
   'balanced': CLIPPING['balanced'],
   'grpo': CLIPPING['grpo'],
-  'tis': method('tis', loss__cap=math.inf),  # r, without a gradient
-  'cispo': method('cispo', clip__high=1.28),
-}
-RIVALS |= {
-  name: method(name)
-  for name in ('unclipped', 'gspo', 'sapo', 'vespo', 'dcpo', 'dppo_tv', 'm2po', 'icepop')
+  **{name: PUBLISHED[name] for name in ('unclipped', 'tis')},
+  'cispo': PUBLISHED['cispo'] | {'clip.high': 1.28},
+  **{name: PUBLISHED[name] for name in ('gspo', 'sapo', 'vespo', 'dcpo', 'dppo_tv')},
+  **{name: PUBLISHED[name] for name in ('m2po', 'icepop')},
 }
 
 
@@ -186,15 +178,15 @@ DEPTHS = {f'depth{k}': {'rollout.depth': k} for k in (0, 1, 4, 16)}
 AHEAD = {  # the arms of `depths`
   **{arm: RIVALS[arm] for arm in ('balanced', 'grpo', 'unclipped', 'tis', 'cispo')},
   **{arm: RIVALS[arm] for arm in ('m2po', 'icepop')},
-  'decoupled': method('decoupled'),
+  'decoupled': PUBLISHED['decoupled'],
 }
 BFLOAT16 = {'model.compute': 'bfloat16'}
 INT8 = {'model.compute': 'bfloat16', 'sampler.actor_dtype': 'int8'}
 PRECISION: dict[str, dict[str, Any]] = {
   'bfloat16': BFLOAT16,
-  'bfloat16_tis': BFLOAT16 | method('tis'),
+  'bfloat16_tis': BFLOAT16 | PUBLISHED['tis'],
   'int8': INT8,
-  'int8_tis': INT8 | method('tis'),
+  'int8_tis': INT8 | PUBLISHED['tis'],
   'int8_decoupled': INT8 | {'loss.rule': 'decoupled'},
 }
 
