@@ -23,13 +23,13 @@ from jax import Array
 
 from bapo_jax import own_code
 from bapo_jax.algorithms import loss
-from bapo_jax.types import Batch, Bounds, ClipFunction, LossFunction
+from bapo_jax.types import Batch, Bounds, ClipRule, LossRule
 from lab import rule_curves
 
 # The grid of single tokens: 16 ratios per octave, and ten probabilities.
 RATIOS = np.exp2(np.arange(-48, 49) / 16).astype(np.float32)
 PROBABILITIES = np.linspace(0.05, 0.95, 10).astype(np.float32)
-BOUNDS = {'clip.low': [0.6, 0.8, 0.9], 'clip.high': [1.2, 1.28, 2.0]}
+BOUNDS = {'clip.fixed.low': [0.6, 0.8, 0.9], 'clip.fixed.high': [1.2, 1.28, 2.0]}
 STALE = np.linspace(0, 4, 17).tolist()  # factors of the recorded log-ratios
 COUNTS = (17, 9, 5, 3)  # values of each knob, as many as fit
 LARGEST_TABLE = 200_000  # numbers; 1.1 MB of the page
@@ -74,7 +74,7 @@ def _gives_bounds(rule: Callable, recorded: Tokens) -> bool:
   return isinstance(found, Bounds)
 
 
-def _of_loss(rule: LossFunction, recorded: Tokens) -> dict[str, Any]:
+def _of_loss(rule: LossRule, recorded: Tokens) -> dict[str, Any]:
   """Returns the entries of a loss rule, for each of some constant clip bounds."""
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
   uses_bounds, uses_probability = _uses(rule, recorded)
@@ -110,7 +110,7 @@ def _of_loss(rule: LossFunction, recorded: Tokens) -> dict[str, Any]:
   }
 
 
-def _of_clip(rule: ClipFunction, recorded: Tokens) -> dict[str, Any]:
+def _of_clip(rule: ClipRule, recorded: Tokens) -> dict[str, Any]:
   """Returns the entries of a clip rule beside the loss rule `clipped`.
 
   Two bounds apply to single tokens as they are. A mask, or bounds by row or token, may
@@ -159,7 +159,7 @@ def _of_clip(rule: ClipFunction, recorded: Tokens) -> dict[str, Any]:
   }
 
 
-def _bounds(rule: ClipFunction, logp_BT: Array, batch: Batch) -> Bounds:
+def _bounds(rule: ClipRule, logp_BT: Array, batch: Batch) -> Bounds:
   """Applies a clip rule beside the loss rule `clipped` with its default knobs."""
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
   weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
@@ -173,7 +173,7 @@ def _staler(recorded: Tokens, factor: Array) -> Tokens:
   return batch.behavior_logp_BT + factor * moved_BT, batch
 
 
-def _scalars(rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array) -> Array:
+def _scalars(rule: ClipRule, recorded: Tokens, grid: Tokens, factor: Array) -> Array:
   """Returns the numbers OF_BOUNDS for the batch at a staleness."""
   del grid
   bounds = _bounds(rule, *_staler(recorded, factor))
@@ -181,7 +181,7 @@ def _scalars(rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array) 
 
 
 def _weighed(
-  rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array
+  rule: ClipRule, recorded: Tokens, grid: Tokens, factor: Array
 ) -> tuple[Array, Array, Array]:
   """Returns (gain_N, weight_N, weight_BT): of single tokens, and of the recorded ones.
 
@@ -281,7 +281,7 @@ def _around(default: float, count: int) -> list[float]:
   return [x if x == default else float(f'{x:.3g}') for x in value_N.tolist()]
 
 
-def _uses(rule: LossFunction, recorded: Tokens) -> tuple[bool, bool]:
+def _uses(rule: LossRule, recorded: Tokens) -> tuple[bool, bool]:
   """Returns whether the clip bounds and the probability of a token make a difference.
 
   A knob at its default may hide a difference, so the knobs have other values as well.

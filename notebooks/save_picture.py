@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.types import SOURCES
 from lab import rule_curves
 
@@ -30,15 +29,15 @@ def draw_bounds(axis: Axes) -> None:
   logp_BT, batch = rule_curves.recorded(HERE / '2_batch.npz')
   ratio_BT = loss.ratio(logp_BT, batch)
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  data = ratio_BT, batch, loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  data = ratio_BT, batch, loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
   adv_BT = jnp.broadcast_to(batch.adv_B[:, None], ratio_BT.shape)
   for sign, colour in ((1, POSITIVE), (-1, NEGATIVE)):
     kind_BT = batch.loss_mask_BT & (sign * adv_BT > 0)
     x_N, y_N = ratio_BT[kind_BT], adv_BT[kind_BT]
     axis.plot(x_N, y_N, '.', color=colour, ms=5, alpha=0.35, markeredgewidth=0)
   rules = (
-    ('fixed', ':', clip.fixed(*data)),
-    ('balanced', '--', clip.balanced(*data, BalancedClip(target=TARGET))),
+    ('fixed', ':', clip.Fixed()(*data)),
+    ('balanced', '--', clip.Balanced(target=TARGET)(*data)),
   )
   for name, style, bounds in rules:
     ends = f'{float(bounds.low):.2f} .. {float(bounds.high):.2f}'

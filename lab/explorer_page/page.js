@@ -121,7 +121,7 @@ function refusal() {
     return other ? `the table of your rule has ${other[0]}='${other[1]}' only; choose it` : '';
   }
   const names = ['loss.rule', 'clip.rule', 'loss.aggregate',
-    'clip.contribution', 'clip.weight'];
+    'clip.balanced.contribution', 'clip.balanced.weight'];
   const index = DATA.refused[names.map((name) => knobs[name]).join('|')];
   if (index !== undefined) return DATA.sentences[index];
   const k = section(knobs, 'clip.balanced');
@@ -309,7 +309,7 @@ const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
 function showFormulas() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
-  const surrogate = bounds === 'balanced' && knobs['clip.contribution'] === 'surrogate';
+  const surrogate = bounds === 'balanced' && knobs['clip.balanced.contribution'] === 'surrogate';
   const mask = knobs['mask.rule'];
   const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`, `mask-${mask}`];
   const texts = byId('formula-texts').content;
@@ -469,7 +469,7 @@ function drawBatch({ bounds, before, after, tokens }) {
   const idle = knobs['clip.rule'] === 'balanced' && bounds.met && bounds.index === 0;
   byId('hint').hidden = !idle;
   byId('hint').querySelector('button').onclick = () =>
-    set({ 'clip.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
+    set({ 'clip.balanced.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
   if (searches) drawPath(bounds);
 }
 

@@ -197,7 +197,7 @@ function tokensOf(batch, knobs) {
   const tokens = [];
   const sequence = knobs['loss.aggregate'] === 'sequence';
   const shortest = Math.min(...batch.length);
-  const decay = 2 ** (-1 / knobs['loss.half_life']);
+  const decay = 2 ** (-1 / knobs['loss.fipo.half_life']);
   let first = 0;
   batch.length.forEach((length, row) => {
     const ratios = [];
@@ -326,7 +326,7 @@ function boundsOf(tokens, knobs) {
   const rule = knobs['clip.rule'];
   if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
   if (rule === 'own' && DATA.own.bounds) return ownBounds(knobs);
-  const dual = rule === 'dcpo' ? knobs['clip.dual'] : Infinity;
+  const dual = rule === 'dcpo' ? knobs['clip.dcpo.dual'] : Infinity;
   const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : { ...NO_BOUNDS, dual };
   return { ...bounds, start: bounds };
 }

@@ -101,7 +101,7 @@ def drawn_setting(rng, rule, bounds, mask):
     }
     values |= {'loss.rule': rule, 'clip.rule': bounds, 'mask.rule': mask}
     if rng.random() < 0.5 and bounds == 'balanced':  # near the share of the batch
-      values['clip.target'] = rng.integers(440, 480) / 1000
+      values['clip.balanced.target'] = rng.integers(440, 480) / 1000
     try:
       objective, chosen, _ = sections(values)
       knobs.check_clip(chosen, objective)
@@ -215,7 +215,9 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
 def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
   # In float32, as a run computes them.
   targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
-  cases = [{'knobs': {'clip.target': target}, 'points': []} for target in targets]
+  cases = [
+    {'knobs': {'clip.balanced.target': target}, 'points': []} for target in targets
+  ]
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
   ratio_BT = loss.ratio(logp_BT, batch)
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
@@ -262,7 +264,7 @@ def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
   refused = explorer.refusals()
   assert 'cispo|balanced|token|gradient|one' in refused
   names = ['loss.rule', 'clip.rule', 'loss.aggregate']
-  names += ['clip.contribution', 'clip.weight']
+  names += ['clip.balanced.contribution', 'clip.balanced.weight']
   some = list(refused)[:: len(refused) // 12]
   for key in some:
     values = json.dumps(dict(zip(names, key.split('|'), strict=True)))
@@ -270,7 +272,7 @@ def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
     assert drawn.evaluate("byId('refusal').textContent") == refused[key]
     assert not drawn.evaluate("byId('refusal').hidden")
   # A range and a step that do not fit are refused like in a run.
-  narrow = {'clip.low': (0.6, 0.62), 'clip.low_step': 0.05}
+  narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
   with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
     sections(narrow)
   drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
@@ -291,22 +293,22 @@ SLIDE = """
 def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, fragment='clip.rule=fixed') as page:
     assert page.evaluate("byId('method').value") == 'PPO, GRPO'
-    page.evaluate(f"({SLIDE})('clip.high', 1.28)")
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
     assert page.evaluate("byId('method').value") == 'DAPO (clip-higher)'
     page.evaluate(f"({SLIDE})('stale', 2)")
     assert page.evaluate('location.hash').split('&') == [
       '#clip.rule=fixed',
-      'clip.high=1.28',
+      'clip.fixed.high=1.28',
       'stale=2',
     ]
     command = '--config.loss.rule=clipped --config.clip.rule=fixed '
-    command += '--config.clip.high=1.28'
+    command += '--config.clip.fixed.high=1.28'
     spans = "[...byId('command').children].map((x) => x.textContent).join(' ')"
     assert page.evaluate(spans) == command
     # The last position of a slider that may be infinite.
-    page.evaluate(f"({SLIDE})('clip.high', 1e9)")
-    assert 'clip.high=inf' in page.evaluate('location.hash')
-    page.evaluate(f"({SLIDE})('clip.high', 1.28)")
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1e9)")
+    assert 'clip.fixed.high=inf' in page.evaluate('location.hash')
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
     # Over the middle of the axis the ratio is 1; at the right end it is 4.
     hover = """(share) => {
       const svg = byId('weight').querySelector('svg');
@@ -330,15 +332,15 @@ def test_sliders_hover_and_address(browser):
 
 
 def test_a_pair_that_need_not_rise_is_not_sorted(browser):
-  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.negative=4,2'
+  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.vespo.negative=4,2'
   with browser.open(explorer.PAGE, fragment=fragment) as page:
     for value in (None, 1, 5):  # of the first number
       if value:
-        page.evaluate(f"({SLIDE})('loss.negative', {value})")
-      assert page.evaluate("knobs['loss.negative']") == [value or 4, 2]
+        page.evaluate(f"({SLIDE})('loss.vespo.negative', {value})")
+      assert page.evaluate("knobs['loss.vespo.negative']") == [value or 4, 2]
     page.evaluate("(set({ 'loss.rule': 'fipo', 'clip.rule': 'fixed' }), 0)")
-    page.evaluate(f"({SLIDE})('loss.limits', 2)")
-    assert page.evaluate("knobs['loss.limits']") == [2, 2]
+    page.evaluate(f"({SLIDE})('loss.fipo.limits', 2)")
+    assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
 
 
 def test_the_knobs_of_a_mask_are_in_sight_and_named(browser):
