@@ -109,7 +109,7 @@ class OneOf:
     if isinstance(values, self.base):
       return values
     if not isinstance(values, Mapping):
-      raise ValueError(f'rule={shown(values)}: a part is a section; set its knobs')
+      raise ValueError(f'rule={shown(values)}: this is a section; set its knobs')
     kind = self.chosen(values)
     for name in values:
       if name not in kind.model_fields:

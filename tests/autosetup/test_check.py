@@ -256,12 +256,14 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
 
 def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
   r, material = many_groups
-  r = dataclasses.replace(r, config=r.config.with_values(lora={'alpha': 8.0}))
+  r = dataclasses.replace(
+    r, config=r.config.with_values(loss={'kl_direction': 'squared'})
+  )
   known = facts.gather(r.config, r.model, r.mesh)
   text = check.described(r, known, material, str(tmp_path))
   assert '\nrules      batch     ' in text
   _, idle = ' '.join(text.split()).split(' no effect ')
-  assert 'lora.alpha=8.0 (lora.rank=0)' in idle
+  assert 'loss.kl_direction=squared (loss.kl=0.0)' in idle
 
 
 def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):

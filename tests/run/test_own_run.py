@@ -115,7 +115,7 @@ def test_two_processes_make_the_same_run(whole, warm_start, my, tmp_path):
 def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   found = counterfactual.read(str(whole))
   own = counterfactual.apply(found, found.config)
-  plain = {'clip.rule': 'unclipped', 'clip.own': {}}
+  plain = {'clip.rule': 'unclipped'}
   without = counterfactual.apply(found, counterfactual.config_of(found, plain))
   masked = np.asarray(~own.bounds.keep_BT) & found.loss_mask_BT
   assert masked.any() and (own.cut_BT[masked & (own.adv_B != 0)[:, None]] == 2).all()
@@ -127,20 +127,17 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   kept = ~masked & found.loss_mask_BT
   np.testing.assert_array_equal(own.weight_BT[kept], without.weight_BT[kept])
   assert (without.weight_BT[masked & (own.adv_B != 0)[:, None]] != 0).all()
-  by_token = {'clip.rule': f'{my}:by_token', 'loss.rule': 'clipped', 'loss.own': {}}
-  wide = counterfactual.apply(
-    found, counterfactual.config_of(found, by_token | {'clip.own': {}})
-  )
+  by_token = {'clip.rule': f'{my}:by_token', 'loss.rule': 'clipped'}
+  wide = counterfactual.apply(found, counterfactual.config_of(found, by_token))
   assert counterfactual.summary(found, wide)['high'] > 1.2
 
 
 def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
   found = counterfactual.read(str(whole))
-  same_region = {'clip.own': {'low': 0.002, 'high': 0.002}, 'loss.rule': 'tis'}
-  same_region |= {'loss.own': {}, 'loss.cap': 20.0}
-  builtin = {'clip.rule': 'unclipped', 'clip.own': {}, 'mask.rule': 'dppo_tv'}
+  same_region = {'loss.rule': 'tis', 'loss.cap': 20.0}
+  builtin = {'clip.rule': 'unclipped', 'mask.rule': 'dppo_tv'}
   builtin |= {'mask.low': 0.002, 'mask.high': 0.002}
-  builtin |= {'loss.rule': 'tis', 'loss.own': {}, 'loss.cap': 20.0}
+  builtin |= {'loss.rule': 'tis', 'loss.cap': 20.0}
   a, b = (
     counterfactual.apply(found, counterfactual.config_of(found, k)).weight_BT
     for k in (same_region, builtin)

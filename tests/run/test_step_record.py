@@ -9,8 +9,7 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.algorithms import advantage, clip, diagnostics, loss
-from bapo_jax.algorithms.knobs import FixedClip
+from bapo_jax.algorithms import clip, diagnostics, loss
 from bapo_jax.data import tokenizer
 from bapo_jax.learner.learner import Updated
 from bapo_jax.run import step_record
@@ -58,7 +57,6 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
     problems=python_types.SimpleNamespace(
       answer=[f'answer {i}' for i in range(P)], pictures=pictures
     ),
-    rules=python_types.SimpleNamespace(advantage=advantage.group_relative),
   )
   return t, record
 
@@ -162,10 +160,10 @@ def test_the_newest_up_to_a_step_is_found_and_a_broken_file_named(tmp_path):
       step_record.read(str(tmp_path), step)
 
 
-@pytest.mark.parametrize('rule', [loss.clipped, loss.sequence])
+@pytest.mark.parametrize('rule', [loss.Clipped(), loss.SequenceRatio()])
 def test_cut_tokens_are_those_without_a_gradient(rule):
   logp_BT, batch = jax.tree.map(jnp.asarray, making.mixed_tokens())
-  bounds = clip.fixed(jnp.ones_like(logp_BT), batch, None, FixedClip(low=0.9, high=1.1))
+  bounds = clip.Fixed(low=0.9, high=1.1)(jnp.ones_like(logp_BT), batch, None)
   cut_BT = np.asarray(diagnostics.updated_tokens(rule, logp_BT, batch, bounds).cut_BT)
   slope_BT = jax.grad(lambda x: rule(x, batch, lambda _: bounds)[0].sum())(logp_BT)
   live_BT = np.asarray(batch.loss_mask_BT & (batch.adv_B != 0)[:, None])

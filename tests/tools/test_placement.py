@@ -17,7 +17,7 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import hlo, programs
-from bapo_jax.training import build, rules
+from bapo_jax.training import build
 from bapo_jax.types import empty_groups
 from tests.tools.test_plan import SEEING, small
 
@@ -88,7 +88,7 @@ def insert(job):
   rows = fresh, again, batch, source_P
   rows = build.placed(rows, sharding.layout_of_rows(rows, mesh))
   static = {
-    'thresholds': rules.bind(config).thresholds,
+    'thresholds': config.buffer.thresholds,
     'max_off_policy_steps': config.buffer.max_off_policy_steps,
     'max_reuse': config.buffer.max_reuse,
     'hard_order': config.buffer.hard_order,

@@ -17,7 +17,7 @@ from bapo_jax.data import prompts
 from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import rules, step_metrics, trainer
+from bapo_jax.training import step_metrics, trainer
 from bapo_jax.training.state import StepRecord, Trainer, TrainState
 from bapo_jax.training.submission import Sampled
 
@@ -72,7 +72,6 @@ class Script:
     fields: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     fields |= {
       'config': self.config,
-      'rules': rules.bind(self.config),
       'problems': PROBLEMS,
       'engine': python_types.SimpleNamespace(group_size=G, length=T),
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
@@ -111,7 +110,7 @@ class Script:
 
   def loop(self, **fields: int) -> list[tuple[TrainState, trainer.Metrics, Any]]:
     """Returns all steps, from a state whose buffer has two hard problems."""
-    buffer = replay_buffer.init(4, G, T, self.trainer.rules.thresholds)
+    buffer = replay_buffer.init(4, G, T, self.config.buffer.thresholds)
     hard = making.groups([90, 91, -1, -1], [0] * 4, [3, 4, -1, -1], 1, 1)
     state = TrainState(
       params={'updates': jnp.float32(0)},
