@@ -113,11 +113,10 @@ def knobs_of() -> dict[str, dict[str, Any]]:
 
 def _described(name: str, field: FieldInfo) -> dict[str, Any]:
   common = {'value': field.default, 'meaning': field.description}
-  if choices := typing.get_args(field.annotation):
-    if not isinstance(field.default, tuple):
-      return common | {'choices': choices}
-  extra = field.json_schema_extra
-  limits = {x: extra[x] for x in LIMITS if extra.get(x)}
+  if isinstance(field.default, str):
+    return common | {'choices': typing.get_args(field.annotation)}
+  extra: Any = field.json_schema_extra
+  limits = {x: extra[x] for x in LIMITS if x in extra}
   part, *_, knob = name.split('.')
   slider = SLIDERS.get(name) or SLIDERS.get(f'{part}.{knob}') or _slider(field.default)
   return common | limits | {'slider': slider}
