@@ -148,7 +148,9 @@ METHODS: dict[str, Method] = {
     {'batch.rule': 'replay', 'buffer.thresholds.rule': 'everything'},
   ),
   'batch_adaptation': Method(
-    'Batch Adaptation PO', {'batch.rule': 'adapted', **FIXED}, {'Wan et al.': '2602.20722'}
+    'Batch Adaptation PO',
+    {'batch.rule': 'adapted', **FIXED},
+    {'Wan et al.': '2602.20722'},
   ),
   'both': Method(
     'both',

@@ -102,7 +102,9 @@ def knobs_of() -> dict[str, dict[str, Any]]:
     for rule, kind in rules.names.items():
       own = kind.model_fields.keys() - base.model_fields.keys()
       fields |= {
-        f'{part}.{rule}.{name}': x for name, x in kind.model_fields.items() if name in own
+        f'{part}.{rule}.{name}': x
+        for name, x in kind.model_fields.items()
+        if name in own
       }
     del fields[f'{part}.rule']
     described |= {

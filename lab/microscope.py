@@ -33,7 +33,14 @@ from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner.objective import Objective
 from bapo_jax.models import layers, transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.types import AdvantageFunction, Batch, ClipFunction, LossFunction, MaskFunction, Tree
+from bapo_jax.types import (
+  AdvantageFunction,
+  Batch,
+  ClipFunction,
+  LossFunction,
+  MaskFunction,
+  Tree,
+)
 
 SYMBOLS, POSITIONS, PROMPTS = 8, 4, 4
 PLACES = PROMPTS * sum(SYMBOLS**n for n in range(1, POSITIONS + 1))  # K

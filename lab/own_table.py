@@ -192,7 +192,9 @@ def _staler(recorded: Tokens, factor: Array) -> Tokens:
   return batch.behavior_logp_BT + factor * moved_BT, batch
 
 
-def _scalars(rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array) -> Array:
+def _scalars(
+  rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array
+) -> Array:
   """Returns the numbers OF_BOUNDS for the batch at a staleness."""
   del grid
   bounds = _bounds(rule, *_staler(recorded, factor))

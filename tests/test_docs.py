@@ -6,19 +6,31 @@ import re
 
 import pytest
 
-from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import needs
-from bapo_jax.training.config import Config, decided, load, merged, overrides, parse
+from bapo_jax.training.config import (
+  PARTS,
+  Config,
+  decided,
+  load,
+  merged,
+  overrides,
+  parse,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
   str(path.relative_to(ROOT)): path.read_text()
   for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
 }
-KNOBS = {name for name, _, _ in fields(Config())}
+KNOBS = {name for name, _, _ in fields(Config())} | {
+  f'{part}.{knob}'
+  for part, rules in PARTS.items()
+  for kind in rules.names.values()
+  for knob in kind.model_fields
+}
 SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
@@ -34,15 +46,6 @@ def lines(text: str) -> list[str]:
   return text.replace('\\\n', ' ').splitlines()
 
 
-def value_of(text: str):
-  """The value as the command line reads it: a literal, or a word."""
-  text = text.strip('"')
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return float(text) if text == 'inf' else text
-
-
 def overridden(line: str) -> Config:
   """The config that the overrides of a line make.
 
@@ -51,19 +54,11 @@ def overridden(line: str) -> Config:
       together.
   """
   named = re.search(r'--config=(configs/\w+\.py(?::\w+)?)', line)
-  file = ROOT / (named[1] if named else 'configs/aime.py')
-  values, given = Config().model_dump() | load(str(file)), {}
-  for name, text in OVERRIDE.findall(line):
-    if not text or text.startswith('<'):
-      continue
-    *path, last = name.split('.')
-    section = values
-    for key in path:
-      section = section[key]
-    kind = type(section[last])
-    value = value_of(text)
-    section[last] = given[name] = kind(value) if kind is float else value
-  made = parse(decided(values))
+  values = load(str(ROOT / (named[1] if named else 'configs/aime.py')))
+  texts = [(name, text.strip('"')) for name, text in OVERRIDE.findall(line)]
+  flags = [f'--config.{name}={x}' for name, x in texts if x and not x.startswith('<')]
+  given = overrides(flags, values)
+  made = parse(decided(merged(values, given)))
   needs.refuse(given, [made])
   return made
 
@@ -117,8 +112,8 @@ def test_the_config_file_of_running_is_valid(tmp_path):
 
 
 def test_a_wrong_override_is_found():
-  with pytest.raises(KeyError):
-    overridden('--config.clip.target=0.4')
+  with pytest.raises(ValueError, match=r"rule='fixed' has low, high, dual"):
+    overridden('--config.clip.rule=fixed --config.clip.target=0.4')
   with pytest.raises(ValueError, match=r'loss\.rule'):
     overridden('--config.loss.rule=ppo')
 
@@ -200,6 +195,5 @@ def test_every_module_that_a_source_file_names_exists():
 
 def test_every_rule_is_named():
   named = set(code(DOCS['docs/algorithms.md']))
-  slots = (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES)
-  for rules in (*slots, replay_buffer.THRESHOLD_RULES):
-    assert set(rules) <= named, set(rules) - named
+  for part in PARTS.keys() - {'rewards.shaping'}:
+    assert PARTS[part].names.keys() <= named, PARTS[part].names.keys() - named

@@ -13,7 +13,7 @@ def config_file(tmp_path):
 
   def write(body, variants='', arguments=''):
     path = tmp_path / 'mine.py'
-    path.write_text(f'''
+    path.write_text(f"""
 from ml_collections import ConfigDict
 from bapo_jax.training.config import defaults
 
@@ -24,7 +24,7 @@ def get_config({arguments}):
   config = defaults()
 {body}
   return config
-''')
+""")
     return path
 
   return write
@@ -69,7 +69,9 @@ def test_a_variant_of_the_file_comes_first(config_file):
 
 
 def test_an_unknown_name_is_refused_with_the_variants_and_the_methods():
-  sentence = r"no variant 'nope'; choose one of \['ahead', 'beside'\], or a method: bala"
+  sentence = (
+    r"no variant 'nope'; choose one of \['ahead', 'beside'\], or a method: bala"
+  )
   with pytest.raises(ValueError, match=sentence):
     load('configs/async.py:nope')
   sentence = r'no variants; give --config=configs/finetune.py, or a method: .*, icepop,'

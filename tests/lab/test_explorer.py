@@ -190,7 +190,9 @@ def kept_beside(mask, recorded, tokens):
   def keep(logp, old, adv):
     return mask(*added_row(recorded, logp, old, adv))[-1, 0]
 
-  return jax.vmap(keep)(logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_B)[:, None]
+  return jax.vmap(keep)(logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_B)[
+    :, None
+  ]
 
 
 def share(weight_BT, adv_B):
@@ -202,7 +204,9 @@ def share(weight_BT, adv_B):
 @pytest.mark.parametrize('rule', RULES['loss'])
 def test_the_page_computes_what_the_rules_compute(drawn, rule):
   rng = np.random.default_rng(sorted(RULES['loss']).index(rule))
-  fitting = [x for x in RULES['clip'] if not refused({'loss.rule': rule, 'clip.rule': x})]
+  fitting = [
+    x for x in RULES['clip'] if not refused({'loss.rule': rule, 'clip.rule': x})
+  ]
   cases = []
   for i in range(SETTINGS):
     ratio_N = np.exp2(rng.uniform(-3, 3, POINTS))
