@@ -74,10 +74,10 @@ class Task(NamedTuple):
 class Rule(NamedTuple):
   """A method: the rules of the slots that change the gradient."""
 
-  loss: LossFunction = loss.clipped
-  clip: ClipFunction = clip.fixed
-  mask: MaskFunction = masks.nothing
-  advantage: AdvantageFunction = advantage.group_relative
+  loss: LossFunction = loss.Clipped()
+  clip: ClipFunction = clip.Fixed()
+  mask: MaskFunction = masks.NoMask()
+  advantage: AdvantageFunction = advantage.GroupRelative()
   whole_batch: bool = False  # bounds or mask depend on the other responses
 
 

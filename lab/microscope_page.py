@@ -29,7 +29,10 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from bapo_jax.algorithms import clip, knobs, loss, masks
+from bapo_jax.algorithms import clip, loss, masks
+from bapo_jax.algorithms.clip import Fixed
+from bapo_jax.algorithms.loss import LossRule
+from bapo_jax.algorithms.masks import MaskRule, NoMask
 from bapo_jax.models import transformer
 from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
@@ -45,50 +48,43 @@ UPDATES, LR, WARM = 64, 5e-4, 300
 MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
 
 
-def fixed(low: float, high: float, dual: float = math.inf) -> Any:
-  """Returns the clip rule with these bounds."""
-  k = knobs.FixedClip(low=low, high=high, dual=dual)
-  return functools.partial(clip.fixed, k=k)
-
-
 def balanced(target: float) -> Rule:
   """Returns Balanced PO with this target share."""
-  k = knobs.BalancedClip(target=target)
-  return Rule(clip=functools.partial(clip.balanced, k=k), whole_batch=True)
+  return Rule(clip=clip.Balanced(target=target), whole_batch=True)
 
 
-def free(objective: Any, mask: Any = masks.nothing, whole_batch: bool = False) -> Rule:
+def free(rule: LossRule, mask: MaskRule = NoMask(), whole_batch: bool = False) -> Rule:
   """Returns a rule without clip bounds."""
-  return Rule(objective, clip.unclipped, mask, whole_batch=whole_batch)
+  return Rule(rule, clip.Unclipped(), mask, whole_batch=whole_batch)
 
 
-UNCAPPED = functools.partial(loss.tis, k=knobs.TisLoss(cap=math.inf))
+UNCAPPED = loss.Tis(cap=math.inf)
 RULES = {
   'GRPO': GRPO,
-  'clip-higher': Rule(clip=fixed(0.8, 1.28)),
-  'dual clip': Rule(clip=fixed(0.8, 1.2, 3.0)),
+  'clip-higher': Rule(clip=Fixed(high=1.28)),
+  'dual clip': Rule(clip=Fixed(dual=3.0)),
   'balanced .42': balanced(0.42),
   'balanced .50': balanced(0.5),
-  'unclipped': free(loss.clipped),
-  'REINFORCE': free(loss.reinforce),
-  'TIS': free(loss.tis),
-  'CISPO': Rule(loss.cispo, fixed(0.0, 1.2)),
-  'GSPO': Rule(loss.sequence, fixed(0.9997, 1.0004)),
-  'SAPO': free(loss.sapo),
-  'VESPO': free(loss.vespo),
-  'ASPO': Rule(loss.aspo, fixed(0.8, 1.2)),
-  'FIPO': Rule(loss.fipo, fixed(0.8, 1.2)),
-  'DCPO': Rule(clip=clip.dcpo),
-  'DPPO-TV': free(UNCAPPED, masks.dppo_tv),
-  'DPPO-KL': free(UNCAPPED, masks.dppo_kl),
-  'IcePop': free(UNCAPPED, masks.icepop),
-  'KPop': free(UNCAPPED, masks.kpop),
-  'M2PO': free(loss.clipped, masks.m2po, whole_batch=True),
-  'OPSM': Rule(clip=fixed(0.8, 1.2), mask=masks.opsm),
+  'unclipped': free(loss.Clipped()),
+  'REINFORCE': free(loss.Reinforce()),
+  'TIS': free(loss.Tis()),
+  'CISPO': Rule(loss.Cispo(), Fixed(low=0.0)),
+  'GSPO': Rule(loss.SequenceRatio(), Fixed(low=0.9997, high=1.0004)),
+  'SAPO': free(loss.Sapo()),
+  'VESPO': free(loss.Vespo()),
+  'ASPO': Rule(loss.Aspo()),
+  'FIPO': Rule(loss.Fipo()),
+  'DCPO': Rule(clip=clip.Dcpo()),
+  'DPPO-TV': free(UNCAPPED, masks.DppoTv()),
+  'DPPO-KL': free(UNCAPPED, masks.DppoKl()),
+  'IcePop': free(UNCAPPED, masks.IcePop()),
+  'KPop': free(UNCAPPED, masks.KPop()),
+  'M2PO': free(loss.Clipped(), masks.M2po(), whole_batch=True),
+  'OPSM': Rule(mask=masks.Opsm()),
 }
 # The fixed bounds among which the best is taken, to compare with a search.
 GRID = {
-  f'[{low:g}, {high:g}]': Rule(clip=fixed(low, high))
+  f'[{low:g}, {high:g}]': Rule(clip=Fixed(low=low, high=high))
   for low in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
   for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
 }

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
-from bapo_jax.algorithms.knobs import FixedClip
 from jax import Array
 
 from bapo_jax.algorithms import clip, loss, masks
@@ -63,16 +62,14 @@ def curve(
 
 def constant(low: float = 0.0, high: float = math.inf) -> Bounds:
   """Returns constant clip bounds; none by default."""
-  logp_BT, batch = single(np.ones(1), np.ones(1), np.ones(1))
-  k = FixedClip(low=low, high=high)
-  return clip.fixed(logp_BT, batch, lambda bounds: logp_BT, k)
+  return clip.constant(low, high, math.inf)
 
 
 def draw(
   axis: 'Axes',
   rule: LossFunction,
   bounds: Bounds,
-  mask: MaskFunction = masks.nothing,
+  mask: MaskFunction = masks.NoMask(),
   probability: float = 0.15,
 ) -> None:
   """Plots the weight over the ratio for an advantage of 1 and of -1.

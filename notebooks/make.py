@@ -37,10 +37,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from bapo_jax.algorithms.knobs import BalancedClip
 from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.learner import learner
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import experiment, resume, step_record

@@ -1,7 +1,6 @@
 """Small records for tests, filled with what tells them apart."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +204,7 @@ def mixed_tokens(B=8, T=5, seed=0):
 def off_policy(params, spec, P, G, T, temperature) -> Batch:
   """Returns a batch off-policy by half a nat per token: part of it is clipped."""
   made = groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
-  rows = learner.flatten(made, jnp.zeros(P, int), advantage.group_relative)
+  rows = learner.flatten(made, jnp.zeros(P, int), advantage.GroupRelative())
   logp_BT = logprobs.sequence_stats(params, rows.tokens_BT, spec, temperature).logp_BT
   noise_BT = 0.5 * jax.random.normal(jax.random.key(0), logp_BT.shape)
   loss_mask_BT = rows.loss_mask_BT & (jnp.arange(T) >= 3)[None]

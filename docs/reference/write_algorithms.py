@@ -2,16 +2,17 @@
 
   python -m docs.reference.write_algorithms
 
-1. METHODS lists the published methods of each slot: the paper, the weight of a token or
-   the chosen groups, the published value of every knob with its source, the tests that
-   check the method, and the overrides that select it;
-2. `row` reads the values of the knobs from the config of these overrides, and refuses a
-   value that is not the one beside its source;
+1. ROWS has, for each method of bapo_jax/methods.py, the weight of a token or the chosen
+   groups, the published value of every knob with its source, and the tests that check
+   the method;
+2. `row` reads the values of the knobs from the config of the method's overrides, and
+   refuses a value that is not the one beside its source;
 3. `parity` measures how far the rules are from their published code on the tokens of
    tests/algorithms/published.json.
 """
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +20,10 @@ import numpy as np
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import clip
+from bapo_jax.methods import METHODS, Method
 from bapo_jax.runtime import files, markdown
-from bapo_jax.training import config as config_lib
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import Config, merged, parse
 from lab import claims
-from lab.explorer import METHODS as PRESETS
 from tests.algorithms import test_published
 
 PAGE = pathlib.Path(__file__).parent / 'algorithms.md'
@@ -33,85 +33,64 @@ PUBLISHED = 'rules_equal_their_published_code'
 PAPER, CODE = 'paper', 'public code'
 
 
-class Method(NamedTuple):
-  """One row: a method as its paper defines it."""
+class Row(NamedTuple):
+  """What a row of the page says of a method."""
 
-  papers: dict[str, str]  # text -> arXiv number or address
   what: str  # the weight of grad log pi, or the chosen tokens or groups
-  overrides: dict[str, Any] | str  # or the flags of a config file
   values: dict[str, tuple[Any, str]]  # knob -> (published value, source)
   tests: tuple[str, ...]  # names without `test_`
-
-
-def preset(name: str, **more: Any) -> dict[str, Any]:
-  """Returns the overrides of a method of the loss explorer."""
-  chosen = PRESETS[name] | {key.replace('__', '.'): x for key, x in more.items()}
-  return {key: value for key, value in chosen.items() if key != 'range'}
 
 
 PPO_BOUNDS = {'clip.low': (0.8, 'PPO'), 'clip.high': (1.2, 'PPO')}
 CUT = 'r A; 0 if A > 0 and r >= high, or A < 0 and r <= low'
 GOLDEN, CLIPPED = 'rules_that_weigh_log_pi_golden', 'clipped_golden'
 REPLAYED = {'buffer.max_off_policy_steps': (3, PAPER), 'buffer.max_reuse': (3, 'ours')}
-METHODS: dict[str, dict[str, Method]] = {
+SEARCHED = {
+  'clip.target': (0.42, 'ours; paper .4'),
+  'clip.low': ((0.6, 0.9), PAPER),
+  'clip.high': ((1.2, 3.0), PAPER),
+  'clip.low_step': (0.02, PAPER),
+  'clip.high_step': (0.05, PAPER),
+}
+ROWS: dict[str, dict[str, Row]] = {
   'clip': {
-    'PPO, GRPO': Method(
-      {'PPO': '1707.06347', 'GRPO': '2402.03300'},
+    'grpo': Row(
       CUT,
-      preset('PPO, GRPO'),
       PPO_BOUNDS,
       (CLIPPED, 'a_token_at_its_bound_is_cut'),
     ),
-    'clip-higher': Method(
-      {'DAPO': '2503.14476'},
+    'clip_higher': Row(
       'the same with a higher bound',
-      preset('DAPO (clip-higher)'),
       {'clip.low': (0.8, PAPER), 'clip.high': (1.28, PAPER)},
       (CLIPPED,),
     ),
-    'dual clip': Method(
-      {'Ye et al.': '1912.09729'},
+    'dual_clip': Row(
       'also 0 if A < 0 and r >= dual',
-      preset('dual clip'),
       {**PPO_BOUNDS, 'clip.dual': (3.0, PAPER)},
       (CLIPPED,),
     ),
-    'unclipped': Method(
-      {},
+    'unclipped': Row(
       'r A: importance weights',
-      {'clip.rule': 'unclipped'},
       {},
       ('at_ratio_one_every_rule_has_the_gradient_of_reinforce',),
     ),
-    'Balanced PO': Method(
-      {'Xi et al.': '2510.18927'},
+    'balanced': Row(
       'as PPO, with bounds that every update searches; all settings of the paper: '
       '`configs/aime.py:balanced_paper`',
-      {'clip.rule': 'balanced'},
-      {
-        'clip.target': (0.42, 'ours; paper .4'),
-        'clip.low': ((0.6, 0.9), PAPER),
-        'clip.high': ((1.2, 3.0), PAPER),
-        'clip.low_step': (0.02, PAPER),
-        'clip.high_step': (0.05, PAPER),
-      },
+      SEARCHED,
       ('balanced_is_algorithm_1_to_the_last_bit', 'share_golden'),
     ),
-    "Balanced PO's code": Method(
-      {'BAPO': 'https://github.com/WooooDyy/BAPO'},
+    'recipe': Row(
       'as dual clip; the search balances the clipped surrogate',
-      '--config=configs/aime.py:recipe',
       {
-        **{f'recipe.{k}': (x, CODE) for k, x in clip.Recipe()._asdict().items()},
+        **{f'recipe.{k}': (x, CODE) for k, x in clip.Recipe.settings._asdict().items()},
         'loss.limit': (20.0, CODE),
       },
       ('recipe_is_the_public_loop',),
     ),
-    'DCPO': Method(
-      {'DCPO': '2509.02333'},
+    'dcpo': Row(
       'as dual clip, with bounds by token: (1 + sqrt(max(1 - 4 low / q, 0))) / 2 and '
       '(1 + sqrt(1 + 4 high / q)) / 2, at most cap',
-      preset('DCPO'),
       {
         'clip.low': (0.16, PAPER),
         'clip.high': (0.2, PAPER),
@@ -122,10 +101,8 @@ METHODS: dict[str, dict[str, Method]] = {
     ),
   },
   'mask': {
-    'DPPO-TV': Method(
-      {'DPPO': '2602.04879'},
+    'dppo_tv': Row(
       'min(r, 20) A; 0 if A > 0 and p - q > high, or A < 0 and q - p > low (Eq. 13)',
-      preset('DPPO, binary TV'),
       {
         'mask.low': (0.2, 'SkyRL'),
         'mask.high': (0.2, 'SkyRL'),
@@ -133,11 +110,9 @@ METHODS: dict[str, dict[str, Method]] = {
       },
       (PUBLISHED, 'binary_total_variation_golden'),
     ),
-    'DPPO-KL': Method(
-      {'DPPO': '2602.04879'},
+    'dppo_kl': Row(
       'the same with KL(Bernoulli(q), Bernoulli(p)), if p moved in the direction of A '
       '(Eq. 14)',
-      preset('DPPO, binary KL'),
       {
         'mask.low': (0.05, 'SkyRL'),
         'mask.high': (0.05, 'SkyRL'),
@@ -145,33 +120,25 @@ METHODS: dict[str, dict[str, Method]] = {
       },
       (PUBLISHED,),
     ),
-    'IcePop': Method(
-      {'Ring-1T': '2510.18855'},
+    'icepop': Row(
       'r A if low <= r <= high, else 0',
-      preset('IcePop'),
       {'mask.low': (0.5, PAPER), 'mask.high': (5.0, PAPER)},
       (PUBLISHED,),
     ),
-    'KPop': Method(
-      {'Guo et al.': 'https://ringtech.notion.site/kpop'},
+    'kpop': Row(
       'r A; 0 if KL(Bernoulli(p), Bernoulli(q)) or its reverse is above the limit',
-      preset('KPop'),
       {'mask.limit': (0.1, 'blog')},
       ('kpop_masks_by_both_divergences',),
     ),
-    'M2PO': Method(
-      {'M2PO': '2510.01161'},
+    'm2po': Row(
       'r A; 0 for the tokens of the minibatch with the largest (log r)^2, until the '
       'mean of the others is below the limit',
-      preset('M2PO'),
       {'mask.limit': (0.04, 'AReaL')},
       (PUBLISHED, 'm2po_keeps_as_many_tokens_as_a_sort_allows'),
     ),
-    'OPSM': Method(
-      {'DeepSeek-V3.2': '2512.02556'},
+    'opsm': Row(
       'as PPO; 0 if A < 0 and the mean of log q - log p over the response is above the '
       'limit; a mask on top of any other rule',
-      preset('DeepSeek-V3.2 (sequence masking)'),
       {
         'mask.limit': (0.1, 'ours; TRL .5, slime .0001'),
         **PPO_BOUNDS,
@@ -180,89 +147,62 @@ METHODS: dict[str, dict[str, Method]] = {
     ),
   },
   'loss': {
-    'decoupled PPO': Method(
-      {'Hilton et al.': '2110.00641', 'AReaL': '2505.24298'},
+    'decoupled': Row(
       'min(prox / mu, cap) times the weight of PPO, with r = pi / prox; PPO with TIS',
-      preset('decoupled PPO (AReaL)'),
       {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
       ('decoupled_golden',),
     ),
-    "AReaL's mask": Method(
-      {'AReaL': 'https://github.com/inclusionAI/AReaL'},
+    'decoupled_mask': Row(
       'the same; 0 if prox / mu is above the cap',
-      preset('decoupled PPO (AReaL)', loss__beyond_cap='mask'),
       {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
       ('decoupled_golden',),
     ),
-    'GSPO': Method(
-      {'GSPO': '2507.18071'},
+    'gspo': Row(
       'as PPO, with one ratio per response: (pi(y) / mu(y))^(1 / length)',
-      preset('GSPO'),
       {'clip.low': (0.9997, PAPER), 'clip.high': (1.0004, PAPER)},
       ('sequence_golden', 'sequence_is_the_gradient_of_the_papers_objective'),
     ),
-    'CISPO': Method(
-      {'MiniMax-M1': '2506.13585'},
+    'cispo': Row(
       'clip(r, low, high) A: the bounds cut no token',
-      preset('CISPO'),
       {'clip.low': (0.0, PAPER), 'clip.high': (1.2, 'ours')},
       (GOLDEN, 'cispo_has_no_dual_clip'),
     ),
-    'TIS': Method(
-      {'Yao et al.': 'https://fengyao.notion.site/off-policy-rl'},
+    'tis': Row(
       'min(r, cap) A: truncated importance sampling, Ionides (2008)',
-      preset('TIS'),
       {'loss.cap': (2.0, 'slime')},
       (GOLDEN,),
     ),
-    'REINFORCE': Method(
-      {},
+    'reinforce': Row(
       'A: no correction for stale data; Williams (1992)',
-      {'loss.rule': 'reinforce', 'clip.rule': 'unclipped'},
       {},
       (GOLDEN,),
     ),
-    'DRO': Method(
-      {'Richemond et al.': '2405.19107'},
+    'dro': Row(
       'A - kl log r, with advantages instead of a value function',
-      {
-        'loss.rule': 'reinforce',
-        'clip.rule': 'unclipped',
-        'loss.kl': 0.05,
-        'loss.kl_direction': 'squared',
-      },
       {'loss.kl': (0.05, 'ours')},
       ('reinforce_with_a_squared_penalty_is_direct_reward_optimisation',),
     ),
-    'SAPO': Method(
-      {'SAPO': '2511.20347'},
+    'sapo': Row(
       '4 s (1 - s) r A, s = sigmoid(tau (r - 1)), tau by the sign of A',
-      preset('SAPO'),
       {'loss.positive': (1.0, PAPER), 'loss.negative': (1.05, PAPER)},
       (PUBLISHED, 'sapo_golden'),
     ),
-    'VESPO': Method(
-      {'VESPO': '2602.10693'},
+    'vespo': Row(
       'W^a e^(b (1 - W)) A, W = pi(y) / mu(y), (a, b) by the sign of A',
-      preset('VESPO'),
       {
         'loss.positive': ((2.0, 3.0), PAPER),
         'loss.negative': ((3.0, 2.0), PAPER),
       },
       (PUBLISHED,),
     ),
-    'ASPO': Method(
-      {'ASPO': '2510.06062'},
+    'aspo': Row(
       'as PPO with weight 1 / r for A > 0; weights above cap are limited to it',
-      preset('ASPO'),
       {**PPO_BOUNDS, 'loss.cap': (3.0, CODE)},
       (PUBLISHED, 'an_infinite_cap_leaves_finite_weights'),
     ),
-    'FIPO': Method(
-      {'FIPO': '2603.19835'},
+    'fipo': Row(
       "as PPO, times exp of the discounted sum of log r over this and the response's "
       'later tokens, limited; at most 1 if A < 0 and r > safety',
-      preset('FIPO'),
       {
         **PPO_BOUNDS,
         'loss.half_life': (32.0, 'ms-swift'),
@@ -271,73 +211,55 @@ METHODS: dict[str, dict[str, Method]] = {
       },
       (PUBLISHED,),
     ),
-    'KL(mu, pi)': Method(
-      {'k3': 'http://joschu.net/blog/kl-approx.html'},
+    'kl_behavior': Row(
       'a cost kl on r - 1 - log r, added to any rule',
-      {'loss.kl': 0.01},
       {'loss.kl': (0.01, 'ours; 0 unless set')},
       ('the_divergence_has_the_value_and_the_gradient_of_an_exact_kl',),
     ),
-    'KL(pi, mu)': Method(
-      {'Wan et al.': '2602.20722'},
+    'kl_policy': Row(
       'a cost kl on r log r - (r - 1), added to any rule',
-      {'loss.kl': 0.01, 'loss.kl_direction': 'policy_behavior'},
       {'loss.kl': (0.01, 'ours; paper .001 to .01')},
       ('the_divergence_has_the_value_and_the_gradient_of_an_exact_kl',),
     ),
   },
   'advantage': {
-    'GRPO': Method(
-      {'GRPO': '2402.03300'},
+    'group_relative': Row(
       '(reward - mean) / sqrt(var + 1e-6) over the group',
-      {'advantage.rule': 'group_relative'},
       {},
       ('group_relative_golden',),
     ),
-    'RLOO': Method(
-      {'RLOO': '2402.14740'},
+    'rloo': Row(
       'reward - mean of the other responses',
-      {'advantage.rule': 'leave_one_out'},
       {},
       ('centred_goldens',),
     ),
-    'Dr. GRPO': Method(
-      {'Dr. GRPO': '2503.20783'},
+    'dr_grpo': Row(
       'reward - mean; sums of tokens are divided by a constant',
-      {'advantage.rule': 'group_centred', 'loss.aggregate': 'constant'},
       {},
       ('centred_goldens', 'row_scale_golden'),
     ),
   },
   'batch': {
-    'fresh groups': Method(
-      {'GRPO': '2402.03300'},
+    'fresh_only': Row(
       'all groups of this step',
-      {'batch.rule': 'fresh_only'},
       {},
       ('fresh_only_is_the_identity',),
     ),
-    'dynamic sampling': Method(
-      {'DAPO': '2503.14476'},
+    'dynamic_sampling': Row(
       "this step's groups with right and wrong responses; more rounds of prompts while "
       'seats are empty',
-      {'batch.rule': 'learnable_only'},
       {'batch.max_extra_rounds': (2, 'ours')},
       ('learnable_only_golden',),
     ),
-    'experience replay': Method(
-      {},
+    'replay': Row(
       "this step's groups and replay_ratio times as many older ones, drawn at random",
-      {'batch.rule': 'replay', 'buffer.thresholds.rule': 'everything'},
       {'batch.replay_ratio': (1, 'ours'), **REPLAYED},
       ('replay_takes_all_fresh_groups_and_as_many_older_ones',),
     ),
-    'Batch Adaptation PO': Method(
-      {'Wan et al.': '2602.20722'},
+    'batch_adaptation': Row(
       'fresh groups with right and wrong responses, then re-evaluated hard problems '
       'that are now sometimes solved, then reusable groups (Definition 3.1); all '
       'settings of the paper: `configs/aime.py:batch_paper`',
-      {'batch.rule': 'adapted', 'clip.rule': 'fixed'},
       {
         **PPO_BOUNDS,
         'buffer.thresholds.hard': (1 / 8, PAPER),
@@ -348,16 +270,10 @@ METHODS: dict[str, dict[str, Method]] = {
       },
       ('adapted_golden', 'every_property_holds_over_random_histories'),
     ),
-    'both': Method(
-      {},
+    'both': Row(
       'Batch Adaptation PO with bounds searched without the reused rows, which have a '
       'cap',
-      {
-        'batch.rule': 'adapted',
-        'clip.sources': ('fresh', 'reevaluated'),
-        'clip.reused_high': 1.2,
-      },
-      {'clip.reused_high': (1.2, 'ours')},
+      {**SEARCHED, 'clip.reused_high': (1.2, 'ours')},
       (
         'the_search_may_leave_reused_rows_out',
         'reused_rows_may_have_a_cap_of_their_own',
@@ -367,25 +283,35 @@ METHODS: dict[str, dict[str, Method]] = {
 }
 
 
-def row(name: str, method: Method) -> list[str]:
+def row(name: str, said: Row) -> list[str]:
   """Returns the cells of a method.
 
   Raises:
     ValueError: a value of the config is not the published one, or a value of the
       method's rules has no source.
   """
-  flags = method.overrides
-  overrides = {} if isinstance(flags, str) else flags
-  config = config_lib.parse(config_lib.merged(Config().model_dump(), overrides))
-  links = ', '.join(f'[{text}]({address(x)})' for text, x in method.papers.items())
-  named = ', '.join(method.papers) == name
+  method = METHODS[name]
   return [
-    links if named else f'{name} ({links})' if links else name,
-    method.what,
-    defaults(method, {name: x for name, _, x in knobs.fields(config)}),
-    ', '.join(f'`test_{test}`' for test in method.tests),
-    f'`{flags if isinstance(flags, str) else given(flags)}`',
+    f'`{name}`',
+    linked(method),
+    said.what,
+    defaults(said, parse(merged(Config().model_dump(), method.overrides))),
+    ', '.join(f'`test_{test}`' for test in said.tests),
+    f'`{given(method.overrides)}`',
   ]
+
+
+def linked(method: Method) -> str:
+  """Returns the title with a link for each paper, behind the title if it is not in it."""
+  title = method.title
+  others = []
+  for text, paper in method.papers.items():
+    link = f'[{text}]({address(paper)})'
+    if text in title:
+      title = title.replace(text, link, 1)
+    else:
+      others.append(link)
+  return f'{title} ({", ".join(others)})' if others else title
 
 
 def address(paper: str) -> str:
@@ -393,7 +319,7 @@ def address(paper: str) -> str:
   return paper if '://' in paper else f'https://arxiv.org/abs/{paper}'
 
 
-def given(overrides: dict[str, Any]) -> str:
+def given(overrides: Mapping[str, Any]) -> str:
   """Returns the overrides as they are written on the command line."""
 
   def text(value: Any) -> str:
@@ -402,20 +328,21 @@ def given(overrides: dict[str, Any]) -> str:
   return ' '.join(f'--config.{name}={text(x)}' for name, x in overrides.items())
 
 
-def defaults(method: Method, values: dict[str, Any]) -> str:
+def defaults(said: Row, config: Config) -> str:
   """Returns the values of the method's knobs, by source."""
-  constants = {f'recipe.{k}': x for k, x in clip.Recipe()._asdict().items()}
+  values = {f'recipe.{k}': x for k, x in clip.Recipe.settings._asdict().items()}
+  values |= {name: x for name, _, x in knobs.fields(config)}
   by_source: dict[str, list[str]] = {}
-  for name, (published, source) in method.values.items():
-    value = (values | constants)[name]
-    # A config file of the method's own has its sources beside its values.
-    if value != published and not isinstance(method.overrides, str):
-      raise ValueError(f'{name}={value}, but {published} has the source {source!r}')
+  for name, (published, source) in said.values.items():
+    if values[name] != published:
+      raise ValueError(
+        f'{name}={values[name]}, but {published} has the source {source!r}'
+      )
     knob = name.rpartition('.')[2]
     shown = ', '.join(map(number, np.atleast_1d(published)))
     shown = f'({shown})' if isinstance(published, tuple) else shown
     by_source.setdefault(source, []).append(f'{knob} {shown}')
-  return '; '.join(f'{", ".join(found)}: {s}' for s, found in by_source.items())
+  return '; '.join(f'{", ".join(shown)}: {s}' for s, shown in by_source.items())
 
 
 def number(value: float) -> str:
@@ -458,9 +385,9 @@ def document(text: str) -> str:
   """Returns the page with its tables updated."""
   for slot in SLOTS:
     what = WHAT.get(slot, 'weight of grad log pi')
-    head = ('method', what, 'defaults', 'tests', 'overrides')
-    rows = [row(*item) for item in METHODS[slot].items()]
-    text = claims.between(text, f'{slot} rules', markdown.table(rows, head, 'lllll'))
+    head = ('name', 'method', what, 'defaults', 'tests', 'overrides')
+    rows = [row(*item) for item in ROWS[slot].items()]
+    text = claims.between(text, f'{slot} rules', markdown.table(rows, head, 'llllll'))
   rows = [parity_row(*x) for x in parity()]
   head = ('rule', 'published code', 'function', 'objective', 'gradient')
   return claims.between(text, 'parity', markdown.table(rows, head, 'lllrr'))

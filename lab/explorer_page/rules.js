@@ -197,7 +197,7 @@ function tokensOf(batch, knobs) {
   const tokens = [];
   const sequence = knobs['loss.aggregate'] === 'sequence';
   const shortest = Math.min(...batch.length);
-  const decay = 2 ** (-1 / knobs['loss.half_life']);
+  const decay = 2 ** (-1 / knobs['loss.fipo.half_life']);
   let first = 0;
   batch.length.forEach((length, row) => {
     const ratios = [];
@@ -321,14 +321,20 @@ function search(tokens, knobs) {
     last: down + up, turn: k.order === 'upper' ? up : down, share };
 }
 
+// The bounds of a clip rule on these tokens; dcpo has others for every token.
+const CLIPS = {
+  balanced: search,
+  fixed: (tokens, knobs) => section(knobs, 'clip.fixed'),
+  unclipped: () => NO_BOUNDS,
+  recipe: search,
+  dcpo: (tokens, knobs) => ({ ...NO_BOUNDS, dual: knobs['clip.dcpo.dual'] }),
+  own: (tokens, knobs) => (DATA.own.bounds ? ownBounds(knobs) : NO_BOUNDS),
+};
+
 // Bounds of the clip rule on these tokens; `start` are those before a search.
 function boundsOf(tokens, knobs) {
-  const rule = knobs['clip.rule'];
-  if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
-  if (rule === 'own' && DATA.own.bounds) return ownBounds(knobs);
-  const dual = rule === 'dcpo' ? knobs['clip.dual'] : Infinity;
-  const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : { ...NO_BOUNDS, dual };
-  return { ...bounds, start: bounds };
+  const bounds = CLIPS[knobs['clip.rule']](tokens, knobs);
+  return { start: bounds, ...bounds };
 }
 
 // Weights of the tokens in the gradient; 0 for a token that is cut.

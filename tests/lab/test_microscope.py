@@ -12,7 +12,6 @@ from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
 from lab.microscope_page import RULES as RULES_OF_PAGE
-from tests import making
 
 
 @functools.cache
@@ -137,10 +136,10 @@ def test_on_policy_grpo_follows_the_gradient_of_its_own_objective():
 
 RULES = {
   'GRPO': GRPO,
-  'unclipped': Rule(clip=clip.unclipped),
-  'IcePop': Rule(making.bound(loss.tis, cap=5.0), clip.unclipped, masks.icepop),
-  'GSPO': Rule(loss.sequence, making.bound(clip.fixed, low=0.97, high=1.04)),
-  'SAPO': Rule(loss.sapo, clip.unclipped),
+  'unclipped': Rule(clip=clip.Unclipped()),
+  'IcePop': Rule(loss.Tis(cap=5.0), clip.Unclipped(), masks.IcePop()),
+  'GSPO': Rule(loss.SequenceRatio(), clip.Fixed(low=0.97, high=1.04)),
+  'SAPO': Rule(loss.Sapo(), clip.Unclipped()),
 }
 
 
@@ -219,6 +218,6 @@ def test_weights_grow_with_the_size_of_the_advantage(name):
 
 
 def test_bounds_of_the_minibatch_have_no_exact_update():
-  rule = Rule(clip=clip.balanced, whole_batch=True)
+  rule = Rule(clip=clip.Balanced(), whole_batch=True)
   with pytest.raises(ValueError, match='use sampled'):
     microscope.moments([rule], task(), tables(), slopes())

@@ -21,9 +21,9 @@ B = P * G
 # Summed in a gradient, through all layers.
 PRODUCTS = B * T * making.SPEC.width * making.SPEC.layers
 RULES = {
-  'fixed': making.bound(clip.fixed, low=0.8, high=1.2),
-  'balanced': making.bound(clip.balanced, target=0.4),
-  'to the caps': making.bound(clip.balanced, target=0.99),
+  'fixed': clip.Fixed(low=0.8, high=1.2),
+  'balanced': clip.Balanced(target=0.4),
+  'to the caps': clip.Balanced(target=0.99),
 }
 ADAM = optimizer.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
@@ -50,7 +50,7 @@ def rows(params, noise=0.0, seed=0):
   """A batch that these weights sampled, save for `noise` nats per token."""
   groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
   batch = learner.flatten(
-    groups, jnp.arange(P) % 3, advantage.group_relative, version=0
+    groups, jnp.arange(P) % 3, advantage.GroupRelative(), version=0
   )
   off_BT = noise * jax.random.normal(jax.random.key(seed), batch.loss_mask_BT.shape)
   # The first three tokens are the prompt.
@@ -65,7 +65,7 @@ def test_flatten_golden():
   # A weight multiplies the advantages of its source.
   groups = making.groups([7, 8], [1, 2], [0, 0], G=2, T=3)
   batch = learner.flatten(
-    groups, jnp.asarray([2, -1]), advantage.group_centred, weights=(1.0, 1.0, 0.5)
+    groups, jnp.asarray([2, -1]), advantage.GroupCentred(), weights=(1.0, 1.0, 0.5)
   )
   np.testing.assert_array_equal(batch.adv_B, [0.25, -0.25, 0, 0])
   np.testing.assert_array_equal(batch.loss_mask_BT[:2], groups.response_mask_PGT[0])
@@ -158,7 +158,7 @@ def test_micro_batches_may_search_by_themselves(params):
 def updated(groups, source_P, key, train_step, params=None, **knobs):
   """(counter, updates) of `update`; a call of train_step counts one up."""
   step = lambda params, opt, batch: (params, opt + 1, {}, train_step(batch))  # noqa: E731
-  knobs = {'advantage_rule': advantage.group_relative} | knobs
+  knobs = {'advantage_rule': advantage.GroupRelative()} | knobs
   _, count, updates = learner.update(
     params, 0, groups, source_P, key, train_step=step, **knobs
   )

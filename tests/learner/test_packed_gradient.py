@@ -17,21 +17,21 @@ from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models.layers import Schedule
 
+LOSSES = loss.LossRule.rules.at_defaults()
+
 SPEC = transformer.ModelSpec(
   vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
 )
 B, T = 32, 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
 CLIPS = {
-  'clipped': making.bound(clip.balanced, target=0.45),
-  'decoupled': making.bound(clip.balanced, target=0.45),
-  'sequence': making.bound(
-    clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)
-  ),
-  'cispo': making.bound(clip.fixed, low=0.0, high=1.3),
-  'aspo': clip.dcpo,
-  'fipo': making.bound(clip.balanced, target=0.45),
-  **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.unclipped),
+  'clipped': clip.Balanced(target=0.45),
+  'decoupled': clip.Balanced(target=0.45),
+  'sequence': clip.Balanced(target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)),
+  'cispo': clip.Fixed(low=0.0, high=1.3),
+  'aspo': clip.Dcpo(),
+  'fipo': clip.Balanced(target=0.45),
+  **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.Unclipped()),
 }
 
 
@@ -91,7 +91,7 @@ def check(loss_rule, aggregate, tied=True, **knobs):
     wanted_BT = np.where(teaches_BT, x_BT, 0)
     making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
   # The loss is the sum of all gains, scaled for the whole batch at once.
-  rule = loss.RULES[loss_rule]
+  rule = LOSSES[loss_rule]
   gain_BT, _ = loss.gain(rule, stats.logp_BT, batch, lambda _: bounds)
   scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
   scale_B *= objective_lib.filled_share(batch)
@@ -119,8 +119,8 @@ SPLIT = Schedule('dots', sequence_sharding=True)
     ('aspo', 'token', {'grad_accum_steps': 3}),
     ('fipo', 'token', {'grad_accum_steps': 3}),
     # A mask over the minibatch, found in an extra pass.
-    ('clipped', 'token', {'mask_rule': masks.m2po, 'grad_accum_steps': 3}),
-    ('tis', 'token', {'mask_rule': masks.opsm}),
+    ('clipped', 'token', {'mask_rule': masks.M2po(), 'grad_accum_steps': 3}),
+    ('tis', 'token', {'mask_rule': masks.Opsm()}),
     ('sapo', 'token', {'grad_accum_steps': 3}),
     # All forward passes wait for the bounds: any part of a layer, any ratio.
     *(('clipped', 'token', waiting(remat)) for remat in layers.REMAT),

@@ -76,7 +76,7 @@ def example():
 
 
 def objective(**knobs):
-  rule = making.bound(clip.balanced, target=0.45)
+  rule = clip.Balanced(target=0.45)
   return making.objective(rule, **{'spec': SEEING, 'length': T} | knobs)
 
 

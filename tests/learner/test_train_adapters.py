@@ -38,7 +38,7 @@ batch = functools.partial(
 
 def learn(spec, parts=1, **schedule):
   """One update by the gradient itself."""
-  rule = making.bound(clip.balanced, target=0.4)
+  rule = clip.Balanced(target=0.4)
   knobs = {'schedule': Schedule(**schedule), 'grad_accum_steps': parts}
   objective = making.objective(rule, spec=spec, **knobs)
   return functools.partial(learner.learn, tx=PLAIN, objective=objective)
