@@ -302,7 +302,7 @@ def row(name: str, said: Row) -> list[str]:
 
 
 def linked(method: Method) -> str:
-  """Returns the title with a link for each paper, behind the title if it is not in it."""
+  """Returns the title with links to the papers, in it or behind it."""
   title = method.title
   others = []
   for text, paper in method.papers.items():

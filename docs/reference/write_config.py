@@ -18,8 +18,8 @@ Every knob is an override on the command line: `--config.clip.rule=fixed`. A con
 (`configs/*.py`) changes any of them; the defaults are the embedded run. A value outside
 its range is refused in one sentence before anything is written or compiled.
 
-A rule is a section with its own knobs: `clip.low` is a number for `clip.rule=fixed` and a
-range for `clip.rule=balanced`. Another rule starts from its own defaults.
+A rule is a section with its own knobs: `clip.low` is a number for `clip.rule=fixed` and
+a range for `clip.rule=balanced`. Another rule starts from its own defaults.
 """
 
 
