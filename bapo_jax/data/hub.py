@@ -14,11 +14,11 @@ import pathlib
 import re
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bapo_jax.data import layouts, local_files
-from bapo_jax.data.row import Row
+from bapo_jax.data import local_files
+from bapo_jax.data.local_files import Item
 
 if TYPE_CHECKING:
   import tensorflow_datasets as tfds
@@ -84,31 +84,18 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   return tuple(os.path.join(folder, name) for name in names)
 
 
-def read_tfds(
-  name: str,
-  split: str,
-  knob: str,
-  check: Callable[[Row], None] | None = None,
-  *,
-  whole: bool = False,
-) -> list[Row]:
-  """Returns the rows of a split of a tensorflow-datasets data set.
+def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
+  """Yields the rows of a split of a tensorflow-datasets data set with their places.
 
-  The library downloads the data to ~/tensorflow_datasets if necessary. Each row is
-  passed to `check`, which raises a ValueError if the answer cannot be verified.
+  The library downloads the data to ~/tensorflow_datasets if necessary.
 
   Raises:
-    ValueError: no such data set, split, network or library, or a row cannot be read.
+    ValueError: no such data set, split, network or library.
   """
-  items = (
-    (
-      f'tfds:{name}:{split}, row {i}',
-      # array_record returns text as bytes.
-      {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()},
-    )
-    for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1)
-  )
-  return layouts.read_rows(items, check, whole=whole)
+  for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
+    # array_record returns text as bytes.
+    fields = {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()}
+    yield f'tfds:{name}:{split}, row {i}', fields
 
 
 def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':

@@ -136,7 +136,6 @@ def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
 
 def read_rows(
   items: Iterable[tuple[str, Any]],
-  check: Callable[[Row], None] | None = None,
   *,
   whole: bool = False,
   folder: str = '',
@@ -146,7 +145,7 @@ def read_rows(
   Paths of pictures are relative to `folder`.
 
   Raises:
-    ValueError: a row cannot be read or fails `check`; the message names its place.
+    ValueError: a row cannot be read; the message names its place.
   """
   layout = None
   # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
@@ -159,8 +158,6 @@ def read_rows(
       layout = layout or detect(fields, whole=whole)
       row = parse(fields, layout, whole=whole)
       row = row._replace(pictures=_pictures(fields, folder))
-      if check:
-        check(row)
     except ValueError as error:
       raise ValueError(f'{place}: {error}') from error
     rows.append(unique.setdefault(row, row))

@@ -13,18 +13,14 @@ float, and rejects a file with the answers 5 and "5".
 
 import contextlib
 import csv
-import functools
 import gzip
-import itertools
 import json
-import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
 from bapo_jax.data import layouts
-from bapo_jax.data.row import Row
 
 TEXT = ('.jsonl', '.json', '.csv')
 SUFFIXES = ('.parquet', *TEXT, *(f'{suffix}.gz' for suffix in TEXT))
@@ -36,43 +32,25 @@ BATCH = 256  # rows of a parquet file that are converted at once
 Item = tuple[str, Any]  # (file with the number of the line or row, from 1; the fields)
 
 
-def read(
-  path: str, check: Callable[[Row], None] | None = None, *, whole: bool = False
-) -> list[Row]:
-  """Returns the rows of a file, in file order; see `layouts.parse` for `whole`.
+def items(path: str, *, whole: bool = False) -> Iterator[Item]:
+  """Yields the rows of a file, each with its place; see `layouts.parse` for `whole`.
 
   Raises:
-    ValueError: the file or a row cannot be read, or a row fails `check`.
+    ValueError: the file cannot be read, or has no row.
   """
   if not path.endswith(SUFFIXES):
     raise ValueError(f'{path} has an unknown suffix; use {", ".join(SUFFIXES)}')
+  item = None
   try:
-    status = os.stat(path)
-    # Cached: a start reads a file several times, to check it, derive knobs and train.
-    rows = _read(path, status.st_mtime_ns, status.st_size, whole)
+    for item in _items(path, whole):
+      yield item
   except OSError as error:
     raise ValueError(
       f'{path} cannot be read ({error.strerror or error}); set problems.source and '
       f'problems.test_source to files that end in {", ".join(SUFFIXES)}'
     ) from error
-  for i, row in enumerate(rows):
-    try:
-      if check:
-        check(row)
-    except ValueError as error:
-      place, _ = next(itertools.islice(_items(path, whole), i, None))
-      raise ValueError(f'{place}: {error}') from error
-  return list(rows)
-
-
-@functools.lru_cache(maxsize=2)
-def _read(path: str, mtime_ns: int, size: int, whole: bool) -> tuple[Row, ...]:
-  """Returns the rows of a file, cached by all arguments."""
-  items = _items(path, whole)
-  rows = layouts.read_rows(items, whole=whole, folder=os.path.dirname(path))
-  if not rows:
+  if item is None:
     raise ValueError(f'{path} contains no problem; give another file')
-  return tuple(rows)
 
 
 def _items(path: str, whole: bool) -> Iterator[Item]:

@@ -18,6 +18,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime.progress import log
@@ -48,17 +49,18 @@ def load(
   tokenizer: Tokenizer,
   prompts: PromptsConfig,
   problems: ProblemsConfig,
+  data: Data,
   vision: VisionSpec | None = None,
 ) -> tuple[Problems, Problems]:
-  """Returns training and held-out problems.
+  """Returns training and held-out problems of the rows that were read.
 
   Overlapping problems and overlong training prompts are logged, and dropped if the
   knobs say so. Held-out problems are all kept, so that scores stay comparable.
 
   Raises:
-    ValueError: unreadable source or picture, too long a prompt, or too few problems.
+    ValueError: unreadable picture, too long a prompt, or too few problems.
   """
-  training, held_out = read(problems)
+  training, held_out = split(problems, data)
   limit = prompts.max_prompt_tokens
   drop = prompts.overlong == 'drop'
   table = tabulate(tokenizer, training, limit, vision, drop=drop)
@@ -71,15 +73,17 @@ def load(
   return table, held_out_table
 
 
-def read(
-  problems: ProblemsConfig, *, quiet: bool = False
+def split(
+  problems: ProblemsConfig, data: Data, *, quiet: bool = False
 ) -> tuple[list[Row], list[Row]]:
   """Returns the rows of training and held-out problems; logs repeats and overlap.
 
   Raises:
-    ValueError: a source cannot be read, or problems.overlap=drop drops every row.
+    ValueError: problems.overlap=drop drops every row.
   """
-  training, held_out = (sources.load(problems, k, quiet=quiet) for k in sources.SPLITS)
+  training, held_out = (
+    sources.unique(problems, data, knob, quiet=quiet) for knob in sources.SPLITS
+  )
   both, message = overlap(problems, training, held_out)
   if not both:
     return training, held_out

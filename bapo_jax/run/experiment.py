@@ -115,7 +115,7 @@ def check_code(workdir: str, config: Config) -> None:
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
-    material = build.read(r.config, r.model)
+    material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
   model = hf_directory.identity(r.model.directory)

@@ -76,7 +76,8 @@ def _run(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """Returns (path of the weights, result, samples); step None means model.path."""
   timer, config = PhaseTimer(), r.config
-  rows, limit = sources.load(config.problems, 'test_source'), config.prompts
+  rows = sources.unique(config.problems, r.data, 'test_source')
+  limit = config.prompts
   held_out = prompts.tabulate(
     r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
   )

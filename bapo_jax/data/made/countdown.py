@@ -15,7 +15,6 @@ first chain that ends in the target becomes the answer:
 A policy can learn which chains to try: few come near the target.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +55,6 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
   return Row(text, answer, 'countdown')
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws the training, then the held-out problems; `answer` is the target number.
 

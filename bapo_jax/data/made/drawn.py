@@ -17,7 +17,6 @@ quantities asked for, counted from 1 and negative if subtracted. Axes: H and W a
 and columns of pixels.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -35,7 +34,6 @@ LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws the training, then the held-out problems; `kind` changes no quantity.
 

@@ -214,9 +214,11 @@ FAMILIES = {
 }
 
 
-def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
+def to_imitate(
+  problems: ProblemsConfig, generated: tuple[Problem, ...]
+) -> tuple[tuple[Problem, ...], Solver]:
   """Returns the warm start's problems and the function that writes their solutions."""
-  training = generate(problems)[: problems.train]
+  training = generated[: problems.train]
   if problems.family != 'pair':
     return training, FAMILIES[problems.family].solve
   easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
@@ -224,7 +226,6 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   return easy, functools.partial(solve_pair, **knobs)
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws distinct problems: first the training, then the held-out problems.
 
