@@ -84,13 +84,14 @@ def test_problems_are_written_in_the_order_of_the_run(tmp_path):
   from bapo_jax.training import build, resolve
 
   config = main.read_config('configs/aime.py', ['--config.steps=2'])
-  problems = build.read(config, resolve.open_model(config)).problems
+  r = resolve.resolve(config)
+  problems = build.tabulate(r).problems
 
   t = types.SimpleNamespace(config=config, problems=problems)
   our_step.write_problems(t, tmp_path / 'problems.jsonl')
   rows = [json.loads(x) for x in (tmp_path / 'problems.jsonl').read_text().splitlines()]
   second = prompts.next_prompts(problems, 1, config.seed, config.prompts.count)
-  reader = resolve.open_model(config).tokenizer
+  reader = r.tokenizer
   again = [Row(row['problem'], '') for row in rows[64:]]
   tokens_PT = prompts.tabulate(reader, again, 17, drop=False).tokens_NT
   assert (tokens_PT == second.tokens_PT).all()

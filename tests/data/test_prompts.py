@@ -7,7 +7,7 @@ import pytest
 from making import SEEING
 from pictured import CHAT, ONE_LAYER, WORDS, png, reader
 
-from bapo_jax.data import prompts, tokenizer
+from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.row import Row
 
@@ -131,7 +131,9 @@ def load(tmp_path, capsys):
       path.write_text('\n'.join(map(json.dumps, lines)))
       knobs[knob] = str(path)
     own = PromptsConfig(count=count, max_prompt_tokens=width, overlong=overlong)
-    tables = prompts.load(TOKENIZER, own, ProblemsConfig(**knobs), vision)
+    own_problems = ProblemsConfig(**knobs)
+    data = sources.read(own_problems)
+    tables = prompts.load(TOKENIZER, own, own_problems, data, vision)
     return *tables, capsys.readouterr().out.splitlines()
 
   return call
