@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.data import sources
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import number_rules
 from bapo_jax.training.config import Config
@@ -114,12 +115,16 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   # Held-out problems are never left out: the score would be for another set.
   found = max(min(round(OUTLIER * most), limit), *held_out)
   if found >= facts.spec.positions:
-    problem = facts.held_out[held_out.index(found)].problem
-    raise ValueError(
-      f'problems.test_source={config.problems.test_source}: the prompt of '
-      f'{problem[:60]!r} has {found} tokens, but the model has '
-      f'{facts.spec.positions} positions; remove the problem, or choose another model'
-    )
+    long = facts.held_out[held_out.index(found)]
+
+    def check(row: Row) -> None:
+      if row == long:
+        raise ValueError(
+          f'the prompt has {found} tokens, but the model has {facts.spec.positions} '
+          'positions; remove the problem, or choose another model'
+        )
+
+    sources.check(config.problems, facts.data, check)  # names file and line
   left_out = sum(n > found for n in training)
   return found, (
     f'{OUTLIER:g} times the 99th percentile, at most half of {facts.spec.positions} '

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data import prompts
 from bapo_jax.data.row import Row
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
@@ -43,6 +44,7 @@ class Facts(NamedTuple):
 
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
+  data: Data  # all rows as they were read
   training: Sequence[Row]  # without held-out problems, if problems.overlap=drop
   held_out: Sequence[Row]
   lengths: Callable[[str], Lengths]  # of the prompts with a given template
@@ -100,9 +102,16 @@ def gather(config: Config, files: Files, mesh: Mesh | None = None) -> Facts:
   rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
   check = functools.cache(functools.partial(verified, rows, rewards))
   memory = budget.limit(sharding.make() if mesh is None else mesh)
-  tokenizer = files.model.tokenizer
   return Facts(
-    spec, tokenizer, training, held_out, lengths, check, jax.devices(), memory
+    spec,
+    files.model.tokenizer,
+    files.data,
+    training,
+    held_out,
+    lengths,
+    check,
+    jax.devices(),
+    memory,
   )
 
 

@@ -186,7 +186,7 @@ def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
   assert 0.25 < len(hard) / len(made) < 0.35
   assert all(100 < n <= 160 for a, b, *_ in hard for n in (a, b))
   assert {m for _, _, m, *_ in hard} == {8, 9}, 'the new digit counts'
-  imitated, solve = synthetic.to_imitate(knobs)
+  imitated, solve = synthetic.to_imitate(knobs, made)
   assert list(imitated) == [p for p in made[:999] if max(coefficients(p)[:2]) <= 60]
   assert solve.keywords == {'stops': True, 'answer': 'x'}
 
