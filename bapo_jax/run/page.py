@@ -232,7 +232,8 @@ def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
   width = len(steps - {0}) // FEW | 1
   text = f'Bold lines are running means over {width} steps'
   if len(runs) == 1:
-    text += ', pale lines every value'
+    pale = ', pale lines every value'
+    text = f'{text}{pale}' if width > 1 else 'Lines have the values of every step'
   elif len(runs) > len(groups):
     text += ' and over the runs of a group, pale lines its runs'
   yield element('h2', 'Curves')
@@ -402,6 +403,8 @@ def _knobs(
       meaning = 'Derived. ' * (name in derived) + meanings.get(name, '')
       rows.append((element('code', name), *values, meaning))
   header = 'knob', *columns, 'meaning'
+  if not rows:
+    return element('p', 'No knob.')
   return html.table(rows, header, 'l' * len(header), 'meanings')
 
 
