@@ -145,7 +145,6 @@ SHOWN = {
 }
 Run = dict[str, Any]  # of a seed: str(staleness) -> figures
 Cell = tuple[int, int]  # staleness, responses
-Contest = tuple[int, int, str]
 
 
 def measure(
@@ -310,18 +309,13 @@ def contest(
   return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
 
 
-def contests(runs: Sequence[Run], hindsight: bool = False) -> dict[Contest, np.ndarray]:
-  """Returns (staleness, responses, search) -> gap of every seed, in the same cell."""
-  return {
-    (*cell, rule): contest(runs, cell, rule, [cell], hindsight)[1]
+def conclusion(runs: Sequence[Run]) -> str:
+  """Returns the sentence that a reader can cite."""
+  gaps = {
+    (*cell, rule): interval(contest(runs, cell, rule, [cell], hindsight=False)[1])
     for cell in CELLS
     for rule in SEARCHES
   }
-
-
-def conclusion(runs: Sequence[Run]) -> str:
-  """Returns the sentence that a reader can cite."""
-  gaps = {key: interval(gap_S) for key, gap_S in contests(runs).items()}
   above = [key for key, (mean, half) in gaps.items() if mean - half > ROUNDED]
   below = [key for key, (mean, half) in gaps.items() if mean + half < -ROUNDED]
   most = max(above or gaps, key=lambda key: gaps[key][0])

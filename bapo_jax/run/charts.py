@@ -30,7 +30,7 @@ class Curve(NamedTuple):
   colour: int  # of the page, from 0
   exact: Points  # the values that hovering shows
   bold: Points  # the values drawn bold
-  pale: tuple[Points, ...] = ()  # lines drawn pale
+  pale: Sequence[Points] = ()  # lines drawn pale
   error_N: np.ndarray | None = None  # half the length of the bars at the bold points
   dashed: bool = False
 

@@ -232,7 +232,8 @@ def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
   width = len(steps - {0}) // FEW | 1
   text = f'Bold lines are running means over {width} steps'
   if len(runs) == 1:
-    text += ', pale lines every value'
+    pale = ', pale lines every value'
+    text = f'{text}{pale}' if width > 1 else 'Lines have the values of every step'
   elif len(runs) > len(groups):
     text += ' and over the runs of a group, pale lines its runs'
   yield element('h2', 'Curves')
@@ -254,45 +255,45 @@ def _chart(
   limits: tuple[float, float],
   target: float | None,
 ) -> Element:
-  """Draws a metric per colour for one run, a group per colour for several."""
+  """Draws a metric per colour for one run, a group per colour for several.
+
+  Bold lines are means over the runs of a group, smoothed over `width` steps; pale lines
+  are its runs, or every value of a single run.
+  """
   alone = [len(group.runs) for group in groups] == [1]
   names = [*panel.labels][: None if alone else panel.compared]
-  title, unit = panel.title, panel.unit
+  unit = panel.unit
   if len(names) > 1 and not alone:
     unit += f' ({", dashed: ".join(panel.labels[name] for name in names)})'
   lines, log = [], False
-  for i, group in enumerate(groups):
-    for j, name in enumerate(names):
-      text = panel.labels[name] if alone or len(names) > 1 else ''
-      line = curve(group.runs, name, width, alone)
-      line = line._replace(label=f'{group.label} {text}'.strip())
-      line = line._replace(colour=j if alone else i, dashed=bool(j) and not alone)
-      log = log or spiky(name, line.exact[1])
-      lines.append(line)
+  for (i, group), (j, name) in itertools.product(enumerate(groups), enumerate(names)):
+    text = panel.labels[name] if alone or len(names) > 1 else ''
+    values = [series(run.rows, name) for run in group.runs]
+    values = [points for points in values if len(points[0])]
+    exact = averaged(values)
+    evaluated = name in ERRORS
+    bold = exact if evaluated else smoothed(exact, width)
+    pale = [] if bold is exact or not alone else [exact]
+    if len(values) > 1:
+      pale = values if evaluated else [smoothed(points, width) for points in values]
+    lines.append(
+      Curve(
+        f'{group.label} {text}'.strip(),
+        colour=j if alone else i,
+        exact=exact,
+        bold=bold,
+        pale=pale,
+        error_N=errors(group.runs[0].rows, name)
+        if evaluated and len(group.runs) == 1
+        else None,
+        dashed=j > 0 and not alone,
+      )
+    )
+    log = log or spiky(name, exact[1])
   level = None
-  if title == 'Positive share' and target is not None:
+  if panel.title == 'Positive share' and target is not None:
     level = target, 'target'
-  return charts.chart(title, unit, lines, limits, level, log, legend=alone)
-
-
-def curve(runs: Sequence[RunFiles], name: str, width: int, alone: bool) -> Curve:
-  """Returns the lines of a metric: the mean over the runs, smoothed over `width` steps.
-
-  Pale lines are the runs, if there are several; if `alone`, every value of the run.
-  """
-  values = [series(run.rows, name) for run in runs]
-  values = [points for points in values if len(points[0])]
-  exact = averaged(values)
-  if name in ERRORS:
-    width = 1
-  bold = smoothed(exact, width)
-  pale = tuple(smoothed(points, width) for points in values) if len(values) > 1 else ()
-  if alone and bold is not exact:
-    pale = (exact,)
-  error_N = None
-  if name in ERRORS and len(runs) == 1:
-    error_N = errors(runs[0].rows, name)
-  return Curve('', 0, exact, bold, pale, error_N)
+  return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
 
 
 SIDES = ('sampling', 'training')
@@ -402,6 +403,8 @@ def _knobs(
       meaning = 'Derived. ' * (name in derived) + meanings.get(name, '')
       rows.append((element('code', name), *values, meaning))
   header = 'knob', *columns, 'meaning'
+  if not rows:
+    return element('p', 'No knob.')
   return html.table(rows, header, 'l' * len(header), 'meanings')
 
 

@@ -20,6 +20,7 @@ from bapo_jax.training import checkpoint, evaluate
 from bapo_jax.types import CUTS
 
 LONG = 2000  # longest response shown in full without the view 'a', characters
+LISTED = 20  # groups of a list: a recorded step has up to 16
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
 # The sign of the advantage is also written out, for readers who do not see colours.
@@ -159,7 +160,7 @@ def show(
   which: str = 'newest',
   console: Console | None = None,
 ) -> None:
-  """Prints a recorded group, or a list of all groups.
+  """Prints a recorded group, or a list of the first groups.
 
   Args:
     number: the group to print, from 1; None prints the list.
@@ -174,12 +175,12 @@ def show(
   groups = read(workdir, which)
   console = console or Console()
   if number is None:
-    for i, group in enumerate(groups, 1):
+    for i, group in enumerate(groups[:LISTED], 1):
       right = sum(response.correct for response in group.responses)
       verdicts = f'{right} of {len(group.responses)} right'
       console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
-    text = f'bapo show {workdir} --group=N prints a group'
-    console.print(f'{text}; groups with right and wrong responses teach', style='dim')
+    text = f'--group=1 to --group={len(groups)} prints a group'
+    console.print(f'{text}; those with right and wrong responses teach', style='dim')
   elif not 1 <= number <= len(groups):
     raise ValueError(f'--group={number} does not exist; give 1 to {len(groups)}')
   else:

@@ -46,7 +46,7 @@ def test_the_newest_evaluation_is_listed_and_printed_by_problem(tmp_path):
   first, second, *advice = printed(workdir).splitlines()
   assert re.fullmatch(r' +1 +2 of 4 right +evaluation at step 10', first)
   assert re.fullmatch(r' +2 +0 of 1 right +evaluation at step 10', second)
-  assert '--group=N prints a group' in ' '.join(advice)
+  assert '--group=1 to --group=2 prints a group' in ' '.join(advice)
   drawn = printed(workdir, 1)
   assert 'group 1 of 2: evaluation at step 10' in drawn
   assert '1+2 mod 7' in drawn and 'right answer: 3' in drawn
