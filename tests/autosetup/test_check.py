@@ -18,7 +18,7 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, resolve, trainer
 from bapo_jax.training.config import Config
-from bapo_jax.training.submission import Submission
+from bapo_jax.training.submission import Round
 
 FINETUNE = 'configs/finetune.py'
 PLENTY = 10**12  # bytes
@@ -243,9 +243,9 @@ def built(r, material, workdir):
 def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
   r, material = many_groups
   t, s = built(r, material, tmp_path)
-  s, key = trainer.sync_actor_if_due(t, s), trainer.step_keys(t.config.seed, 0).fresh
-  given = Submission(0, 0, trainer.actor_of(t, s))
-  groups = trainer.sample_fresh(t, given, key).groups
+  s = trainer.sync_actor_if_due(t, s)
+  sampled = t.sampler.submit(Round(0), trainer.actor_of(t, s), 0).result()
+  groups = sampled.fresh.groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))
   _, found = check.sample(*built(small, material, tmp_path))
   assert len(found.groups.id_P) == 8 < len(groups.id_P)
@@ -280,8 +280,8 @@ def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
 
     return call
 
-  for name in ('sample_fresh', 'update'):
-    monkeypatch.setattr(trainer, name, ticking(getattr(trainer, name)))
+  for where, name in ((t.sampler, 'submit'), (trainer, 'update')):
+    monkeypatch.setattr(where, name, ticking(getattr(where, name)))
   monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
   seconds, rollout = check.sample(t, s)
   text = check.measured(r, t, s, rollout, seconds)

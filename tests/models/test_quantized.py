@@ -134,7 +134,7 @@ def test_a_mesh_quantises_to_the_same_bits(dtype, tensor):
   layout = sharding.shardings(PARAMS, mesh)
   found = decode.sync_actor(jax.device_put(PARAMS, layout), spec, mesh)
   same(found, decoder.actor(PARAMS, spec, decoder.joins(mesh)))
-  back = decode.params_of(found, spec, mesh)
+  back = decode.params_of(found, spec)
   same(back, decoder.params_of(decoder.actor(PARAMS, spec), spec))
   for path, w in transformer.flatten(back).items():
     if path in PROJECTIONS:
