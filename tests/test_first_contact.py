@@ -78,7 +78,8 @@ def test_one_weight_off_by_a_percent_fails_parity(computed):
 
 def test_a_wrong_text_step_or_number_fails_parity(computed):
   found, params, batch = computed
-  tokens_BT, mask_BT = found.greedy.tokens_BT, found.greedy.response_mask_BT
+  tokens_BT = found.greedy.tokens_BT
+  mask_BT = found.greedy.response_mask_BT
   other_BT = np.where(mask_BT, (tokens_BT + 1) % TINY.vocab, tokens_BT)
   wrong = found._replace(greedy=found.greedy._replace(tokens_BT=other_BT))
   assert beyond(wrong, TINY, params, batch) == {'greedy text, behind the best'}

@@ -138,7 +138,9 @@ def test_the_processes_of_a_dry_run():
   addresses = set()
   for i, line in enumerate(lines):
     parts = words(line)
-    head, main, (address, *rest) = parts[:3], parts[3:10], parts[10:]
+    head = parts[:3]
+    main = parts[3:10]
+    address, *rest = parts[10:]
     devices = 'XLA_FLAGS=--xla_force_host_platform_device_count=2'
     assert head == ['env', 'JAX_PLATFORMS=cpu', devices]
     assert main == ['.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS]

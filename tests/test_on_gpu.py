@@ -25,7 +25,9 @@ from benchmarks.on_gpu import models, ours, table, traces
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / 'benchmarks/on_gpu'
 OURS = ('bapo_jax', 'benchmarks')
-PACK, RUN, README = HERE / 'pack.sh', HERE / 'on_gpu.sh', HERE / 'README.md'
+PACK = HERE / 'pack.sh'
+RUN = HERE / 'on_gpu.sh'
+README = HERE / 'README.md'
 
 
 def imported(path):
@@ -112,7 +114,8 @@ def test_time_in_which_any_kernel_ran_by_hand():
 
 
 def test_a_stage_that_runs_again_replaces_its_line(tmp_path, capsys):
-  output, file = tmp_path / 'output', str(tmp_path / 'results.jsonl')
+  output = tmp_path / 'output'
+  file = str(tmp_path / 'results.jsonl')
   output.write_text('words\n{"failed": [], "figures": {"x, beside the CPU": 0.5}}\n')
   table.note(file, 'd', 'kernels', '124', '9')
   table.note(file, 'd', 'kernels', '0', '7', str(output))

@@ -113,7 +113,8 @@ def test_a_layer_of_an_actor_is_placed_as_the_stacked_one(spec):
 
 
 def test_a_mesh_is_ambient_within_current_and_under():
-  devices, x = sharding.make(2, 2, 2), jnp.ones((8, 4))
+  devices = sharding.make(2, 2, 2)
+  x = jnp.ones((8, 4))
   assert sharding.ambient() is None
   alone = sharding.make(1, 1, 1, jax.devices()[:1])
   with sharding.current(None), sharding.current(alone):

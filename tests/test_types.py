@@ -11,7 +11,9 @@ from bapo_jax import types
 
 
 def test_agree_returns_the_size_of_every_letter():
-  logp_BT, adv_B, x_TV = jnp.zeros((4, 3)), jnp.zeros(4), jnp.zeros((3, 2))
+  logp_BT = jnp.zeros((4, 3))
+  adv_B = jnp.zeros(4)
+  x_TV = jnp.zeros((3, 2))
   size = types.agree(logp_BT=logp_BT, adv_B=adv_B, x_TV=x_TV)
   assert size == {'B': 4, 'T': 3, 'V': 2}
 

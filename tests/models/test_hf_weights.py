@@ -60,7 +60,9 @@ def test_any_devices_read_each_byte_once_in_any_blocks(
 ):
   mesh = sharding.make(*shape, devices=jax.devices()[: math.prod(shape)])
   spec = dataclasses.replace(SPEC, tied=False, heads=8)
-  params, read, sizes = oracles.noisy(spec, 0), safetensors_io.read, []
+  params = oracles.noisy(spec, 0)
+  read = safetensors_io.read
+  sizes = []
 
   def counting(*where):
     rows = read(*where)
