@@ -213,6 +213,7 @@ def extra(*files):
   return lambda path: [(path / file).touch() for file in files]
 
 
+FREQUENCIES = {'model.layers.0.self_attn.rotary_emb.inv_freq': np.zeros(2, np.float32)}
 ACCEPTED = {
   'a checkpoint of the Trainer': extra(
     'trainer_state.json', 'optimizer.pt', 'scheduler.pt', 'rng_state.pth'
@@ -222,6 +223,7 @@ ACCEPTED = {
   'an index of one file': written(
     INDEX, json.dumps({'weight_map': {NORM: WEIGHTS}}).encode()
   ),
+  'rotary frequencies': tensors(lambda held: held.update(FREQUENCIES)),
   'a head that repeats the embedding': repeats(lambda array: array),
   'a head that repeats it in float32': repeats(lambda array: array.astype(np.float32)),
 }

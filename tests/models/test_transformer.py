@@ -75,7 +75,7 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
 
 
 @pytest.mark.parametrize('spec', [QWEN3, YARN], ids=['qwen3', 'yarn'])
-def test_an_actor_is_its_parameters_laid_out_anew(spec):
+def test_joined_weights_give_the_same_hidden_states(spec):
   params = oracles.noisy(spec, 0)
   tokens_BT = tokens(3)
   hidden = []
@@ -83,10 +83,7 @@ def test_an_actor_is_its_parameters_laid_out_anew(spec):
   for joined in (True, False):
     actor = decoder.actor(params, spec, joined)
     assert [decoder.JOINED[0] in w for w in actor['layers']] == [joined] * spec.layers
-    back = decoder.params_of(actor, spec)
-    assert jax.tree.structure(back) == jax.tree.structure(params)
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
-      np.testing.assert_array_equal(a, b)
+
     cache = decoder.empty_cache(spec, 3, [T])
     hidden.append(decode(actor, tokens_BT[:, 0], jnp.zeros(3, int), cache, spec)[0])
     prefilled.append(prefill(actor, tokens_BT, spec))
