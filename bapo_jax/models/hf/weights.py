@@ -176,9 +176,7 @@ def _load_parameter(
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
     # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
-    lows = np.min(parts, 0)[1:, 0]
-    highs = np.max(parts, 0)[1:, 1]
-    hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
+    hull = np.stack([np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]], 1).tolist()
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize
     for stack, top, bottom in _blocks(layers, start, stop, row_bytes):
