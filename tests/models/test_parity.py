@@ -63,7 +63,8 @@ MODELS = {
 MODELS['mistral'] = 'Mistral', {'head_dim': 8, 'sliding_window': None}
 # A Mistral without a window is a Llama, and is exported as one without its config.json.
 TWINS = {transformers.MistralForCausalLM: transformers.LlamaForCausalLM}
-LENGTH_P, NEW = np.asarray([17, 1, 40, 3], np.int32), 8
+LENGTH_P = np.asarray([17, 1, 40, 3], np.int32)
+NEW = 8
 T = 40
 # Rope of Llama 3.2 and of Qwen2.5, and what no published model has together.
 PUBLISHED = {

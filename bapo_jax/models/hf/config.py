@@ -310,7 +310,7 @@ def _tower(c: Options, pixels: Options) -> VisionSpec:
 def _positive(
   c: Options, name: str, default: float | None = None, kind: type = int
 ) -> Any:
-  value = default if c.get(name) is None else c[name]
+  value: Any = default if c.get(name) is None else c[name]
   if type(value) not in (int, kind) or not value > 0:
     raise ValueError(
       f'{name}={value!r:.60} must be a positive {kind.__name__}; correct it in '

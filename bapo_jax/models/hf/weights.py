@@ -64,23 +64,6 @@ MODULES = {
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
 NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
-# Last name of a parameter -> (axes here, axes in the file). A file has projections as
-# [out, in] and merges letters without a space. Other parameters have the same axes.
-AXES = {
-  **dict.fromkeys('qkv', ('DHC', 'HC D')),
-  **dict.fromkeys(('q_bias', 'k_bias', 'v_bias'), ('HC', 'HC')),
-  'o': ('HCD', 'D HC'),
-  **dict.fromkeys(('gate', 'up'), ('DF', 'F D')),
-  'down': ('FD', 'D F'),
-  # Channel, frame, row and column of a pixel; queries, keys and values share axis N.
-  'patch': ('cthwD', 'D c t h w'),
-  'qkv': ('DNHC', 'NHC D'),
-  'qkv_bias': ('NHC', 'NHC'),
-  'merger_in': ('XY', 'Y X'),
-  'merger_out': ('XD', 'D X'),
-}
-
-
 # First part of a tensor's name -> what the tensor belongs to, and the way out.
 FOREIGN = {
   'v_head': (
@@ -193,9 +176,7 @@ def _load_parameter(
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
     # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
-    lows = np.min(parts, 0)[1:, 0]
-    highs = np.max(parts, 0)[1:, 1]
-    hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
+    hull = np.stack([np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]], 1).tolist()
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize
     for stack, top, bottom in _blocks(layers, start, stop, row_bytes):
@@ -284,13 +265,14 @@ def _update(shard: jax.Array, piece: jax.Array, corner: Any) -> jax.Array:
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
   bits = f'uint{8 * piece.dtype.itemsize}'
-  parts = (lax.bitcast_convert_type(x, bits) for x in (shard, piece))
-  return lax.bitcast_convert_type(lax.dynamic_update_slice(*parts, corner), shard.dtype)
+  whole, part = (lax.bitcast_convert_type(x, bits) for x in (shard, piece))
+  whole = lax.dynamic_update_slice(whole, part, corner)
+  return lax.bitcast_convert_type(whole, shard.dtype)
 
 
 def save(
   path: str,
-  get: Callable[[str], jax.Array | np.ndarray],
+  get: Callable[[str], Any],
   spec: ModelSpec,
   dtype: str = 'float32',
   shard_bytes: int = 5 * 10**9,
@@ -302,9 +284,21 @@ def save(
   """
   kind = jnp.dtype(dtype)
   shapes = stored(spec)
+
+  def tensors():
+    for parameter, (shape, _) in transformer.describe(spec).items():
+      array = get(parameter)
+      layers, tail = split(parameter, shape)
+      order = list(itertools.chain(*file_axes(parameter, tail)))
+      for i in range(layers):
+        layer = np.asarray(array if len(tail) == len(shape) else array[i])
+        layer = layer.transpose(order).astype(kind)
+        yield layer.reshape(shapes[NAMES[parameter].format(i)])
+      del array, layer  # before the next parameter is read
+
   sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
   parts = list(safetensors_io.shards(sizes, shard_bytes))
-  arrays = _as_stored(get, spec, kind, shapes)
+  arrays = tensors()
   file_of = {}
   for i, names in enumerate(parts, 1):
     file = f'model-{i:05}-of-{len(parts):05}.safetensors'
@@ -319,23 +313,6 @@ def save(
   if len(parts) > 1:
     content = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': file_of}
     files.write_json(os.path.join(path, safetensors_io.INDEX), content)
-
-
-def _as_stored(
-  get: Callable[[str], jax.Array | np.ndarray],
-  spec: ModelSpec,
-  dtype: np.dtype,
-  shapes: dict[str, Shape],
-) -> Iterator[np.ndarray]:
-  for parameter, (shape, _) in transformer.describe(spec).items():
-    array = get(parameter)
-    layers, tail = split(parameter, shape)
-    order = list(itertools.chain(*file_axes(parameter, tail)))
-    for i in range(layers):
-      layer = np.asarray(array if len(tail) == len(shape) else array[i])
-      layer = layer.transpose(order).astype(dtype)
-      yield layer.reshape(shapes[NAMES[parameter].format(i)])
-    del array, layer  # before the next parameter is read
 
 
 def stored(spec: ModelSpec) -> dict[str, Shape]:
@@ -354,12 +331,21 @@ def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
 
 
 def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
-  """Returns, for each axis of a file's tensor, the axes of `tail` that it merges."""
-  name = parameter.rpartition('/')[2]
-  if name not in AXES:
-    return [[axis] for axis in range(len(tail))]
-  ours, theirs = AXES[name]
-  return [[ours.index(axis) for axis in axes] for axes in theirs.split()]
+  """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
+
+  A file has projections as [out, in] and biases as [out], each merged to one axis.
+  Embedding, head and norms have the same axes here. The kernel of patches is [D,
+  channel, frame, row, column] there, with D last here.
+  """
+  axes = list(range(len(tail)))
+  if parameter.endswith('_bias'):
+    return [axes]
+  if parameter in ('embed', 'head') or len(tail) == 1:
+    return [[axis] for axis in axes]
+  if parameter == 'vision/patch':
+    return [[axis] for axis in axes[-1:] + axes[:-1]]
+  inputs = 2 if parameter.endswith('/o') else 1
+  return [axes[inputs:], axes[:inputs]]
 
 
 def save_adapters(

@@ -82,16 +82,6 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
   )
 
 
-def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
-  """Returns how many windows suffice for `pictures` pictures with `patches` in total.
-
-  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
-  most (ab + s - 1) / s, which a strip of width 1 needs.
-  """
-  side = v.window_side
-  return (patches // v.merge**2 + pictures * (side - 1)) // side
-
-
 def count_windows(grids: Sequence[tuple[int, int]] | np.ndarray, v: VisionSpec) -> int:
   """Counts the windows of pictures, given their patches along height and width."""
   edge = v.window_side * v.merge

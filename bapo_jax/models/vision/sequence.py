@@ -72,7 +72,7 @@ def embedded(
   if isinstance(pictures, EmbeddedPictures):
     return pictures
   pixels_PZE, grid_PI2, window_PW = pictures
-  windows = None if window_PW is None else window_PW.shape[1]
+  windows = window_PW.shape[1]
   merged_PMD = tower.forward(
     params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
   )

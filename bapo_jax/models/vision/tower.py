@@ -25,7 +25,7 @@ def forward(
   pixels_RZE: Array,
   grid_RI2: Array,
   spec: ModelSpec,
-  windows: int | None = None,
+  windows: int,
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
@@ -35,12 +35,11 @@ def forward(
     params: the tree below `vision`.
     pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
-    windows: number of windows per row; None: enough for any pictures.
+    windows: windows of a row, at least as many as its pictures have.
   """
   v = vision_of(spec)
   R, Z, _ = pixels_RZE.shape
-  if windows is None:
-    windows = grids.most_windows(Z, grid_RI2.shape[1], v)
+
   at = grids.layout(grid_RI2, Z, windows, v)
   x_RZD = _hidden(params, pixels_RZE, at, spec, schedule)
   y_RMX = rms_norm(x_RZD, params['merger_norm'], v.norm_eps)
