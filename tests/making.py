@@ -1,6 +1,7 @@
 """Small records for tests, filled with what tells them apart."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp

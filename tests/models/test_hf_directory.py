@@ -9,7 +9,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from bapo_jax.models.hf import directory
 from bapo_jax.models.hf import directory as hf_directory
 
 
