@@ -35,15 +35,14 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import diagnostics, loss
-from bapo_jax.algorithms.clip import Recipe
-from bapo_jax.algorithms.knobs import ClipConfig
+from bapo_jax.algorithms.clip import Balanced, ClipRule, Recipe
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
 from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import policy, resolve, rules
+from bapo_jax.training import policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
 from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
@@ -207,7 +206,6 @@ def _run(recorded: Recorded, config: Config) -> tuple[Any, ...]:
 @functools.cache
 def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
   """Returns the compiled rules of a config: a notebook applies them many times."""
-  bound = rules.bind(config)
   longest = config.sampler.max_new_tokens
 
   @jax.jit
@@ -225,16 +223,17 @@ def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
       loss_mask_BT=mask_BT,
       behavior_logp_BT=old_BT,
       prox_BT=old_BT,
-      adv_B=bound.advantage(reward_PG).reshape(-1)[row_B] * weight_S[source_B],
+      adv_B=config.advantage(reward_PG).reshape(-1)[row_B] * weight_S[source_B],
       source_B=source_B,
       on_policy_BT=mask_BT,
     )
     scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
-    find = loss.finder((bound.loss, bound.clip, bound.mask), logp_BT, batch, scale_B)
-    _, bounds = bound.loss(logp_BT, batch, find)
+    rules = config.loss, config.clip, config.mask
+    find = loss.finder(rules, logp_BT, batch, scale_B)
+    _, bounds = config.loss(logp_BT, batch, find)
     start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
     start_BT, weight_BT = (
-      loss.weights(bound.loss, logp_BT, batch, b) * scale_B[:, None]
+      loss.weights(config.loss, logp_BT, batch, b) * scale_B[:, None]
       for b in (start, bounds)
     )
     cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
@@ -279,11 +278,11 @@ def only(recorded: Recorded, index_N: np.ndarray) -> Recorded:
   return recorded._replace(**kept)
 
 
-def _stopped(clip: ClipConfig, bounds: tuple[float, float]) -> str:
+def _stopped(clip: ClipRule, bounds: tuple[float, float]) -> str:
   """Returns the point of ENDS where a search stopped; '' if the rule has no search."""
-  if clip.rule not in ('balanced', 'recipe'):
+  if not isinstance(clip, Balanced | Recipe):
     return ''
-  path = clip.balanced if clip.rule == 'balanced' else Recipe()
+  path = clip if isinstance(clip, Balanced) else clip.settings
   start, end = zip(path.low, path.high, strict=True)
   at_end = 'ends' if np.allclose(bounds, end) else 'between'
   return 'start' if np.allclose(bounds, start) else at_end

@@ -2,6 +2,7 @@
 
   python -m lab.explorer                                     docs/explorer.html
   python -m lab.explorer my.py:sapo --out=my.html   with a loss or clip rule of yours
+  python -m lab.explorer loss.gmpo --out=a.html     with a rule that the page lacks
   python -m lab.explorer --batch=runs/a/groups/80.jsonl --out=a.html
 
 1. `knobs_of` describes the knobs with their sliders, `refusals` the pairs of rules that
@@ -9,7 +10,9 @@
 2. `page` puts these, the recorded batch, the table of a rule of yours (own_table.py)
    and the files of explorer_page/ into one file.
 
-The built-in rules are written again in explorer_page/rules.js.
+The page shows the rules whose formulas are in explorer_page/rules.js. It names the
+knobs of a rule by part, rule and knob, `clip.fixed.high`, because two rules may have a
+knob of the same name.
 """
 
 import argparse
@@ -18,182 +21,175 @@ import json
 import math
 import pathlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from pydantic.fields import FieldInfo
 
-from bapo_jax import knobs as knobs_lib
-from bapo_jax.algorithms import clip, knobs, loss, masks
-from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
-from bapo_jax.knobs import Section
+from bapo_jax.algorithms import clip
+from bapo_jax.algorithms.clip import Balanced, ClipRule
+from bapo_jax.algorithms.loss import LossRule
+from bapo_jax.algorithms.masks import MaskRule
+from bapo_jax.methods import METHODS
+from bapo_jax.parts import Part
 from bapo_jax.runtime import files
+from bapo_jax.training import refusals as refusals_lib
+from bapo_jax.training.config import Config
 from lab import own_table, rule_curves
 
 ROOT = pathlib.Path(__file__).parents[1]
-PARTS = pathlib.Path(__file__).with_name('explorer_page')
+SOURCES = pathlib.Path(__file__).with_name('explorer_page')
 PAGE = ROOT / 'docs' / 'explorer.html'
 BATCH = ROOT / 'notebooks' / '2_batch.npz'
+PARTS: dict[str, type[Part]] = {'loss': LossRule, 'clip': ClipRule, 'mask': MaskRule}
 
 # First and last position and step of the sliders; a knob that may be infinite has one
-# more position at the end.
+# more position at the end. `loss.cap` is for all rules without an entry of their own,
+# and `_slider` gives the sliders of other knobs.
 SLIDERS = {
-  'loss.limit': (0.1, 3.0, 0.1),
+  'loss.clipped.limit': (0.1, 3.0, 0.1),
   'loss.cap': (0.1, 5.0, 0.1),
-  'loss.cap': (0.1, 5.0, 0.1),
-  'loss.positive': (0.05, 10.0, 0.05),
-  'loss.negative': (0.05, 10.0, 0.05),
   'loss.positive': (0.1, 6.0, 0.1),
   'loss.negative': (0.1, 6.0, 0.1),
-  'loss.cap': (1.0, 10.0, 0.1),
+  'loss.sapo.positive': (0.05, 10.0, 0.05),
+  'loss.sapo.negative': (0.05, 10.0, 0.05),
+  'loss.aspo.cap': (1.0, 10.0, 0.1),
   'loss.half_life': (1.0, 128.0, 1.0),
   'loss.limits': (0.1, 3.0, 0.05),
   'loss.safety': (0.5, 10.0, 0.5),
-  'clip.low': (0.0, 1.0, 0.01),
-  'clip.high': (1.0, 4.0, 0.01),
-  'clip.dual': (1.1, 8.0, 0.1),
-  'clip.target': (0.0, 1.0, 0.002),
-  'clip.low': (0.02, 1.0, 0.02),
-  'clip.high': (1.0, 6.0, 0.05),
-  'clip.low_step': (0.0, 0.1, 0.005),
-  'clip.high_step': (0.0, 0.5, 0.01),
-  'clip.dual': (1.1, 8.0, 0.1),
   'clip.low': (0.01, 1.0, 0.01),
   'clip.high': (0.01, 1.0, 0.01),
-  'clip.cap': (1.5, 20.0, 0.5),
   'clip.dual': (1.1, 8.0, 0.1),
+  'clip.cap': (1.5, 20.0, 0.5),
+  'clip.fixed.low': (0.0, 1.0, 0.01),
+  'clip.fixed.high': (1.0, 4.0, 0.01),
+  'clip.target': (0.0, 1.0, 0.002),
+  'clip.balanced.low': (0.02, 1.0, 0.02),
+  'clip.balanced.high': (1.0, 6.0, 0.05),
+  'clip.low_step': (0.0, 0.1, 0.005),
+  'clip.high_step': (0.0, 0.5, 0.01),
   'mask.low': (0.01, 1.0, 0.01),
   'mask.high': (0.01, 1.0, 0.01),
-  'mask.low': (0.01, 1.0, 0.01),
-  'mask.high': (0.01, 1.0, 0.01),
-  'mask.low': (0.0, 1.0, 0.05),
-  'mask.high': (1.0, 10.0, 0.1),
+  'mask.icepop.low': (0.0, 1.0, 0.05),
+  'mask.icepop.high': (1.0, 10.0, 0.1),
   'mask.limit': (0.01, 1.0, 0.01),
-  'mask.limit': (0.002, 0.2, 0.002),
-  'mask.limit': (0.01, 1.0, 0.01),
+  'mask.m2po.limit': (0.002, 0.2, 0.002),
 }
 # The penalty is no part of a rule; the batch of the page has rows of one source.
 LEFT_OUT = {
   'loss.kl',
   'loss.kl_direction',
-  'clip.sources',
-  'clip.reused_high',
+  'clip.balanced.sources',
+  'clip.balanced.reused_high',
 }
-RULES = {'loss': loss.RULES, 'clip': clip.RULES, 'mask': masks.RULES}
-SLOTS = {'loss': LossConfig, 'clip': ClipConfig, 'mask': MaskConfig}
-# Settings of published methods; `range` is how far the axis of ratios goes.
-METHODS: dict[str, dict[str, Any]] = {
-  'Balanced PO': {},
-  'PPO, GRPO': {'clip.rule': 'fixed'},
-  'DAPO (clip-higher)': {'clip.rule': 'fixed', 'clip.high': 1.28},
-  'dual clip': {'clip.rule': 'fixed', 'clip.dual': 3.0},
-  'Balanced PO, public code': {'clip.rule': 'recipe', 'loss.limit': 20.0},
-  'decoupled PPO (AReaL)': {'loss.rule': 'decoupled', 'clip.rule': 'fixed'},
-  'GSPO': {
-    'loss.rule': 'sequence',
-    'loss.aggregate': 'sequence',
-    'clip.rule': 'fixed',
-    'clip.low': 0.9997,
-    'clip.high': 1.0004,
-    'range': 1.002,
-  },
-  'CISPO': {'loss.rule': 'cispo', 'clip.rule': 'fixed', 'clip.low': 0.0},
-  'TIS': {'loss.rule': 'tis', 'clip.rule': 'unclipped'},
-  'DPPO, binary TV': {
-    'loss.rule': 'tis',
-    'loss.cap': 20.0,
-    'clip.rule': 'unclipped',
-    'mask.rule': 'dppo_tv',
-  },
-  'DPPO, binary KL': {
-    'loss.rule': 'tis',
-    'loss.cap': 20.0,
-    'clip.rule': 'unclipped',
-    'mask.rule': 'dppo_kl',
-  },
-  'IcePop': {
-    'loss.rule': 'tis',
-    'loss.cap': math.inf,
-    'clip.rule': 'unclipped',
-    'mask.rule': 'icepop',
-  },
-  'KPop': {
-    'loss.rule': 'tis',
-    'loss.cap': math.inf,
-    'clip.rule': 'unclipped',
-    'mask.rule': 'kpop',
-  },
-  'M2PO': {'clip.rule': 'unclipped', 'mask.rule': 'm2po'},
-  'DeepSeek-V3.2 (sequence masking)': {'clip.rule': 'fixed', 'mask.rule': 'opsm'},
-  'DCPO': {'clip.rule': 'dcpo'},
-  'VESPO': {'loss.rule': 'vespo', 'clip.rule': 'unclipped'},
-  'ASPO': {'loss.rule': 'aspo', 'clip.rule': 'fixed'},
-  'FIPO': {'loss.rule': 'fipo', 'clip.rule': 'fixed'},
-  'SAPO': {
-    'loss.rule': 'sapo',
-    'loss.aggregate': 'sequence',
-    'clip.rule': 'unclipped',
-  },
-}
+RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
+LIMITS = ('least', 'most', 'above', 'below', 'infinite', 'rising')  # that the page uses
 
 
 def knobs_of() -> dict[str, dict[str, Any]]:
   """Returns name -> value, meaning, limits, and slider or choices of every knob."""
   described = {}
-  for slot, section in SLOTS.items():
-    for name, field, value in knobs_lib.fields(section(), slot):
-      if name in LEFT_OUT:
-        continue
-      found = {'value': value, 'meaning': field.description}
-      if name in SLIDERS:
-        limits = field.json_schema_extra
-        found |= {
-          'slider': SLIDERS[name],
-          **(limits if isinstance(limits, dict) else {}),
-        }
-      elif name.endswith('.rule'):
-        found['choices'] = list(RULES[slot])
-      else:
-        found['choices'] = typing.get_args(field.annotation)
-      described[name] = found
+  for part, base in PARTS.items():
+    rules = base.rules
+    field = base.described()['rule']
+    described[f'{part}.rule'] = {
+      'value': rules.default,
+      'meaning': field.description,
+      'choices': list(rules.names),
+    }
+    fields = {f'{part}.{name}': x for name, x in base.model_fields.items()}
+    for rule, kind in rules.names.items():
+      own = kind.model_fields.keys() - base.model_fields.keys()
+      fields |= {
+        f'{part}.{rule}.{name}': x
+        for name, x in kind.model_fields.items()
+        if name in own
+      }
+    del fields[f'{part}.rule']
+    described |= {
+      name: _described(name, x) for name, x in fields.items() if name not in LEFT_OUT
+    }
   return described
+
+
+def _described(name: str, field: FieldInfo) -> dict[str, Any]:
+  common = {'value': field.default, 'meaning': field.description}
+  if isinstance(field.default, str):
+    return common | {'choices': typing.get_args(field.annotation)}
+  extra: Any = field.json_schema_extra
+  limits = {x: extra[x] for x in LIMITS if x in extra}
+  part, *_, knob = name.split('.')
+  slider = SLIDERS.get(name) or SLIDERS.get(f'{part}.{knob}') or _slider(field.default)
+  return common | limits | {'slider': slider}
+
+
+def _slider(default: float | tuple[float, ...]) -> tuple[float, float, float]:
+  """Returns a slider from 0 to about twice a default."""
+  step = 10.0 ** round(math.log10(np.max(default)) - 2)
+  return (0.0, float(np.ceil(2 * np.max(default) / step) * step), step)
+
+
+def keyed(overrides: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the overrides of a config with the names that the page has for knobs."""
+  keys = {}
+  for name, value in overrides.items():
+    part, _, knob = name.partition('.')
+    base = PARTS.get(part)
+    if base and knob not in base.model_fields:
+      rule = overrides.get(f'{part}.rule', base.rules.default)
+      name = f'{part}.{rule}.{knob}'
+    keys[name] = value
+  return keys
+
+
+def methods() -> dict[str, dict[str, Any]]:
+  """Returns title -> settings of the published methods that the page can show."""
+  known = knobs_of()
+  shown = {}
+  for name, method in METHODS.items():
+    settings = keyed(method.overrides)
+    if settings.keys() <= known.keys():
+      axis = {'range': RANGES[name]} if name in RANGES else {}
+      shown[method.title] = settings | axis
+  return shown
 
 
 def refusals() -> dict[str, str]:
   """Returns 'loss|clip|aggregate|contribution|weight' -> the sentence of a refusal."""
-  fields = LossConfig.model_fields, knobs.BalancedClip.model_fields
-  aggregates = typing.get_args(fields[0]['aggregate'].annotation)
-  contributions, weights = (
-    typing.get_args(fields[1][name].annotation) for name in ('contribution', 'weight')
-  )
+  config = Config()
   refused = {}
   for values in itertools.product(
-    loss.RULES, clip.RULES, aggregates, contributions, weights
+    LossRule.rules.names,
+    ClipRule.rules.names,
+    _choices(LossRule, 'aggregate'),
+    _choices(Balanced, 'contribution'),
+    _choices(Balanced, 'weight'),
   ):
     rule, bounds, aggregate, contribution, weight = values
-    balanced = {'contribution': contribution, 'weight': weight}
-    chosen = knobs_lib.validate(ClipConfig, {'rule': bounds, 'balanced': balanced})
-    objective = knobs_lib.validate(LossConfig, {'rule': rule, 'aggregate': aggregate})
-    try:
-      knobs.check_clip(chosen, objective)
-    except ValueError as error:
-      refused['|'.join(values)] = str(error)
+    of_search = {'contribution': contribution, 'weight': weight}
+    of_clip = {'rule': bounds} | (of_search if bounds == 'balanced' else {})
+    parts = {
+      'clip': ClipRule.rules.validate(of_clip),
+      'loss': LossRule.rules.validate({'rule': rule, 'aggregate': aggregate}),
+    }
+    for sentence in refusals_lib.of_config(config.model_copy(update=parts)):
+      refused.setdefault('|'.join(values), sentence)
   return refused
 
 
+def _choices(section: type[Part], name: str) -> tuple[str, ...]:
+  return typing.get_args(section.model_fields[name].annotation)
+
+
 def rules() -> dict[str, dict[str, dict[str, str]]]:
-  """Returns slot -> rule -> title, docstring and what it does with the clip bounds."""
-
-  def described(slot: Section, name: str, rule: Callable) -> dict[str, str]:
-    return {
-      'title': type(slot).model_fields[name].description or '',
-      'about': own_table.about(rule),
-      'bounds': getattr(getattr(slot, name), 'bounds', ''),
-    }
-
+  """Returns part -> rule -> docstring and what it does with the clip bounds."""
   return {
-    slot: {name: described(section(), name, rule) for name, rule in RULES[slot].items()}
-    for slot, section in SLOTS.items()
+    part: {
+      name: {'about': own_table.about(kind), 'bounds': getattr(kind, 'bounds', '')}
+      for name, kind in base.rules.names.items()
+    }
+    for part, base in PARTS.items()
   }
 
 
@@ -215,7 +211,7 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
   """Returns the HTML of the explorer.
 
   Args:
-    own: the place of a loss or clip rule, `path/to/file.py:function`, or ''.
+    own: a loss or clip rule, `path/to/file.py:function` or `loss.gmpo`, or ''.
     batch: see rule_curves.recorded.
   """
   refused = refusals()
@@ -225,15 +221,15 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'sentences': sentences,
     'refused': {key: sentences.index(text) for key, text in refused.items()},
     'rules': rules(),
-    'recipe': clip.Recipe()._asdict(),
-    'tolerance': knobs.TOLERANCE,
-    'methods': METHODS,
+    'recipe': clip.Recipe.settings._asdict(),
+    'tolerance': clip.TOLERANCE,
+    'methods': methods(),
     'batch': recorded_of(batch),
     'own': own_table.table(own, batch) if own else None,
   }
-  text = (PARTS / 'page.html').read_text()
-  for part in ('style.css', 'formulas.html', 'rules.js', 'charts.js', 'page.js'):
-    text = text.replace(f'{{{{{part}}}}}', (PARTS / part).read_text().strip())
+  text = (SOURCES / 'page.html').read_text()
+  for file in ('style.css', 'formulas.html', 'rules.js', 'charts.js', 'page.js'):
+    text = text.replace(f'{{{{{file}}}}}', (SOURCES / file).read_text().strip())
   # A docstring may contain '</script>', which would end the element.
   return text.replace('{{data}}', _json(data).replace('<', '\\u003c'))
 

@@ -11,11 +11,7 @@ computes the expected update and how it relates to the true gradient of the accu
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
   update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. It is
   exact, except for rules whose bounds depend on the minibatch: these are sampled at
-  each n, beside GRPO on the same minibatches, whose exact moments correct the means;
-- on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
-  is divided by the standard deviation of the group and so is not along grad J;
-- size: the norm of the expected update over that of GRPO on fresh data;
-- entropy: the change of a response's entropy for a step of length 1, nats.
+  each n, beside GRPO on the same minibatches, whose exact moments correct the means.
 """
 
 import functools
@@ -33,11 +29,15 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from bapo_jax.algorithms import clip, knobs, loss, masks
+from bapo_jax.algorithms import clip, loss, masks
+from bapo_jax.algorithms.clip import Fixed
+from bapo_jax.algorithms.loss import LossRule
+from bapo_jax.algorithms.masks import MaskRule, NoMask
 from bapo_jax.models import transformer
+from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import figures, microscope, outcomes, sweep
+from lab import figures, microscope, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -48,50 +48,43 @@ UPDATES, LR, WARM = 64, 5e-4, 300
 MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
 
 
-def fixed(low: float, high: float, dual: float = math.inf) -> Any:
-  """Returns the clip rule with these bounds."""
-  k = knobs.FixedClip(low=low, high=high, dual=dual)
-  return functools.partial(clip.fixed, k=k)
-
-
 def balanced(target: float) -> Rule:
   """Returns Balanced PO with this target share."""
-  k = knobs.BalancedClip(target=target)
-  return Rule(clip=functools.partial(clip.balanced, k=k), whole_batch=True)
+  return Rule(clip=clip.Balanced(target=target), whole_batch=True)
 
 
-def free(objective: Any, mask: Any = masks.nothing, whole_batch: bool = False) -> Rule:
+def free(rule: LossRule, mask: MaskRule = NoMask(), whole_batch: bool = False) -> Rule:
   """Returns a rule without clip bounds."""
-  return Rule(objective, clip.unclipped, mask, whole_batch=whole_batch)
+  return Rule(rule, clip.Unclipped(), mask, whole_batch=whole_batch)
 
 
-UNCAPPED = functools.partial(loss.tis, k=knobs.TisLoss(cap=math.inf))
+UNCAPPED = loss.Tis(cap=math.inf)
 RULES = {
   'GRPO': GRPO,
-  'clip-higher': Rule(clip=fixed(0.8, 1.28)),
-  'dual clip': Rule(clip=fixed(0.8, 1.2, 3.0)),
+  'clip-higher': Rule(clip=Fixed(high=1.28)),
+  'dual clip': Rule(clip=Fixed(dual=3.0)),
   'balanced .42': balanced(0.42),
   'balanced .50': balanced(0.5),
-  'unclipped': free(loss.clipped),
-  'REINFORCE': free(loss.reinforce),
-  'TIS': free(loss.tis),
-  'CISPO': Rule(loss.cispo, fixed(0.0, 1.2)),
-  'GSPO': Rule(loss.sequence, fixed(0.9997, 1.0004)),
-  'SAPO': free(loss.sapo),
-  'VESPO': free(loss.vespo),
-  'ASPO': Rule(loss.aspo, fixed(0.8, 1.2)),
-  'FIPO': Rule(loss.fipo, fixed(0.8, 1.2)),
-  'DCPO': Rule(clip=clip.dcpo),
-  'DPPO-TV': free(UNCAPPED, masks.dppo_tv),
-  'DPPO-KL': free(UNCAPPED, masks.dppo_kl),
-  'IcePop': free(UNCAPPED, masks.icepop),
-  'KPop': free(UNCAPPED, masks.kpop),
-  'M2PO': free(loss.clipped, masks.m2po, whole_batch=True),
-  'OPSM': Rule(clip=fixed(0.8, 1.2), mask=masks.opsm),
+  'unclipped': free(loss.Clipped()),
+  'REINFORCE': free(loss.Reinforce()),
+  'TIS': free(loss.Tis()),
+  'CISPO': Rule(loss.Cispo(), Fixed(low=0.0)),
+  'GSPO': Rule(loss.SequenceRatio(), Fixed(low=0.9997, high=1.0004)),
+  'SAPO': free(loss.Sapo()),
+  'VESPO': free(loss.Vespo()),
+  'ASPO': Rule(loss.Aspo()),
+  'FIPO': Rule(loss.Fipo()),
+  'DCPO': Rule(clip=clip.Dcpo()),
+  'DPPO-TV': free(UNCAPPED, masks.DppoTv()),
+  'DPPO-KL': free(UNCAPPED, masks.DppoKl()),
+  'IcePop': free(UNCAPPED, masks.IcePop()),
+  'KPop': free(UNCAPPED, masks.KPop()),
+  'M2PO': free(loss.Clipped(), masks.M2po(), whole_batch=True),
+  'OPSM': Rule(mask=masks.Opsm()),
 }
 # The fixed bounds among which the best is taken, to compare with a search.
 GRID = {
-  f'[{low:g}, {high:g}]': Rule(clip=fixed(low, high))
+  f'[{low:g}, {high:g}]': Rule(clip=Fixed(low=low, high=high))
   for low in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
   for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
 }
@@ -152,7 +145,6 @@ SHOWN = {
 }
 Run = dict[str, Any]  # of a seed: str(staleness) -> figures
 Cell = tuple[int, int]  # staleness, responses
-Contest = tuple[int, int, str]
 
 
 def measure(
@@ -171,29 +163,18 @@ def measure(
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
   inner_NTT = microscope.inner(task, slopes_KP)
-  fresh = Tables(logp_NT, logp_NT)
-  on_policy = microscope.moments([GRPO], task, fresh, slopes_KP, inner_NTT)
-  on_policy_P = on_policy.mean_RP[0]
-  size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
   found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     if str(k) in found:
       continue
     tables = Tables(logp_NT, microscope.table(weights[k], task))
-    rows: dict[str, Any] = {}
-    for name, (update_P, alignment) in updates(
-      task, tables, (slopes_KP, inner_NTT), truth_P, seed
-    ).items():
-      length = math.sqrt(microscope.dot(update_P, update_P)) or math.nan
-      rows[name] = {
-        'cosine': microscope.cosine(update_P, truth_P),
-        'on policy': microscope.cosine(update_P, on_policy_P),
-        'size': length / size,
-        'entropy': microscope.dot(update_P, spread_P) / length,
-        'alignment': alignment,
-      }
+    rows = {
+      name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
+      for name, (update_P, alignment) in updates(
+        task, tables, (slopes_KP, inner_NTT), truth_P, seed
+      ).items()
+    }
     found[str(k)] = {
       'spread of log r': _spread(tables, task),
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
@@ -289,12 +270,6 @@ def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
   return np.nan_to_num(np.asarray(found, float))
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-  """Returns the mean and half of its 95 % t interval; 0 for equal values."""
-  low, high = outcomes.t_interval(values)
-  return float(values.mean()), (high - low) / 2
-
-
 def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:
   """Returns the fixed bounds with the largest mean alignment over seeds and cells."""
 
@@ -334,18 +309,13 @@ def contest(
   return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
 
 
-def contests(runs: Sequence[Run], hindsight: bool = False) -> dict[Contest, np.ndarray]:
-  """Returns (staleness, responses, search) -> gap of every seed, in the same cell."""
-  return {
-    (*cell, rule): contest(runs, cell, rule, [cell], hindsight)[1]
+def conclusion(runs: Sequence[Run]) -> str:
+  """Returns the sentence that a reader can cite."""
+  gaps = {
+    (*cell, rule): interval(contest(runs, cell, rule, [cell], hindsight=False)[1])
     for cell in CELLS
     for rule in SEARCHES
   }
-
-
-def conclusion(runs: Sequence[Run]) -> str:
-  """Returns the sentence that a reader can cite."""
-  gaps = {key: interval(gap_S) for key, gap_S in contests(runs).items()}
   above = [key for key, (mean, half) in gaps.items() if mean - half > ROUNDED]
   below = [key for key, (mean, half) in gaps.items() if mean + half < -ROUNDED]
   most = max(above or gaps, key=lambda key: gaps[key][0])

@@ -1,4 +1,4 @@
-"""Evaluates an own loss or clip rule on a grid, for a page that has no Python.
+"""Evaluates a loss or clip rule on a grid, for a page that has no Python.
 
 1. `table` finds out which of the two a function is, chooses the values of its knobs
    that the page offers (`_axes`), and evaluates every combination of them;
@@ -23,13 +23,16 @@ from jax import Array
 
 from bapo_jax import own_code
 from bapo_jax.algorithms import loss
-from bapo_jax.types import Batch, Bounds, ClipFunction, LossFunction
+from bapo_jax.algorithms.clip import ClipRule
+from bapo_jax.algorithms.loss import LossRule
+from bapo_jax.parts import Part
+from bapo_jax.types import Batch, Bounds, ClipFunction
 from lab import rule_curves
 
 # The grid of single tokens: 16 ratios per octave, and ten probabilities.
 RATIOS = np.exp2(np.arange(-48, 49) / 16).astype(np.float32)
 PROBABILITIES = np.linspace(0.05, 0.95, 10).astype(np.float32)
-BOUNDS = {'clip.low': [0.6, 0.8, 0.9], 'clip.high': [1.2, 1.28, 2.0]}
+BOUNDS = {'clip.fixed.low': [0.6, 0.8, 0.9], 'clip.fixed.high': [1.2, 1.28, 2.0]}
 STALE = np.linspace(0, 4, 17).tolist()  # factors of the recorded log-ratios
 COUNTS = (17, 9, 5, 3)  # values of each knob, as many as fit
 LARGEST_TABLE = 200_000  # numbers; 1.1 MB of the page
@@ -37,30 +40,45 @@ MOST_COMBINATIONS = 17  # of the knobs of a clip rule: each compiles a program
 # What the page reads of bounds, in this order.
 OF_BOUNDS = ('low', 'high', 'dual', 'start_low', 'start_high', 'search_steps')
 
+BASES: dict[str, type[Part]] = {'loss': LossRule, 'clip': ClipRule}
+CLIPPED = loss.Clipped()
+
 Tokens = tuple[Array, Batch]  # logp_BT and the batch
 
 
-def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
-  """Evaluates a user's rule on a grid and on the recorded batch.
+def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
+  """Evaluates a rule on a grid and on the recorded batch.
 
-  The axes of the table are the keyword-only arguments whose default is a float, and the
-  clip bounds of a loss rule that uses them, or the staleness of the batch for a clip
-  rule. If the table would be too large, the last arguments have no axis and keep their
-  defaults.
+  The axes of the table are the knobs of the rule whose default is a float, and the clip
+  bounds of a loss rule that uses them, or the staleness of the batch for a clip rule.
+  If the table would be too large, the last knobs have no axis and keep their defaults.
+
+  Args:
+    rule: path/to/file.py:function of a user, or a rule of ours, such as loss.gmpo.
 
   Returns:
     A dict for the page. Its entries are numbered like the combinations of the values of
     `axes`, the last axis fastest; `beside` has the knobs for which they are valid.
+
+  Raises:
+    ValueError: there is no such rule, or the function cannot be used.
   """
-  rule, recorded = own_code.load(place), rule_curves.recorded(batch)
-  of_slot = _of_clip if _gives_bounds(rule, recorded) else _of_loss
-  found = of_slot(rule, recorded)
-  prefix, axes = f'{found["slot"]}.own.', found['axes']
-  return found | {
-    'title': place,
-    'about': about(rule),
-    'axes': [{'name': name, 'values': values} for name, values in axes.items()],
-    'defaults': {prefix + name: value for name, value in _floats(rule).items()},
+  recorded = rule_curves.recorded(batch)
+  part, _, name = rule.partition('.')
+  if own_code.is_place(rule):
+    part = 'clip' if _gives_bounds(own_code.load(rule), recorded) else 'loss'
+    name = rule
+  if part not in BASES:
+    raise ValueError(f'{rule}: give {own_code.EXAMPLE}, loss.<rule> or clip.<rule>')
+  kind = BASES[part].rules.type_of(name)
+  entries = (_of_clip if part == 'clip' else _of_loss)(kind, name, recorded)
+  axes = [{'name': knob, 'values': values} for knob, values in entries['axes'].items()]
+  return entries | {
+    'slot': part,
+    'title': name,
+    'about': about(kind),
+    'axes': axes,
+    'defaults': {f'{part}.own.{knob}': x for knob, x in _floats(kind).items()},
     'ratios': RATIOS.tolist(),
   }
 
@@ -68,36 +86,39 @@ def table(place: str, batch: pathlib.Path) -> dict[str, Any]:
 def _gives_bounds(rule: Callable, recorded: Tokens) -> bool:
   """Returns whether a function is a clip rule; else it is a loss rule."""
   try:
-    found = jax.eval_shape(functools.partial(_bounds, rule), *recorded)
+    bounds = jax.eval_shape(functools.partial(_bounds, rule), *recorded)
   except Exception:  # a loss rule may do anything with the arguments of a clip rule
     return False
-  return isinstance(found, Bounds)
+  return isinstance(bounds, Bounds)
 
 
-def _of_loss(rule: LossFunction, recorded: Tokens) -> dict[str, Any]:
+def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> dict[str, Any]:
   """Returns the entries of a loss rule, for each of some constant clip bounds."""
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
-  uses_bounds, uses_probability = _uses(rule, recorded)
+  make: Callable[..., Any] = functools.partial(kind, rule=name)
+  uses_bounds, uses_probability = _uses(kind, name, recorded)
   probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
   grid = _grid(probabilities)
   largest = LARGEST_TABLE // (len(grid[0]) * 2 + mask_BT.sum())
 
-  def trial(logp_BT: Array, batch: Batch, **own: float) -> Any:
-    return rule(logp_BT, batch, lambda _: rule_curves.constant(), **own)
+  def find(ratio_BT: Array) -> Bounds:
+    return rule_curves.constant()
 
-  knobs = _knobs(rule, functools.partial(jax.eval_shape, trial, *recorded))
+  def trial(**own: float) -> Any:
+    return jax.eval_shape(functools.partial(make(**own), find=find), *recorded)
+
+  knobs = _knobs(kind, trial)
   axes = _axes('loss', knobs, BOUNDS if uses_bounds else {}, int(largest))
   gains, weights, tokens = [], [], []
   for values in itertools.product(*axes.values()):
     at = dict(zip(axes, values, strict=True))
     bounds = rule_curves.constant(*(at.pop(name) for name in BOUNDS if uses_bounds))
-    bound = functools.partial(rule, **_own(at))
-    gain_N, weight_N = rule_curves.curve(bound, *grid, bounds)
+    rule = make(**_own(at))
+    gain_N, weight_N = rule_curves.curve(rule, *grid, bounds)
     gains.append(gain_N)
     weights.append(weight_N)
-    tokens.append(np.asarray(loss.weights(bound, *recorded, bounds))[mask_BT])
+    tokens.append(np.asarray(loss.weights(rule, *recorded, bounds))[mask_BT])
   return {
-    'slot': 'loss',
     'beside': {
       'clip.rule': 'fixed' if uses_bounds else 'unclipped',
       'mask.rule': 'none',
@@ -110,37 +131,35 @@ def _of_loss(rule: LossFunction, recorded: Tokens) -> dict[str, Any]:
   }
 
 
-def _of_clip(rule: ClipFunction, recorded: Tokens) -> dict[str, Any]:
+def _of_clip(kind: type[Part], name: str, recorded: Tokens) -> dict[str, Any]:
   """Returns the entries of a clip rule beside the loss rule `clipped`.
 
   Two bounds apply to single tokens as they are. A mask, or bounds by row or token, may
   depend on the token, so each token of the grid is added to the batch in turn.
   """
-  bounds = _bounds(rule, *recorded)
+  make: Callable[..., Any] = functools.partial(kind, rule=name)
+  bounds = _bounds(make(), *recorded)
   by_token = bounds.keep_BT is not None or any(jnp.ndim(x) for x in bounds[:6])
   by_token = by_token or bool(jnp.isfinite(bounds.cap))  # depends on a row's source
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
   grid = _grid(PROBABILITIES)
   size = len(grid[0]) * 2 + int(mask_BT.sum()) if by_token else len(OF_BOUNDS)
   largest = min(LARGEST_TABLE // size, MOST_COMBINATIONS * len(STALE))
-  fewest = COUNTS[-1] ** len(_floats(rule))
+  fewest = COUNTS[-1] ** len(_floats(kind))
   fitting = [x for x in (STALE, STALE[::2]) if len(x) * fewest <= largest]
   stale = [*fitting, STALE[::4]][0]
 
   def trial(**own: float) -> Any:
-    return jax.eval_shape(
-      functools.partial(_bounds, functools.partial(rule, **own)), *recorded
-    )
+    return jax.eval_shape(functools.partial(_bounds, make(**own)), *recorded)
 
-  axes = _axes('clip', _knobs(rule, trial), {'stale': stale}, largest)
+  axes = _axes('clip', _knobs(kind, trial), {'stale': stale}, largest)
   compute = _weighed if by_token else _scalars
   found: list[Any] = []
   for values in itertools.product(*list(axes.values())[:-1]):
     own = _own(dict(zip(axes, values, strict=False)))
-    at = jax.jit(functools.partial(compute, functools.partial(rule, **own)))
+    at = jax.jit(functools.partial(compute, make(**own)))
     found += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
   shared = {
-    'slot': 'clip',
     'beside': {
       'loss.rule': 'clipped',
       'loss.aggregate': 'token',
@@ -162,7 +181,7 @@ def _of_clip(rule: ClipFunction, recorded: Tokens) -> dict[str, Any]:
 def _bounds(rule: ClipFunction, logp_BT: Array, batch: Batch) -> Bounds:
   """Applies a clip rule beside the loss rule `clipped` with its default knobs."""
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  weigh = loss.weigher(CLIPPED, logp_BT, batch, scale_B)
   return rule(loss.ratio(logp_BT, batch), batch, weigh)
 
 
@@ -173,7 +192,9 @@ def _staler(recorded: Tokens, factor: Array) -> Tokens:
   return batch.behavior_logp_BT + factor * moved_BT, batch
 
 
-def _scalars(rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array) -> Array:
+def _scalars(
+  rule: ClipFunction, recorded: Tokens, grid: Tokens, factor: Array
+) -> Array:
   """Returns the numbers OF_BOUNDS for the batch at a staleness."""
   del grid
   bounds = _bounds(rule, *_staler(recorded, factor))
@@ -196,18 +217,18 @@ def _weighed(
 
     tokens_BT, more = added(logp_BT, logp_T), jax.tree.map(added, batch, token)
     bounds = _bounds(rule, tokens_BT, more)
-    gain_BT, _ = loss.gain(loss.clipped, tokens_BT, more, lambda _: bounds)
-    weight_BT = loss.weights(loss.clipped, tokens_BT, more, bounds)
+    gain_BT, _ = loss.gain(CLIPPED, tokens_BT, more, lambda _: bounds)
+    weight_BT = loss.weights(CLIPPED, tokens_BT, more, bounds)
     return gain_BT[-1, 0], weight_BT[-1, 0]
 
   gain_N, weight_N = jax.lax.map(lambda x: single(*x), grid, batch_size=64)
   bounds = _bounds(rule, logp_BT, batch)
-  return gain_N, weight_N, loss.weights(loss.clipped, logp_BT, batch, bounds)
+  return gain_N, weight_N, loss.weights(CLIPPED, logp_BT, batch, bounds)
 
 
-def about(rule: Callable) -> str:
+def about(kind: type[Part]) -> str:
   """Returns the docstring of a rule without its list of arguments and results."""
-  text = inspect.getdoc(rule) or ''
+  text = inspect.getdoc(getattr(kind, 'function', kind)) or ''
   for heading in ('Args:', 'Returns:', 'Raises:'):
     text = text.partition(f'\n{heading}')[0]
   return text.strip()
@@ -219,11 +240,11 @@ def packed(array: Any) -> dict[str, str]:
   return {'float32': base64.b64encode(numbers.tobytes()).decode()}
 
 
-def _floats(rule: Callable) -> dict[str, float]:
-  """Returns the keyword-only arguments whose default is a float."""
-  parameters = inspect.signature(rule).parameters.values()
-  own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-  return {p.name: p.default for p in own if isinstance(p.default, float)}
+def _floats(kind: type[Part]) -> dict[str, float]:
+  """Returns the knobs that only this rule has and whose default is a float."""
+  shared = kind.rules.base.model_fields
+  defaults = {k: x.default for k, x in kind.model_fields.items() if k not in shared}
+  return {k: x for k, x in defaults.items() if isinstance(x, float)}
 
 
 def _own(values: dict[str, float]) -> dict[str, float]:
@@ -231,7 +252,7 @@ def _own(values: dict[str, float]) -> dict[str, float]:
   return {k.rpartition('.')[2]: x for k, x in values.items() if '.own.' in k}
 
 
-def _knobs(rule: Callable, trial: Callable) -> dict[str, dict[int, list[float]]]:
+def _knobs(kind: type[Part], trial: Callable) -> dict[str, dict[int, list[float]]]:
   """Returns argument -> count -> about as many values, without values that it refuses.
 
   `trial` calls the rule with arguments by name; a rule refuses by a ValueError.
@@ -250,7 +271,7 @@ def _knobs(rule: Callable, trial: Callable) -> dict[str, dict[int, list[float]]]
       count: [x for x in dict.fromkeys(_around(default, count)) if accepted(name, x)]
       for count in COUNTS
     }
-    for name, default in _floats(rule).items()
+    for name, default in _floats(kind).items()
   }
 
 
@@ -281,21 +302,22 @@ def _around(default: float, count: int) -> list[float]:
   return [x if x == default else float(f'{x:.3g}') for x in value_N.tolist()]
 
 
-def _uses(rule: LossFunction, recorded: Tokens) -> tuple[bool, bool]:
+def _uses(kind: type[Part], name: str, recorded: Tokens) -> tuple[bool, bool]:
   """Returns whether the clip bounds and the probability of a token make a difference.
 
   A knob at its default may hide a difference, so the knobs have other values as well.
   """
   grid, uses_bounds, uses_probability = _grid(PROBABILITIES), False, False
-  some = [_around(x, COUNTS[-1]) for x in _floats(rule).values()]
+  defaults = _floats(kind)
+  some = [_around(x, COUNTS[-1]) for x in defaults.values()]
   for values in zip(*some, strict=True) if some else [()]:
-    bound = functools.partial(rule, **dict(zip(_floats(rule), values, strict=True)))
+    rule: Any = kind(rule=name, **dict(zip(defaults, values, strict=True)))
     open_BT, closed_BT = (
-      loss.weights(bound, *recorded, bounds)
+      loss.weights(rule, *recorded, bounds)
       for bounds in (rule_curves.constant(), rule_curves.constant(1.0, 1.0))
     )
     uses_bounds |= bool((open_BT != closed_BT).any())
-    for x_N in rule_curves.curve(bound, *grid, rule_curves.constant(0.8, 1.2)):
+    for x_N in rule_curves.curve(rule, *grid, rule_curves.constant(0.8, 1.2)):
       x_SPR = x_N.reshape(2, -1, len(RATIOS))
       uses_probability |= bool((x_SPR != x_SPR[:, :1]).any())
   return uses_bounds, uses_probability

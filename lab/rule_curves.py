@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import clip, loss, masks
-from bapo_jax.algorithms.knobs import FixedClip
 from bapo_jax.run import step_record
 from bapo_jax.types import SOURCES, Batch, Bounds, LossFunction, MaskFunction
 from lab.plots import BLUE, GREY, ORANGE
@@ -63,16 +62,14 @@ def curve(
 
 def constant(low: float = 0.0, high: float = math.inf) -> Bounds:
   """Returns constant clip bounds; none by default."""
-  logp_BT, batch = single(np.ones(1), np.ones(1), np.ones(1))
-  k = FixedClip(low=low, high=high)
-  return clip.fixed(logp_BT, batch, lambda bounds: logp_BT, k)
+  return clip.constant(low, high, math.inf)
 
 
 def draw(
   axis: 'Axes',
   rule: LossFunction,
   bounds: Bounds,
-  mask: MaskFunction = masks.nothing,
+  mask: MaskFunction = masks.NoMask(),
   probability: float = 0.15,
 ) -> None:
   """Plots the weight over the ratio for an advantage of 1 and of -1.
@@ -126,7 +123,7 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
 
 
 def _minibatch(path: pathlib.Path) -> tuple[Array, Batch]:
-  """Reads a file of notebooks/save_batch.py."""
+  """Reads the file that `notebooks.make batch` writes."""
   saved = np.load(path)
   mask_BT = saved['loss_mask_BT']
   token_N = saved['tokens_BT'][mask_BT]

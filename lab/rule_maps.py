@@ -20,7 +20,6 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import loss
-from bapo_jax.training import rules as rules_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
 from lab import rule_curves
@@ -84,14 +83,13 @@ def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:
   """
   if config.loss.rule == 'sequence' or config.mask.rule in ('m2po', 'opsm'):
     return {}
-  bound = rules_lib.bind(config)
   bounds = applied.bounds._replace(keep_BT=None)
 
   def searched(ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     return bounds
 
-  clip: ClipFunction = bound.clip if bounds.low.ndim else searched
-  rule = Rule(bound.loss, clip, bound.mask)
+  clip: ClipFunction = config.clip if bounds.low.ndim else searched
+  rule = Rule(config.loss, clip, config.mask)
   return {sign: weights(rule, sign) == 0 for sign in (1, -1)}
 
 

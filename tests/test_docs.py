@@ -1,24 +1,39 @@
 """The docs say what is the case: files, rules, knobs, metrics and links all exist."""
 
-import ast
+import contextlib
+import inspect
+import json
 import pathlib
 import re
 
 import pytest
 
-from bapo_jax.algorithms import advantage, batch_rules, clip, loss, replay_buffer
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training import needs
-from bapo_jax.training.config import Config, decided, load, merged, overrides, parse
+from bapo_jax.training import needs, trainer
+from bapo_jax.training.config import (
+  PARTS,
+  Config,
+  decided,
+  load,
+  merged,
+  overrides,
+  parse,
+)
+from docs.reference import write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
   str(path.relative_to(ROOT)): path.read_text()
-  for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
+  for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
-KNOBS = {name for name, _, _ in fields(Config())}
+KNOBS = {name for name, _, _ in fields(Config())} | {
+  f'{part}.{knob}'
+  for part, rules in PARTS.items()
+  for kind in rules.names.values()
+  for knob in kind.model_fields
+}
 SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
@@ -34,15 +49,6 @@ def lines(text: str) -> list[str]:
   return text.replace('\\\n', ' ').splitlines()
 
 
-def value_of(text: str):
-  """The value as the command line reads it: a literal, or a word."""
-  text = text.strip('"')
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return float(text) if text == 'inf' else text
-
-
 def overridden(line: str) -> Config:
   """The config that the overrides of a line make.
 
@@ -51,19 +57,11 @@ def overridden(line: str) -> Config:
       together.
   """
   named = re.search(r'--config=(configs/\w+\.py(?::\w+)?)', line)
-  file = ROOT / (named[1] if named else 'configs/aime.py')
-  values, given = Config().model_dump() | load(str(file)), {}
-  for name, text in OVERRIDE.findall(line):
-    if not text or text.startswith('<'):
-      continue
-    *path, last = name.split('.')
-    section = values
-    for key in path:
-      section = section[key]
-    kind = type(section[last])
-    value = value_of(text)
-    section[last] = given[name] = kind(value) if kind is float else value
-  made = parse(decided(values))
+  values = load(str(ROOT / (named[1] if named else 'configs/aime.py')))
+  texts = [(name, text.strip('"')) for name, text in OVERRIDE.findall(line)]
+  flags = [f'--config.{name}={x}' for name, x in texts if x and not x.startswith('<')]
+  given = overrides(flags, values)
+  made = parse(decided(merged(values, given)))
   needs.refuse(given, [made])
   return made
 
@@ -106,8 +104,9 @@ def test_a_workdir_is_for_one_run_and_is_read_after_it_is_written():
 
 
 def test_the_config_file_of_running_is_valid(tmp_path):
+  page = DOCS['docs/guide/running.md']
   ((text, command),) = re.findall(
-    r'```python\n# my.py\n([^`]*)```\n\n```bash\n([^`]*)```', DOCS['docs/running.md']
+    r'```python\n# my.py\n([^`]*)```\n\n```bash\n([^`]*)```', page
   )
   (tmp_path / 'my.py').write_text(text)
   file = re.search(r'--config=(\S+)', command)[1]
@@ -117,8 +116,8 @@ def test_the_config_file_of_running_is_valid(tmp_path):
 
 
 def test_a_wrong_override_is_found():
-  with pytest.raises(KeyError):
-    overridden('--config.clip.target=0.4')
+  with pytest.raises(ValueError, match=r"rule='fixed' has low, high, dual"):
+    overridden('--config.clip.rule=fixed --config.clip.target=0.4')
   with pytest.raises(ValueError, match=r'loss\.rule'):
     overridden('--config.loss.rule=ppo')
 
@@ -131,6 +130,18 @@ def test_every_knob_in_prose_is_a_knob():
         assert found[1] in KNOBS | SECTIONS, f'{name}: {words}'
 
 
+def takes(words: str) -> bool:
+  """Whether a knob takes a value, under one of the rules that have the knob."""
+  part = words.partition('=')[0].rpartition('.')[0]
+  rules = PARTS[part].names if part in PARTS else ()
+  for flags in ([], *([f'--config.{part}.rule={rule}'] for rule in rules)):
+    with contextlib.suppress(ValueError):
+      given = overrides([*flags, f'--config.{words}'])
+      Config.model_validate(merged({}, given))
+      return True
+  return False
+
+
 def test_every_value_in_prose_is_one_that_its_knob_takes():
   checked = 0
   for page, text in DOCS.items():
@@ -138,13 +149,10 @@ def test_every_value_in_prose_is_one_that_its_knob_takes():
       found = re.fullmatch(r'([a-z_.]+)=([^\s()]+)', words)
       # `rollout.depth=k` is a formula; own functions are in test_library.py.
       if found and found[1] in KNOBS and len(found[2]) > 1 and 'my.py' not in words:
-        given = overrides([f'--config.{words}'])
-        try:
-          Config.model_validate(merged({}, given))
-        except ValueError as error:
-          pytest.fail(f'{page}: {words}: {error}')
+        assert takes(words), f'{page}: {words}'
         checked += 1
   assert checked > 30
+  assert takes('clip.high=1.28') and not takes('clip.high=-1')
 
 
 def exists(name: str) -> bool:
@@ -180,12 +188,63 @@ def test_every_metric_in_prose_is_in_the_glossary():
         assert words in GLOSSARY, f'{name}: {words}'
 
 
+def anchors(text: str) -> set[str]:
+  """The fragments that GitHub gives to the headings of a page."""
+  headings = re.findall(r'(?m)^#+ (.*)$', text)
+  return {re.sub(r'[^\w\- ]', '', x).lower().replace(' ', '-') for x in headings}
+
+
+FOLDERS = ('docs', 'log', 'papers', 'launch', 'benchmarks')
+PAGES = [*ROOT.glob('*.md'), *(x for f in FOLDERS for x in (ROOT / f).rglob('*.md'))]
+
+
+def broken(page: pathlib.Path, text: str) -> list[str]:
+  """The links of a page that lead to no file, or to no heading of a page."""
+  links = []
+  for link in re.findall(r'\]\(([^)\s]+)\)', re.sub(r'`[^`\n]*`', '', text)):
+    if '://' in link:
+      continue
+    path, _, fragment = link.partition('#')
+    target = page.parent / path if path else page
+    if not target.exists():
+      links.append(link)
+    elif target.suffix == '.md' and fragment:
+      links += [link] if fragment not in anchors(target.read_text()) else []
+  return links
+
+
 def test_every_relative_link_resolves():
-  for name, text in DOCS.items():
-    for link in re.findall(r'\]\(([^)\s]+)\)', text):
-      if '://' not in link and not link.startswith('#'):
-        target = (ROOT / name).parent / link.partition('#')[0]
-        assert target.exists(), f'{name}: {link}'
+  for page in PAGES:
+    assert not broken(page, page.read_text()), page
+  for path in (ROOT / 'notebooks').glob('*.ipynb'):
+    for cell in json.loads(path.read_text())['cells']:
+      if cell['cell_type'] == 'markdown':
+        assert not broken(path, ''.join(cell['source'])), path
+
+
+def test_the_indices_name_every_page():
+  for folder in ('docs', 'log'):
+    index = ROOT / folder / 'README.md'
+    named = re.findall(r'\]\(([\w/-]+\.md)\)', index.read_text())
+    pages = {str(path.relative_to(index.parent)) for path in index.parent.rglob('*.md')}
+    assert pages - {'README.md'} <= set(named), folder
+  newest, *dates = [name for name in named if name.startswith('20')]
+  assert dates == sorted(dates, reverse=True) and newest == dates[0]
+
+
+def test_every_test_that_guards_a_decision_exists():
+  text = (ROOT / 'DECISIONS.md').read_text()
+  named = set(re.findall(r'`(?:[\w/]*/)?(test_\w+)(?:\.py)?`', text))
+  files = [*(ROOT / 'tests').rglob('test_*.py')]
+  defined = {path.stem for path in files}
+  for path in files:
+    defined |= set(re.findall(r'(?m)^def (test_\w+)', path.read_text()))
+  assert len(named) > 100 and named <= defined, named - defined
+
+
+def test_a_broken_link_is_found():
+  text = '[a](gone.md) [b](DECISIONS.md) [c](README.md#gone) [d](README.md#the-loop)'
+  assert broken(ROOT / 'README.md', text) == ['gone.md', 'README.md#gone']
 
 
 def test_every_module_that_a_source_file_names_exists():
@@ -199,7 +258,31 @@ def test_every_module_that_a_source_file_names_exists():
 
 
 def test_every_rule_is_named():
-  named = set(code(DOCS['docs/algorithms.md']))
-  slots = (batch_rules.RULES, clip.RULES, advantage.RULES, loss.RULES)
-  for rules in (*slots, replay_buffer.THRESHOLD_RULES):
-    assert set(rules) <= named, set(rules) - named
+  named = set(code(DOCS['docs/reference/algorithms.md']))
+  for part in PARTS.keys() - {'rewards.shaping'}:
+    assert PARTS[part].names.keys() <= named, PARTS[part].names.keys() - named
+
+
+def test_the_page_of_knobs_is_current():
+  command = 'python -m docs.reference.write_config > docs/reference/config.md'
+  assert DOCS['docs/reference/config.md'] == write_config.document(), command
+
+
+# --- README.md: short, its loop is the code, its commands are those of CI ------------
+
+README = DOCS['README.md']
+
+
+def test_the_loop_is_the_loop():
+  assert inspect.getsource(trainer.train_loop).rstrip() in README
+
+
+def test_two_commands_each_one_line():
+  commands = re.findall(r'^python3 -m venv \.venv && .*$', README, re.M)
+  assert len(commands) == 2
+  assert commands[0].endswith('-m bapo_jax.main --config=configs/aime.py')
+  assert commands[1].endswith('-m pytest')
+
+
+def test_it_is_read_in_ten_minutes():
+  assert len(README.splitlines()) <= 150

@@ -25,7 +25,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.run import report, report_page, step_record
+from bapo_jax.run import page, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
@@ -98,11 +98,12 @@ def claim(workdir: str, config: Config) -> None:
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
-    material = build.read(r.config, r.model)
+    material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
-  model = hf_directory.identity(r.model.directory)
-  hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
+  if hosts.processes() > 1:  # each read its own copy of the files
+    model = hf_directory.identity(r.model.directory)
+    hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
   log(first_screen(r, material, workdir))
   hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:
@@ -296,14 +297,15 @@ class Run:
   def report(self, s: TrainState) -> None:
     """Writes the report of the finished run; an OSError names the file."""
     before, after = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
-    path = os.path.join(self.workdir, 'report.md')
+    path = os.path.join(self.workdir, 'report.html')
     with files.naming(path):
       # Not t.config, which may ask for fewer steps than are done.
       stored = workdirs.read_config(self.workdir)
       config, spent = config_lib.from_json(stored), self.cost()
       report.write(self.workdir, config, before, after, spent, s.step)
-      report_page.write(self.workdir)
-    log(f'Report: {path}, and report.html with curves and responses')
+      page.write(self.workdir)
+    results = before['result'], after['result']
+    log(f'{report.summary(*results, s.step, spent)}\nReport: {path}')
 
   def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""

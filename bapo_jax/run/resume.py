@@ -116,7 +116,7 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
       '(checkpoint.final=weights), so training cannot resume; export the weights '
-      '(--mode=export) and start in another --workdir with model.path set to the export'
+      '(bapo export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
     path = t.config.model.path

@@ -31,7 +31,7 @@ from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
-from bapo_jax.training.resolve import Model, Resolved, resolve
+from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.training.sampler import LocalSampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Tree
@@ -44,13 +44,13 @@ class Material(NamedTuple):
   held_out: Problems
 
 
-def read(config: Config, model: Model) -> Material:
-  """Reads and tokenizes the training and the held-out problems.
+def tabulate(r: Resolved) -> Material:
+  """Tokenizes the training and the held-out problems.
 
-  Raises ValueError if a source cannot be read, or too few problems are left.
+  Raises ValueError if a prompt is too long, or too few problems are left.
   """
-  knobs = config.prompts, config.problems
-  return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
+  knobs = r.config.prompts, r.config.problems
+  return Material(*prompts.load(r.tokenizer, *knobs, r.data, r.spec.vision))
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -302,5 +302,5 @@ def start(
   """
   r = resolve(config)
   with timer('load'):
-    data = read(config, r.model)
+    data = tabulate(r)
   return build(r, data, verifier or make_verifier(config), workdir, timer)

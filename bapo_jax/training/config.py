@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import json
 import math
-import operator
 import re
 import typing
 import warnings
@@ -38,6 +37,7 @@ from bapo_jax.data.knobs import (
   TokenizerConfig,
 )
 from bapo_jax.knobs import Section, knob
+from bapo_jax.methods import METHODS, Method
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import part_of, parts
 from bapo_jax.rewards.shaping import RewardsConfig
@@ -179,8 +179,7 @@ def parse(values: dict[str, Any]) -> Config:
   whole = bool(own_code.placed(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
-  for refusal in refusals.of_config(config):
-    raise ValueError(refusal)
+  refusals.judge(refusals.of_config(config))
   return config
 
 
@@ -199,17 +198,23 @@ def defaults() -> ConfigDict:
   high=1.28).
   """
   values = Config().model_dump()
-  for name, rules in PARTS.items():
-    *sections, last = name.split('.')
-    section = functools.reduce(operator.getitem, sections, values)
-    section[last] = {k: section[last][k] for k in rules.base.model_fields}
+  for name in PARTS:
+    _drop_rule(values, name)
   return ConfigDict(values)
+
+
+def _drop_rule(values: dict[str, Any], part: str) -> None:
+  """Removes the knobs that only the rule of a part has, from nested values."""
+  section = functools.reduce(lambda x, key: x.get(key, {}), part.split('.'), values)
+  for name in section.keys() - PARTS[part].base.model_fields.keys():
+    del section[name]
 
 
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
-  `file` is a path, or path:variant to pass the variant to the file's get_config.
+  `file` is a path, or path:variant to pass the variant to the file's get_config. If the
+  file has no such variant, it may be one of methods.METHODS.
   Raises ValueError if the file cannot be read or raises an error.
   """
   path, _, variant = file.partition(':')
@@ -221,25 +226,46 @@ def load(file: str) -> dict[str, Any]:
     spec.loader.exec_module(module)
     if not hasattr(module, 'get_config'):
       raise ValueError('no function get_config; define one that returns a ConfigDict')
-    _check_variant(module, path, variant)
-    config = module.get_config(*filter(None, [variant]))
+    is_method = _is_method(module, path, variant)
+    config = module.get_config(*([] if is_method or not variant else [variant]))
     if not isinstance(config, ConfigDict):
       raise TypeError(f'get_config() returns {config!r:.60}, not a ConfigDict')
-    return config.to_dict()
+    values = config.to_dict()
+    return _with_method(values, METHODS[variant]) if is_method else values
   except (ValueError, OSError) as error:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
     raise ValueError(f'--config={file}: {own_code.described(error, path)}') from None
 
 
-def _check_variant(module: ModuleType, path: str, variant: str) -> None:
-  """Raises ValueError if a config file does not have the variant; '' is none."""
+def _is_method(module: ModuleType, path: str, variant: str) -> bool:
+  """Returns whether a variant is a published method; a file's variant comes first.
+
+  Raises ValueError if the file has no such variant and there is no such method.
+  """
   names = list(getattr(module, 'VARIANTS', ()))
   takes_variant = bool(inspect.signature(module.get_config).parameters)
-  if variant and not takes_variant:
-    raise ValueError(f'this file has no variants; give --config={path}')
-  if variant and names and variant not in names:
-    raise ValueError(f'no variant {variant!r}; choose one of {names}')
+  if not variant or variant in names or (takes_variant and not names):
+    return False
+  if variant in METHODS:
+    return True
+  methods = f'or a method: {", ".join(METHODS)}'
+  if not takes_variant:
+    raise ValueError(f'this file has no variants; give --config={path}, {methods}')
+  raise ValueError(f'no variant {variant!r}; choose one of {names}, {methods}')
+
+
+def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
+  """Applies a method to the nested values of a config file.
+
+  The rules that the method names have its values and their defaults, also where the
+  file has the same rule with other values.
+  """
+  for part in PARTS:
+    if f'{part}.rule' in method.overrides:
+      _drop_rule(values, part)
+  title = f'{values.get("title", "run")}: {method.title}'
+  return merged(values, {**method.overrides, 'title': title})
 
 
 def overrides(

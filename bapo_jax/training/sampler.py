@@ -152,7 +152,7 @@ class LocalSampler(Sampler):
     *,
     number: int,
     step: int,
-    knobs: RolloutConfig = RolloutConfig(),  # noqa: B008 (frozen)
+    knobs: RolloutConfig = RolloutConfig(),
   ) -> Rollout:
     sampled = rollout(
       rollouts,

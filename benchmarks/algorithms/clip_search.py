@@ -23,6 +23,7 @@ Prints a table and, as the last line, one JSON object.
 import argparse
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -34,7 +35,6 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import bound_search, clip, loss
-from bapo_jax.algorithms.knobs import BalancedClip
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import transformer
@@ -46,13 +46,8 @@ SIZES = ('width', 'layers', 'heads', 'kv_heads', 'head_width', 'ffn')
 TARGET = 0.5
 LOWS, HIGHS = clip.points((0.6, 0.9), 0.02), clip.points((1.2, 3.0), 0.05)
 LAST = len(LOWS) + len(HIGHS) - 2  # index of the last point of the path
-
-
-balanced = functools.partial(
-  clip.balanced,
-  k=BalancedClip(
-    target=TARGET, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
-  ),
+balanced = clip.Balanced(
+  target=TARGET, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_step=0.05
 )
 
 
@@ -81,7 +76,7 @@ def meets(
   ratio_BT: Array, batch: Batch, low: Array | float, high: Array | float
 ) -> Array:
   """Returns whether these bounds meet the target."""
-  parts = bound_search.contributions(ratio_BT, batch, BalancedClip())
+  parts = bound_search.contributions(ratio_BT, batch, bound_search.Share())
   P, N = bound_search.sums(ratio_BT, *parts, low, high, 'gradient')
   return bound_search.reaches(P, N, TARGET)
 
@@ -115,17 +110,17 @@ def linear_scan(ratio_BT: Array, batch: Batch) -> Array:
 def ours(logp_BT: Array, batch: Batch) -> Array:
   """Counts the steps by bisection, with the weights of the loss."""
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  weigh = loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
   return balanced(loss.ratio(logp_BT, batch), batch, weigh).search_steps
 
 
 @jax.jit
 def loss_alone(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
   """Computes loss and gradient w.r.t. the log-probabilities, given the bounds."""
-  bounds = clip.fixed(logp_BT, batch, lambda bounds: logp_BT)
+  bounds = clip.constant(0.8, 1.2, math.inf)
 
   def total(logp_BT: Array) -> Array:
-    gain_BT, _ = loss.clipped(logp_BT, batch, lambda _: bounds)
+    gain_BT, _ = loss.Clipped()(logp_BT, batch, lambda _: bounds)
     return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'token', 1)).sum()
 
   return jax.value_and_grad(total)(logp_BT)
@@ -151,7 +146,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   tx = optimizer.adamw(**config.optimizer.model_dump())
   objective = objective_lib.Objective(
     clip_rule=balanced,
-    loss_rule=loss.clipped,
+    loss_rule=loss.Clipped(),
     spec=spec,
     temperature=1.0,
     grad_accum_steps=1 if rows == batch.adv_B.shape[0] else rows,

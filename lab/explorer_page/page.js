@@ -25,11 +25,15 @@ function revive(key, value) {
 
 const DATA = JSON.parse(byId('data').textContent, revive);
 const KNOBS = { ...DATA.knobs, ...PAGE_KNOBS };
+for (const [part, formulas] of Object.entries({ loss: LOSSES, clip: CLIPS, mask: MASKS })) {
+  const knob = KNOBS[`${part}.rule`];
+  knob.choices = knob.choices.filter((rule) => rule in formulas);
+}
 if (DATA.own) addOwnRule();
 const DEFAULTS = Object.fromEntries(
   Object.entries(KNOBS).map(([name, knob]) => [name, knob.value]));
 if (DATA.own) Object.assign(DEFAULTS, { [`${DATA.own.slot}.rule`]: 'own', ...DATA.own.beside });
-const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : DATA.methods;
+const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : methods();
 let knobs = { ...DEFAULTS };
 let hovered = null; // ratio under the pointer
 
@@ -38,7 +42,7 @@ let hovered = null; // ratio under the pointer
 function addOwnRule() {
   const { slot, beside, title, about, axes, defaults } = DATA.own;
   const bounds = beside['clip.rule'] === 'fixed' ? 'cut' : 'ignored';
-  DATA.rules[slot].own = { title, about, bounds };
+  DATA.rules[slot].own = { about, bounds };
   KNOBS[`${slot}.rule`].choices.push('own');
   for (const { name, values } of axes) {
     if (isOwnKnob(name)) {
@@ -50,11 +54,17 @@ function addOwnRule() {
   }
 }
 
+// The published methods whose rules have a formula here.
+function methods() {
+  return Object.fromEntries(Object.entries(DATA.methods).filter(([, set]) =>
+    Object.entries(set).every(([name, x]) => !name.endsWith('.rule') || KNOBS[name].choices.includes(x))));
+}
+
 // The methods of the paper's rules name both rules where the defaults are another's.
 function ownMethods() {
   const both = { 'loss.rule': 'clipped', 'clip.rule': 'balanced' };
   return Object.fromEntries(
-    Object.entries(DATA.methods).map(([name, set]) => [name, { ...both, ...set }]));
+    Object.entries(methods()).map(([name, set]) => [name, { ...both, ...set }]));
 }
 
 function isOwnKnob(name) {
@@ -121,7 +131,7 @@ function refusal() {
     return other ? `the table of your rule has ${other[0]}='${other[1]}' only; choose it` : '';
   }
   const names = ['loss.rule', 'clip.rule', 'loss.aggregate',
-    'clip.contribution', 'clip.weight'];
+    'clip.balanced.contribution', 'clip.balanced.weight'];
   const index = DATA.refused[names.map((name) => knobs[name]).join('|')];
   if (index !== undefined) return DATA.sentences[index];
   const k = section(knobs, 'clip.balanced');
@@ -130,7 +140,7 @@ function refusal() {
       const width = k[bound][1] - k[bound][0];
       const step = k[`${bound}_step`];
       if (!(step === 0 && width === 0) && !(step > 0 && step <= width + 1e-6)) {
-        return `clip.balanced.${bound}_step=${step} must be above 0 and at most ${
+        return `clip.${bound}_step=${step} must be above 0 and at most ${
           Number(width.toPrecision(6))}, the width of the range (${k[bound].join(', ')
         }); for a constant bound set both ends equal and the step to 0`;
       }
@@ -175,7 +185,7 @@ function buildChoices() {
   });
   for (const [id, slot] of [['loss', 'loss'], ['clip', 'clip'], ['mask', 'mask']]) {
     const choices = KNOBS[`${slot}.rule`].choices.map((rule) =>
-      [rule === 'own' ? DATA.own.title : rule, rule, DATA.rules[slot][rule].title]);
+      [rule === 'own' ? DATA.own.title : rule, rule, DATA.rules[slot][rule].about.split('\n')[0]]);
     choose(byId(id), choices, knobs[`${slot}.rule`], (rule) => set({ [`${slot}.rule`]: rule }));
   }
   const means = { token: 'tokens', sequence: 'responses', constant: 'responses, sums' };
@@ -309,7 +319,7 @@ const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
 function showFormulas() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
-  const surrogate = bounds === 'balanced' && knobs['clip.contribution'] === 'surrogate';
+  const surrogate = bounds === 'balanced' && knobs['clip.balanced.contribution'] === 'surrogate';
   const mask = knobs['mask.rule'];
   const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`, `mask-${mask}`];
   const texts = byId('formula-texts').content;
@@ -319,11 +329,11 @@ function showFormulas() {
   }));
   const named = [['loss', rule], ['clip', bounds], ...(mask === 'none' ? [] : [['mask', mask]])];
   byId('about').replaceChildren(...named.flatMap(([slot, name]) => {
-    const { title, about } = DATA.rules[slot][name];
+    const { about } = DATA.rules[slot][name];
     return about.split('\n\n').map((text, i) => {
       const paragraph = document.createElement('p');
       if (i === 0) {
-        const head = `${slot}.rule=${name}: ${title} `;
+        const head = `${slot}.rule=${name}: `;
         paragraph.append(Object.assign(document.createElement('b'), { textContent: head }));
       }
       paragraph.append(text.replace(/\s*\n\s*/g, ' '));
@@ -345,7 +355,8 @@ function commandOf() {
     const value = knobs[name];
     if (value === 'own') return `--config.${name}=${DATA.own.title}`;
     const text = Array.isArray(value) ? `"(${value.join(',')})"` : written(value);
-    return `--config.${name}=${text}`;
+    const [part, ...inner] = name.split('.'); // without the rule
+    return `--config.${part}.${inner.at(-1)}=${text}`;
   });
 }
 
@@ -469,7 +480,7 @@ function drawBatch({ bounds, before, after, tokens }) {
   const idle = knobs['clip.rule'] === 'balanced' && bounds.met && bounds.index === 0;
   byId('hint').hidden = !idle;
   byId('hint').querySelector('button').onclick = () =>
-    set({ 'clip.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
+    set({ 'clip.balanced.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
   if (searches) drawPath(bounds);
 }
 

@@ -35,7 +35,7 @@ function cutOff(logR, adv, bounds) {
 // t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
 // t.logS = the mean of logR over the response, t.logW = its sum, t.future = the
 // discounted sum of logR over this and later tokens, t.adv = the advantage,
-// t.squares = those of the batch (squaresOf), and t.outside = 1 if it is not in the batch.
+// t.row = logR and logp of the response's tokens, t.squares = those of the batch (squaresOf), and t.outside = 1 if it is not in the batch.
 const LOSSES = {
   clipped(t, bounds, k) {
     const logR = clamp(t.logR, -k.limit, k.limit);
@@ -52,6 +52,12 @@ const LOSSES = {
   },
   sequence(t, bounds) {
     return [Math.exp(t.logS), ...cutOff(t.logS, t.adv, bounds)];
+  },
+  gmpo(t, bounds, k, boundsAt) {
+    const clip = (x) => (t.adv > 0 ? Math.min(x.logR, Math.log(boundsAt(x).high))
+      : Math.max(x.logR, Math.log(boundsAt(x).low)));
+    const gain = Math.exp(t.row.reduce((sum, x) => sum + clip(x), 0) / t.row.length) * t.adv;
+    return [Math.exp(t.logR), gain, clip(t) === t.logR ? gain : 0];
   },
   cispo(t, bounds) {
     const r = Math.exp(t.logR);
@@ -171,8 +177,8 @@ function lossOf(knobs) {
   const keeps = keeperOf(knobs);
   const byToken = knobs['clip.rule'] === 'dcpo' && section(knobs, 'clip.dcpo');
   return (t, bounds) => {
-    const q = Math.exp(t.logp - t.logR);
-    const found = rule(t, byToken ? boundsOfToken(q, byToken) : bounds, k);
+    const boundsAt = (x) => (byToken ? boundsOfToken(Math.exp(x.logp - x.logR), byToken) : bounds);
+    const found = rule(t, boundsAt(t), k, boundsAt);
     return keeps(t) ? found : [found[0], 0, 0];
   };
 }
@@ -187,7 +193,7 @@ function curveOf(knobs, { bounds, tokens: [{ squares }] }) {
     const logR = Math.log(r);
     const logProx = knobs.moved * logR;
     const token = { logp: Math.log(p), logR, logProx, adv, squares, outside: 1 };
-    return rule({ ...token, logS: logR, logW: logR, future: logR }, bounds).slice(1);
+    return rule({ ...token, row: [token], logS: logR, logW: logR, future: logR }, bounds).slice(1);
   };
 }
 
@@ -197,7 +203,7 @@ function tokensOf(batch, knobs) {
   const tokens = [];
   const sequence = knobs['loss.aggregate'] === 'sequence';
   const shortest = Math.min(...batch.length);
-  const decay = 2 ** (-1 / knobs['loss.half_life']);
+  const decay = 2 ** (-1 / knobs['loss.fipo.half_life']);
   let first = 0;
   batch.length.forEach((length, row) => {
     const ratios = [];
@@ -209,11 +215,12 @@ function tokensOf(batch, knobs) {
     const futures = [...ratios];
     for (let i = length - 2; i >= 0; i--) futures[i] += decay * futures[i + 1];
     const scale = sequence ? shortest / length : 1;
+    const row = ratios.map((logR, i) => ({ logR, logp: batch.old[first + i] + logR }));
     ratios.forEach((logR, i) => {
       const [old, future] = [batch.old[first + i], futures[i]];
       const logProx = knobs.moved * logR;
       const adv = batch.adv[row];
-      tokens.push({ logp: old + logR, old, logR, logProx, logS, logW, future, scale, adv });
+      tokens.push({ logp: old + logR, old, logR, logProx, row, logS, logW, future, scale, adv });
     });
     first += length;
   });
@@ -321,14 +328,20 @@ function search(tokens, knobs) {
     last: down + up, turn: k.order === 'upper' ? up : down, share };
 }
 
+// The bounds of a clip rule on these tokens; dcpo has others for every token.
+const CLIPS = {
+  balanced: search,
+  fixed: (tokens, knobs) => section(knobs, 'clip.fixed'),
+  unclipped: () => NO_BOUNDS,
+  recipe: search,
+  dcpo: (tokens, knobs) => ({ ...NO_BOUNDS, dual: knobs['clip.dcpo.dual'] }),
+  own: (tokens, knobs) => (DATA.own.bounds ? ownBounds(knobs) : NO_BOUNDS),
+};
+
 // Bounds of the clip rule on these tokens; `start` are those before a search.
 function boundsOf(tokens, knobs) {
-  const rule = knobs['clip.rule'];
-  if (rule === 'balanced' || rule === 'recipe') return search(tokens, knobs);
-  if (rule === 'own' && DATA.own.bounds) return ownBounds(knobs);
-  const dual = rule === 'dcpo' ? knobs['clip.dual'] : Infinity;
-  const bounds = rule === 'fixed' ? section(knobs, 'clip.fixed') : { ...NO_BOUNDS, dual };
-  return { ...bounds, start: bounds };
+  const bounds = CLIPS[knobs['clip.rule']](tokens, knobs);
+  return { start: bounds, ...bounds };
 }
 
 // Weights of the tokens in the gradient; 0 for a token that is cut.

@@ -8,9 +8,9 @@ beside fixed bounds with the same mean; `quantised` trains with actors of low pr
 them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
 """
 
-import math
 from typing import Any
 
+from bapo_jax.methods import METHODS
 from configs import base
 from lab.experiments import Experiment
 
@@ -32,7 +32,7 @@ NAMES = (
 )
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
-# A micro-batch of 8 rows fits a core's cache; see docs/performance.md.
+# A micro-batch of 8 rows fits a core's cache; see docs/notes/performance.md.
 SPLIT = {'grad_accum_steps': 32, 'bounds_pass': 'stored'}
 
 
@@ -44,12 +44,6 @@ def fixed(low: float, high: float) -> dict[str, Any]:
     'clip.high': high,
     'clip.dual': DUAL,
   }
-
-
-def free(**knobs: Any) -> dict[str, Any]:
-  """An arm without clip bounds; `loss__rule` stands for loss.rule."""
-  named = {name.replace('__', '.'): value for name, value in knobs.items()}
-  return {'clip.rule': 'unclipped'} | named
 
 
 OWN_MEAN = (0.85, 2.816)  # of the tuning seeds' runs of `balanced`
@@ -76,25 +70,14 @@ CLIPPING: dict[str, dict[str, Any]] = {
     **LIMIT,
   },
 }
-TIS = {'loss__rule': 'tis', 'loss__cap': math.inf}  # r, without a gradient
+PUBLISHED = {name: dict(method.overrides) for name, method in METHODS.items()}
 RIVALS: dict[str, dict[str, Any]] = {
   'balanced': CLIPPING['balanced'],
   'grpo': CLIPPING['grpo'],
-  'unclipped': free(),
-  'tis': free(loss__rule='tis'),
-  'cispo': {**fixed(0.0, 1.28), 'clip.dual': math.inf, 'loss.rule': 'cispo'},
-  'gspo': {
-    **fixed(0.9997, 1.0004),
-    'clip.dual': math.inf,
-    'loss.rule': 'sequence',
-    'loss.aggregate': 'sequence',
-  },
-  'sapo': free(loss__rule='sapo', loss__aggregate='sequence'),
-  'vespo': free(loss__rule='vespo'),
-  'dcpo': {'clip.rule': 'dcpo'},
-  'dppo_tv': free(**TIS | {'loss__cap': 20.0}, mask__rule='dppo_tv'),
-  'm2po': free(mask__rule='m2po'),
-  'icepop': free(**TIS, mask__rule='icepop'),
+  **{name: PUBLISHED[name] for name in ('unclipped', 'tis')},
+  'cispo': PUBLISHED['cispo'] | {'clip.high': 1.28},
+  **{name: PUBLISHED[name] for name in ('gspo', 'sapo', 'vespo', 'dcpo', 'dppo_tv')},
+  **{name: PUBLISHED[name] for name in ('m2po', 'icepop')},
 }
 
 
@@ -195,31 +178,16 @@ DEPTHS = {f'depth{k}': {'rollout.depth': k} for k in (0, 1, 4, 16)}
 AHEAD = {  # the arms of `depths`
   **{arm: RIVALS[arm] for arm in ('balanced', 'grpo', 'unclipped', 'tis', 'cispo')},
   **{arm: RIVALS[arm] for arm in ('m2po', 'icepop')},
-  'decoupled': {
-    **fixed(0.8, 1.2),
-    'clip.dual': math.inf,
-    'loss.rule': 'decoupled',
-  },
+  'decoupled': PUBLISHED['decoupled'],
 }
+BFLOAT16 = {'model.compute': 'bfloat16'}
+INT8 = {'model.compute': 'bfloat16', 'sampler.actor_dtype': 'int8'}
 PRECISION: dict[str, dict[str, Any]] = {
-  'bfloat16': {'model.compute': 'bfloat16'},
-  'bfloat16_tis': {
-    'model.compute': 'bfloat16',
-    'loss.rule': 'tis',
-    'clip.rule': 'unclipped',
-  },
-  'int8': {'model.compute': 'bfloat16', 'sampler.actor_dtype': 'int8'},
-  'int8_tis': {
-    'model.compute': 'bfloat16',
-    'sampler.actor_dtype': 'int8',
-    'loss.rule': 'tis',
-    'clip.rule': 'unclipped',
-  },
-  'int8_decoupled': {
-    'model.compute': 'bfloat16',
-    'sampler.actor_dtype': 'int8',
-    'loss.rule': 'decoupled',
-  },
+  'bfloat16': BFLOAT16,
+  'bfloat16_tis': BFLOAT16 | PUBLISHED['tis'],
+  'int8': INT8,
+  'int8_tis': INT8 | PUBLISHED['tis'],
+  'int8_decoupled': INT8 | {'loss.rule': 'decoupled'},
 }
 
 

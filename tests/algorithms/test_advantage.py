@@ -6,7 +6,9 @@ import pytest
 
 from bapo_jax.algorithms import advantage
 
-EVERY_RULE = pytest.mark.parametrize('rule', sorted(advantage.RULES))
+ADVANTAGES = advantage.AdvantageRule.rules.at_defaults()
+
+EVERY_RULE = pytest.mark.parametrize('rule', sorted(ADVANTAGES))
 
 
 def padded(rewards, rows=8):
@@ -16,12 +18,12 @@ def padded(rewards, rows=8):
 
 def test_group_relative_golden(variant):
   # rewards 1,0,0,1: mean 1/2, std 1/2, so +1,-1,-1,+1; eps under the root: 2e-6 off
-  adv_PG = variant(advantage.group_relative, padded([1, 0, 0, 1]))
+  adv_PG = variant(advantage.GroupRelative(), padded([1, 0, 0, 1]))
   rtol = making.RTOL + 2e-6
   np.testing.assert_allclose(adv_PG, padded([1, -1, -1, 1]), rtol=rtol)
   # 2 of 8 right: mean 1/4, std sqrt(3/16), so +sqrt(3) twice and -1/sqrt(3) six times;
   # eps is 1e-6 of a variance of 3/16: 2.7e-6 off
-  adv_PG = variant(advantage.group_relative, padded([1, 0, 0, 1, 0, 0, 0, 0]))
+  adv_PG = variant(advantage.GroupRelative(), padded([1, 0, 0, 1, 0, 0, 0, 0]))
   right, wrong = 3**0.5, -(3**-0.5)
   expected = padded([right, wrong, wrong, right] + [wrong] * 4)
   np.testing.assert_allclose(adv_PG, expected, rtol=making.RTOL + 3e-6)
@@ -29,10 +31,10 @@ def test_group_relative_golden(variant):
 
 def test_centred_goldens(variant):
   # 1 right of 4: it beats the others' mean of 0 by 1; the others trail theirs by 1/3.
-  adv_PG = variant(advantage.leave_one_out, padded([1, 0, 0, 0]))
+  adv_PG = variant(advantage.LeaveOneOut(), padded([1, 0, 0, 0]))
   expected = padded([1, -1 / 3, -1 / 3, -1 / 3])
   np.testing.assert_allclose(adv_PG, expected, rtol=making.RTOL)
-  adv_PG = variant(advantage.group_centred, padded([1, 0, 0, 0]))
+  adv_PG = variant(advantage.GroupCentred(), padded([1, 0, 0, 0]))
   np.testing.assert_array_equal(adv_PG, padded([0.75, -0.25, -0.25, -0.25]))
 
 
@@ -41,7 +43,7 @@ def test_centred_goldens(variant):
 def test_equal_rewards_get_exact_zeros(rule, G, variant):
   # A format bonus of 0.1 on a right answer; the mean of such numbers is rounded.
   rewards = np.float32([0, 1, 0.1, 1 / 3, 1e6 + 0.3, -0.7, 1.1, 0.7])
-  adv_PG = variant(advantage.RULES[rule], np.tile(rewards[:, None], G))
+  adv_PG = variant(ADVANTAGES[rule], np.tile(rewards[:, None], G))
   np.testing.assert_array_equal(adv_PG, 0)
 
 
@@ -49,10 +51,10 @@ def test_equal_rewards_get_exact_zeros(rule, G, variant):
 def test_every_rule_is_centred_and_keeps_the_order_of_each_group(rule, variant):
   reward_PG = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
   reward_PG[0] = [0.5, 0.5, 0.500001, 0.5, 0.5, 0.5, 0.5, 0.5]  # by little, they differ
-  adv_PG = np.asarray(variant(advantage.RULES[rule], reward_PG))
+  adv_PG = np.asarray(variant(ADVANTAGES[rule], reward_PG))
   assert adv_PG[0].argmax() == 2 and (np.delete(adv_PG[0], 2) < 0).all()
   making.close(adv_PG[1:].mean(1), 0, count=8, terms=np.abs(adv_PG).max())
   np.testing.assert_array_equal(adv_PG[1:].argsort(1), reward_PG[1:].argsort(1))
   for p in (3, 5):  # groups do not depend on each other
-    alone_1G = advantage.RULES[rule](reward_PG[p : p + 1])
+    alone_1G = ADVANTAGES[rule](reward_PG[p : p + 1])
     making.close(adv_PG[p : p + 1], alone_1G, count=8)

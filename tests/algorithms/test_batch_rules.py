@@ -10,7 +10,8 @@ import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
-from bapo_jax.algorithms.knobs import ReplayRule
+
+BATCHES = batch_rules.BatchRule.rules.at_defaults()
 
 G, NOW = 8, 20
 
@@ -33,7 +34,7 @@ def holding(reusable, **fields):
 @functools.partial(jax.jit, static_argnames='seats')
 def rule(fresh, reevaluated, reusable, now, key, thresholds, seats):
   buffer = holding(reusable, thresholds=thresholds)
-  return batch_rules.adapted(fresh, reevaluated, buffer, now, key, seats)
+  return batch_rules.Adapted()(fresh, reevaluated, buffer, now, key, seats)
 
 
 def adapted(fresh, reevaluated, reusable, now, key, hard=1, seats=None):
@@ -55,7 +56,7 @@ def test_fresh_only_is_the_identity():
     [(1, 0, NOW), (2, 4, NOW), (-1, 0, -1)], [(3, 4, NOW)], [(4, 4, NOW - 1)]
   )
   buffer = replay_buffer.init(1, G, 3)
-  groups, source_P = batch_rules.fresh_only(
+  groups, source_P = batch_rules.FreshOnly()(
     fresh, reevaluated, buffer, NOW, jax.random.key(0), 3
   )
   assert groups is fresh
@@ -72,7 +73,7 @@ def test_learnable_only_golden(seats):
   # 1 and 3 teach nothing; 2, 4, 5 and 6 are seated in order, or dropped without a seat.
   fresh, reevaluated, reusable = sources(FRESH, [(8, 4, NOW)], [(9, 4, NOW - 1)])
   buffer = holding(reusable)
-  groups, source_P = jax.jit(batch_rules.learnable_only, static_argnums=5)(
+  groups, source_P = jax.jit(batch_rules.LearnableOnly(), static_argnums=5)(
     fresh, reevaluated, buffer, NOW, jax.random.key(0), seats
   )
   learnable = [(2, 4, NOW), (4, 1, NOW), (5, 7, NOW), (6, 3, NOW)][:seats]
@@ -94,7 +95,7 @@ def test_a_group_without_an_advantage_takes_no_seat(rule_name):
     reward_PG=fresh.reward_PG.at[0].set(0.1).at[2, 5].add(0.1),
     response_mask_PGT=fresh.response_mask_PGT & ~masked_PG[:, :, None],
   )
-  groups, source_P = batch_rules.RULES[rule_name](
+  groups, source_P = BATCHES[rule_name](
     fresh, nothing, replay_buffer.init(2, G, 3), NOW, jax.random.key(0), 4
   )
   assert source_P.tolist() == [0, 0, -1, -1]
@@ -103,9 +104,9 @@ def test_a_group_without_an_advantage_takes_no_seat(rule_name):
 
 def replay(fresh, reusable, key, ratio):
   no_groups = types.empty_groups(0, G, 3)
-  k = ReplayRule(replay_ratio=ratio)
-  seats = k.seats(len(fresh.id_P))
-  return batch_rules.replay(fresh, no_groups, holding(reusable), NOW, key, seats, k)
+  rule = batch_rules.Replay(replay_ratio=ratio)
+  seats = rule.seats(len(fresh.id_P))
+  return rule(fresh, no_groups, holding(reusable), NOW, key, seats)
 
 
 @pytest.mark.parametrize('ratio', [1, 2])

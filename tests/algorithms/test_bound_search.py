@@ -12,12 +12,11 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import bound_search, clip
-from bapo_jax.algorithms.knobs import BalancedClip
 
 
 def balanced(**knobs):
   """(ratio_BT, batch) -> Bounds, for the clipped loss."""
-  rule = making.bound(clip.balanced, **knobs)
+  rule = clip.Balanced(**knobs)
   return lambda ratio_BT, batch: rule(ratio_BT, batch, making.weigh(ratio_BT, batch))
 
 
@@ -32,7 +31,7 @@ def test_share_golden(variant):
 
   def share(low, high, **knobs):
     return variant(
-      lambda *xs: bound_search.share(*xs, low, high, BalancedClip(**knobs)),
+      lambda *xs: bound_search.share(*xs, low, high, bound_search.Share(**knobs)),
       ratio_BT,
       batch,
     )
@@ -54,7 +53,7 @@ def test_share_looks_at_its_sources_only():
     (('fresh', 'reevaluated', 'reused'), 1 / 4),
     (('reused',), 0),
   ):
-    k = BalancedClip(sources=sources)
+    k = bound_search.Share(sources=sources)
     assert bound_search.share(np.ones((3, 1)), batch, 0.5, 2.0, k) == share
 
 
@@ -73,7 +72,9 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   batch = making.exact_tokens(seed)[1]._replace(
     adv_B=rng.normal(0, 1, 8).astype(np.float32)
   )
-  k = BalancedClip(contribution=kind[0], weight=kind[1], sources=('fresh', 'reused'))
+  k = bound_search.Share(
+    contribution=kind[0], weight=kind[1], sources=('fresh', 'reused')
+  )
   parts = bound_search.contributions(ratio_BT, batch, k)
 
   def meets(low, high):

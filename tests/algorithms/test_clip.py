@@ -15,15 +15,14 @@ PAPER = dict(target=0.4, low=(0.6, 0.9), high=(1.2, 3.0), low_step=0.02, high_st
 MINIBATCHES = 150  # of each search
 
 
-def bound(rule, **knobs):
+def bound(rule):
   """(ratio_BT, batch) -> Bounds, for the clipped loss."""
-  rule = making.bound(rule, **knobs)
   return lambda ratio_BT, batch: rule(ratio_BT, batch, making.weigh(ratio_BT, batch))
 
 
 @functools.cache
 def compiled(**changed):
-  return jax.jit(bound(clip.balanced, **PAPER | changed))
+  return jax.jit(bound(clip.Balanced(**PAPER | changed)))
 
 
 def outcome(bounds):
@@ -65,11 +64,11 @@ def jitted(function, *arrays):
   return jax.jit(function)(*arrays)
 
 
-def searched(variant, rule, data, **knobs):
+def searched(variant, rule, data):
   """[(low, high, steps, met)] of the rule for each minibatch."""
   stacked = jax.tree.map(lambda *xs: np.stack(xs, 1), *data)
-  found = variant(jax.vmap(bound(rule, **knobs), in_axes=1), *stacked)
-  assert rule is clip.balanced or (found.dual == 3).all()
+  found = variant(jax.vmap(bound(rule), in_axes=1), *stacked)
+  assert rule.rule == 'balanced' or (found.dual == 3).all()
   fields = (found.low, found.high, found.search_steps, found.target_met)
   return list(zip(*map(np.asarray, fields), strict=True))
 
@@ -85,7 +84,7 @@ def test_balanced_is_algorithm_1_to_the_last_bit(contribution, weight, order):
       making.exact_tokens(i, negative=rng.uniform(0.4, 0.7)) for i in range(MINIBATCHES)
     ]
     loop = [oracles.algorithm_1(*minibatch, **knobs) for minibatch in data]
-    assert searched(jitted, clip.balanced, data, **knobs) == loop
+    assert searched(jitted, clip.Balanced(**knobs), data) == loop
     seen |= {(steps > 0, met) for _, _, steps, met in loop}
   # The minibatches cover every outcome: idle, moved and met, exhausted.
   assert seen == {(False, True), (True, True), (True, False)}
@@ -97,7 +96,9 @@ def test_recipe_is_the_public_loop(variant):
     data = [making.exact_tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
     data = [(r, b) for r, b in data if (b.adv_B != 0).any()]
     loop = [oracles.public_recipe(*minibatch, t=t, **knobs) for minibatch in data]
-    found = searched(variant, clip.recipe, data, positive_to_negative=t, **knobs)
+    settings = clip.PublicCode(positive_to_negative=t, **knobs)
+    rule = type('Recipe', (clip.Recipe,), {'settings': settings})()
+    found = searched(variant, rule, data)
     assert found == loop and len({steps for _, _, steps, _ in loop}) > 3
 
 
@@ -132,7 +133,7 @@ def test_continuous_is_the_crossing_found_by_sorting(seed, variant):
   batch = making.batch(rng.normal(-0.2, 1, 16), rng.random((16, 8)) < 0.9)
   knobs = dict(target=0.42 + 0.004 * seed, low=(0.5, 0.95), high=(1.1, 3.0))
   low, high = oracles.crossing(ratio_BT, batch, **knobs)
-  rule = bound(clip.balanced, resolution='continuous', **knobs)
+  rule = bound(clip.Balanced(resolution='continuous', **knobs))
   found = variant(rule, ratio_BT, batch)
   assert bool(found.target_met) == (low is not None)
   expected = (low, high) if found.target_met else (0.95, 3.0)
@@ -198,6 +199,6 @@ def test_odd_ratios_leave_bounds_that_are_numbers(odd, where, contribution, weig
 def test_no_gradient_is_needed_through_bounds():
   # Bounds are found by comparisons: their derivative is 0 and never nan.
   ratio_BT, batch = making.exact_tokens(0)
-  rule = bound(clip.balanced, **PAPER)
+  rule = bound(clip.Balanced(**PAPER))
   slope_BT = jax.grad(lambda r: rule(r, batch).high)(jnp.asarray(ratio_BT))
   np.testing.assert_array_equal(slope_BT, 0)

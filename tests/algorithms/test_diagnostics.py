@@ -11,6 +11,8 @@ import pytest
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.types import Bounds, TokenStats
 
+LOSSES = loss.LossRule.rules.at_defaults()
+
 BOUNDS = Bounds(
   *map(jnp.float32, (0.75, 1.5, 9, math.inf, 0.5, 1.25)),
   search_steps=jnp.int32(2),
@@ -22,7 +24,7 @@ COVARIANCE = 0.25  # of every token
 
 
 def diagnose(
-  logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.clipped, aggregate='token'
+  logp_BT, entropy_BT, batch, bounds=BOUNDS, rule=loss.Clipped(), aggregate='token'
 ):
   logp_BT = jnp.asarray(logp_BT)
   stats = TokenStats(logp_BT, entropy_BT, jnp.full_like(logp_BT, COVARIANCE))
@@ -131,12 +133,12 @@ def test_bounds_of_their_own_for_some_rows():
   np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=making.RTOL)
 
 
-@pytest.mark.parametrize('rule', loss.RULES)
+@pytest.mark.parametrize('rule', LOSSES)
 def test_cut_is_where_the_gradient_is_zero(rule):
   logp_BT, batch = making.mixed_tokens(seed=1)
   narrow = BOUNDS._replace(low=jnp.float32(0.95), high=jnp.float32(1.05))
-  metrics = diagnose(logp_BT, 0 * logp_BT, batch, narrow, loss.RULES[rule])
-  weight_BT = loss.weights(loss.RULES[rule], jnp.asarray(logp_BT), batch, narrow)
+  metrics = diagnose(logp_BT, 0 * logp_BT, batch, narrow, LOSSES[rule])
+  weight_BT = loss.weights(LOSSES[rule], jnp.asarray(logp_BT), batch, narrow)
   weight_BT = np.asarray(weight_BT)
   teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
   cut = (teaches_BT & (weight_BT == 0)).sum() / batch.loss_mask_BT.sum()
@@ -146,13 +148,13 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   np.testing.assert_allclose(metrics['clip/share'], positive, rtol=1e-5)
 
 
-@pytest.mark.parametrize('rule', loss.RULES)
+@pytest.mark.parametrize('rule', LOSSES)
 def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
   # 0 would be a share: that of a minibatch whose tokens are all pushed down.
   logp_BT, batch = making.mixed_tokens()
   for adv, expected in ((0.0, np.nan), (-1.0, 0.0)):
     flat = batch._replace(adv_B=np.full_like(batch.adv_B, adv))
-    metrics = diagnose(logp_BT, -logp_BT, flat, rule=loss.RULES[rule])
+    metrics = diagnose(logp_BT, -logp_BT, flat, rule=LOSSES[rule])
     shares = [name for name in metrics if 'share' in name] + ['advantage/positive']
     assert len(shares) == 5
     for name in shares:
@@ -262,9 +264,7 @@ def test_the_surrogate_share_is_of_the_ratio_that_the_rule_clips(rule):
   )
   # Geometric means 2 and sqrt(1/2); clamped to 1.5 and 0.75.
   P, N = {'sequence': (3, 1.5), 'decoupled': (2.5, 1.75)}[rule]
-  metrics = diagnose(
-    np.float32(log_r_BT), np.zeros((2, 2)), batch, rule=loss.RULES[rule]
-  )
+  metrics = diagnose(np.float32(log_r_BT), np.zeros((2, 2)), batch, rule=LOSSES[rule])
   np.testing.assert_allclose(metrics['clip/surrogate_share'], P / (P + N), rtol=1e-5)
 
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import clip, loss, masks
-from bapo_jax.algorithms.knobs import FixedClip
 from tests import making
+
+LOSSES = loss.LossRule.rules.at_defaults()
+MASKS = masks.MaskRule.rules.at_defaults()
 
 # Multiples of 1/8, so that log-ratios are exact differences in float32.
 LOG_R = np.asarray(
@@ -83,6 +85,15 @@ def sequence(t):
   return t.surrogate(np.repeat(t.log_r.mean(1, keepdims=True), T, 1))
 
 
+def gmpo(t):
+  with np.errstate(divide='ignore'):
+    low, high = np.log([t.low, t.high])
+  up = t.adv > 0
+  clipped = np.where(up, np.minimum(t.log_r, high), np.maximum(t.log_r, low))
+  gain = np.exp(clipped.mean(1, keepdims=True)) * t.adv
+  return gain, np.where(clipped == t.log_r, gain, 0)
+
+
 def weighted(t, weight):
   return weight * t.adv * t.logp, weight * t.adv
 
@@ -142,6 +153,7 @@ KNOBS = [
   (decoupled, {'beyond_cap': 'mask'}),
   (decoupled, {'cap': math.inf}),
   (sequence, {}),
+  (gmpo, {}),
   (cispo, {}),
   (tis, {}),
   (tis, {'cap': math.inf}),
@@ -156,7 +168,7 @@ BOUNDS = [(0.8, 1.2, math.inf), (0.8, 1.2, 3.0), (0.0, math.inf, math.inf)]
 
 
 def test_every_rule_is_here():
-  assert {oracle.__name__ for oracle, _ in KNOBS} == set(loss.RULES)
+  assert {oracle.__name__ for oracle, _ in KNOBS} == set(LOSSES)
 
 
 @pytest.mark.parametrize('bounds', BOUNDS, ids=str)
@@ -165,9 +177,9 @@ def test_every_rule_is_here():
 )
 def test_what_float32_can_represent_is_right(oracle, knobs, bounds):
   logp_BT, batch = made()
-  rule = making.bound(loss.RULES[oracle.__name__], **knobs)
+  rule = loss.LossRule.rules.names[oracle.__name__](**knobs)
   low, high, dual = bounds
-  limits = clip.fixed(logp_BT, batch, None, FixedClip(low=low, high=high, dual=dual))
+  limits = clip.constant(low, high, dual)
   gain_BT, _ = loss.gain(rule, logp_BT, batch, lambda _: limits)
   weight_BT = loss.weights(rule, logp_BT, batch, limits)
 
@@ -206,10 +218,10 @@ def test_a_penalty_that_float32_can_represent_is_right(direction):
   close(slope_BT, slope, fits_BT, rounding=1e-7)  # a difference of numbers near 1
 
 
-SEARCHED = clip.balanced, clip.recipe, clip.dcpo
-CASES = [(name, clip.unclipped, 'none') for name in loss.RULES]
+SEARCHED = clip.Balanced(), clip.Recipe(), clip.Dcpo()
+CASES = [(name, clip.Unclipped(), 'none') for name in LOSSES]
 CASES += [('clipped', rule, 'none') for rule in SEARCHED]
-CASES += [('clipped', clip.fixed, name) for name in masks.RULES]
+CASES += [('clipped', clip.Fixed(), name) for name in MASKS]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +230,7 @@ CASES += [('clipped', clip.fixed, name) for name in masks.RULES]
   ids=lambda x: getattr(x, '__name__', str(x)),
 )
 def test_rows_without_an_advantage_move_no_other_row(loss_rule, clip_rule, mask_rule):
-  rules = loss.RULES[loss_rule], clip_rule, masks.RULES[mask_rule]
+  rules = LOSSES[loss_rule], clip_rule, MASKS[mask_rule]
   logp_BT, batch = making.mixed_tokens()
   batch = batch._replace(adv_B=np.where(np.arange(8) < 2, 0, batch.adv_B))
   far_BT = np.where(batch.adv_B[:, None] == 0, logp_BT - 200, batch.behavior_logp_BT)

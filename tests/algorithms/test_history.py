@@ -60,7 +60,7 @@ def threshold_rule(rule, shares):
   floats = jax.tree.map(float, dict(shares))
   if rule == 'fixed':
     floats = {'hard': floats['hard'], 'reusable': (floats['low'], floats['high'])}
-  return making.bound(replay_buffer.THRESHOLD_RULES[rule], **floats)
+  return replay_buffer.ThresholdRule.rules.names[rule](**floats)
 
 
 def eighths(*numbers):
@@ -130,7 +130,7 @@ MANY = Pool((0.0, 0.05, 0.05, 0.2, 0.2, 0.5, 0.5, 0.8, 1.0) * 2, 0.3, 7, 10)
 
 # Whole numbers, whatever the compiler does with them: it need not take its time.
 jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-adapted = jit(batch_rules.adapted, static_argnums=5)
+adapted = jit(batch_rules.Adapted(), static_argnums=5)
 draw = jit(replay_buffer.draw, static_argnums=1)
 STATIC = ('thresholds', 'max_off_policy_steps', 'max_reuse', 'hard_order')
 insert = jit(replay_buffer.insert, static_argnames=STATIC)

@@ -11,6 +11,8 @@ import pytest
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.types import Bounds
 
+LOSSES = loss.LossRule.rules.at_defaults()
+
 
 def bounds(low=0.75, high=1.5, cap=math.inf, dual=math.inf) -> Bounds:
   values = (jnp.float32(x) for x in (low, high, cap, dual, low, high))
@@ -53,7 +55,7 @@ def gain_and_slope(rule, logp_BT, batch, given):
   ],
 )
 def test_clipped_golden(ratio, adv, gain, slope):
-  found = gain_and_slope(loss.clipped, *one(ratio, adv), bounds(dual=3.0))
+  found = gain_and_slope(loss.Clipped(), *one(ratio, adv), bounds(dual=3.0))
   np.testing.assert_allclose(found, (gain, slope), rtol=making.RTOL)
 
 
@@ -68,14 +70,16 @@ def test_a_token_at_its_bound_is_cut(ratio, adv):
     given = bounds(high=ratio)
   else:
     given = bounds(low=ratio) if ratio < 1 else bounds(dual=ratio)
-  slope_BT = loss.weights(loss.clipped, logp_BT, batch, given)
+  slope_BT = loss.weights(loss.Clipped(), logp_BT, batch, given)
   assert slope_BT[0, 0] == 0
 
 
 def test_cispo_has_no_dual_clip():
   # A ratio of 4 is beyond a dual bound of 3: `clipped` cuts the token.
   given = one(4.0, -1.0)
-  found = [gain_and_slope(loss.cispo, *given, bounds(dual=x)) for x in (3.0, math.inf)]
+  found = [
+    gain_and_slope(loss.Cispo(), *given, bounds(dual=x)) for x in (3.0, math.inf)
+  ]
   assert found[0] == found[1] and found[0][1] != 0
 
 
@@ -83,22 +87,24 @@ def test_ratios_that_overflow_are_limited_or_cut():
   # exp(20) at most, and no gradient beyond; without it the ratio overflows.
   logp_BT, batch = one(1.0, -1.0)
   far_BT = logp_BT + 200
-  rule = making.bound(loss.clipped, limit=20.0)
+  rule = loss.Clipped(limit=20.0)
   gain_BT, _ = rule(far_BT, batch, lambda _: bounds())
   # log r is a difference of numbers around 200: its rounding is that of exp(20).
   np.testing.assert_allclose(gain_BT, -np.exp(20), rtol=64 * making.RTOL)
   assert loss.weights(rule, far_BT, batch, bounds())[0, 0] == 0
-  assert loss.clipped(far_BT, batch, lambda _: bounds())[0][0, 0] == -np.inf
+  assert loss.Clipped()(far_BT, batch, lambda _: bounds())[0][0, 0] == -np.inf
   # A ratio that overflows and is cut has no gradient.
   for adv, given in ((1.0, bounds()), (-1.0, bounds(dual=3.0))):
     cut = batch._replace(adv_B=np.float32([adv]))
-    assert np.isfinite(loss.clipped(far_BT, cut, lambda _, given=given: given)[0]).all()
-    assert loss.weights(loss.clipped, far_BT, cut, given)[0, 0] == 0
+    assert np.isfinite(
+      loss.Clipped()(far_BT, cut, lambda _, given=given: given)[0]
+    ).all()
+    assert loss.weights(loss.Clipped(), far_BT, cut, given)[0, 0] == 0
 
 
 def test_nan_is_not_hidden():
   logp_BT, batch = one(1.0, 1.0)
-  for rule in loss.RULES.values():
+  for rule in LOSSES.values():
     gain_BT, _ = rule(logp_BT * np.nan, batch, lambda _: bounds())
     assert np.isnan(gain_BT).all()
 
@@ -107,12 +113,12 @@ def test_reused_rows_may_have_a_cap_of_their_own():
   ratios = {}
   for source in range(3):
     data = one(1.4, 1.0, source_B=[source])
-    ratios[source] = gain_and_slope(loss.clipped, *data, bounds(cap=1.1))
+    ratios[source] = gain_and_slope(loss.Clipped(), *data, bounds(cap=1.1))
   np.testing.assert_allclose(ratios[0], (1.4, 1.0), rtol=making.RTOL)
   assert ratios[1] == ratios[0]
   np.testing.assert_allclose(ratios[2], (1.1, 0.0), rtol=making.RTOL)
   # The cap lowers a bound and never raises it.
-  found = gain_and_slope(loss.clipped, *one(2.0, 1.0, source_B=[2]), bounds(cap=9.0))
+  found = gain_and_slope(loss.Clipped(), *one(2.0, 1.0, source_B=[2]), bounds(cap=9.0))
   assert found == (1.5, 0.0)
 
 
@@ -131,7 +137,7 @@ def test_reused_rows_may_have_a_cap_of_their_own():
 )
 def test_decoupled_golden(ratio, prox, knobs, expected):
   data = one(ratio, 1.0, prox_BT=np.log([[prox]]) - 2)
-  found = gain_and_slope(making.bound(loss.decoupled, **knobs), *data, bounds())
+  found = gain_and_slope(loss.Decoupled(**knobs), *data, bounds())
   np.testing.assert_allclose(found, expected, rtol=making.RTOL)
 
 
@@ -162,12 +168,12 @@ def test_sequence_golden():
   # A > 0; for A < 0 each token's gradient is s A. A masked third token does not count.
   logp_BT = np.log([[4.0, 1.0, 7.0]] * 2).astype(np.float32)
   batch = making.batch([1, -1], [[1, 1, 0]] * 2)
-  gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
+  gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
   np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=making.RTOL)
-  slope_BT = loss.weights(loss.sequence, jnp.asarray(logp_BT), batch, bounds())
+  slope_BT = loss.weights(loss.SequenceRatio(), jnp.asarray(logp_BT), batch, bounds())
   np.testing.assert_allclose(slope_BT, [[0, 0, 0], [-2, -2, 0]], rtol=making.RTOL)
   seen = []
-  loss.sequence(logp_BT, batch, lambda r: seen.append(r) or bounds())
+  loss.SequenceRatio()(logp_BT, batch, lambda r: seen.append(r) or bounds())
   np.testing.assert_allclose(seen[0], [[2, 2, 1]] * 2, rtol=making.RTOL)
 
 
@@ -185,10 +191,48 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
     return gain_B.mean()
 
   def ours(logp_BT):
-    gain_BT, _ = loss.sequence(logp_BT, batch, lambda _: bounds())
+    gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
     return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
 
   logp_BT = jnp.asarray(logp_BT)
+  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+
+
+def test_gmpo_golden():
+  # Ratios 4 and 1/4. For A > 0 the first is clipped at 2.25: s = sqrt(2.25 / 4) = .75,
+  # and only the second has a gradient. For A < 0 the second is clipped at 1: s = 2. A
+  # masked third token does not count.
+  logp_BT = jnp.log(jnp.float32([[4.0, 0.25, 7.0]] * 2))
+  batch = making.batch([2, -1], [[1, 1, 0]] * 2)
+  given = bounds(low=1.0, high=2.25, dual=1.5)  # it has no dual clip
+  gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: given)
+  np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=making.RTOL)
+  slope_BT = loss.weights(loss.Gmpo(), logp_BT, batch, given)
+  np.testing.assert_allclose(slope_BT, [[0, 1.5, 0], [-2, 0, 0]], rtol=making.RTOL)
+
+
+def test_gmpo_is_the_gradient_of_the_papers_objective():
+  # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over responses.
+  logp_BT, batch = making.mixed_tokens()
+  low, high = np.exp([-0.4, 0.4])
+
+  def paper(logp_BT):
+    mask_BT, adv_B1 = batch.loss_mask_BT, batch.adv_B[:, None]
+    r_BT = jnp.exp(logp_BT - batch.behavior_logp_BT)
+    least_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, low, high) * adv_B1)
+    least_BT = jnp.where(mask_BT & (adv_B1 != 0), jnp.abs(least_BT), 1)
+    mean_B = jnp.prod(least_BT, 1) ** (1 / mask_BT.sum(1))
+    return (jnp.sign(batch.adv_B) * mean_B).mean()
+
+  def ours(logp_BT):
+    gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: bounds(low, high))
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  weight_BT = loss.weights(loss.Gmpo(), logp_BT, batch, bounds(low, high))
+  teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  assert 0.1 < (np.asarray(weight_BT)[teaches_BT] == 0).mean() < 0.9
   making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
@@ -197,14 +241,14 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
   ('rule', 'ratio', 'adv', 'weight'),
   [
     # CISPO: weights 1.5 (clipped from 2), 0.75 (from 0.5), for either sign of A.
-    (loss.cispo, 2.0, 1.0, 1.5),
-    (loss.cispo, 0.5, 1.0, 0.75),
-    (loss.cispo, 2.0, -2.0, 1.5),
-    (loss.cispo, 1.25, -2.0, 1.25),
+    (loss.Cispo(), 2.0, 1.0, 1.5),
+    (loss.Cispo(), 0.5, 1.0, 0.75),
+    (loss.Cispo(), 2.0, -2.0, 1.5),
+    (loss.Cispo(), 1.25, -2.0, 1.25),
     # TIS truncates at 2, and above only.
-    (loss.tis, 3.0, -1.0, 2.0),
-    (loss.tis, 0.5, 1.0, 0.5),
-    (loss.reinforce, 3.0, -1.0, 1.0),
+    (loss.Tis(), 3.0, -1.0, 2.0),
+    (loss.Tis(), 0.5, 1.0, 0.5),
+    (loss.Reinforce(), 3.0, -1.0, 1.0),
   ],
 )
 def test_rules_that_weigh_log_pi_golden(rule, ratio, adv, weight):
@@ -234,19 +278,19 @@ def test_rules_that_weigh_log_pi_golden(rule, ratio, adv, weight):
 )
 def test_sapo_golden(ratio, adv, gain, weight):
   logp_BT, batch = one(ratio, adv)
-  gain_BT, _ = loss.sapo(logp_BT, batch, lambda _: bounds())
+  gain_BT, _ = loss.Sapo()(logp_BT, batch, lambda _: bounds())
   np.testing.assert_allclose(gain_BT, [[gain]], rtol=making.RTOL)
-  slope_BT = loss.weights(loss.sapo, logp_BT, batch, bounds())
+  slope_BT = loss.weights(loss.Sapo(), logp_BT, batch, bounds())
   np.testing.assert_allclose(slope_BT, [[weight]], rtol=making.RTOL)
   for far in (30, 200):  # a saturated gate has no gradient; r = e^200 overflows
-    assert loss.weights(loss.sapo, logp_BT + far, batch, bounds()) == 0
+    assert loss.weights(loss.Sapo(), logp_BT + far, batch, bounds()) == 0
 
 
 def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
   _, batch = making.mixed_tokens()
   batch = batch._replace(prox_BT=batch.behavior_logp_BT)
   expected_BT = np.where(batch.loss_mask_BT, batch.adv_B[:, None], 0)
-  for name, rule in loss.RULES.items():
+  for name, rule in LOSSES.items():
     weights_BT = loss.weights(
       rule, jnp.asarray(batch.behavior_logp_BT), batch, bounds()
     )
@@ -254,7 +298,7 @@ def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
 
 
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
-@pytest.mark.parametrize('rule', loss.RULES)
+@pytest.mark.parametrize('rule', LOSSES)
 def test_what_is_outside_the_mask_does_not_matter(rule, junk):
   logp_BT, batch = making.mixed_tokens()
   junk_BT = np.where(batch.loss_mask_BT, logp_BT, np.float32(junk))
@@ -262,8 +306,8 @@ def test_what_is_outside_the_mask_does_not_matter(rule, junk):
     old_BT = np.where(batch.loss_mask_BT, getattr(batch, name), np.float32(junk))
     batch = batch._replace(**{name: old_BT})
   given = bounds()
-  gain_BT, _ = loss.RULES[rule](junk_BT, batch, lambda _: given)
-  weights_BT = loss.weights(loss.RULES[rule], jnp.asarray(junk_BT), batch, given)
+  gain_BT, _ = LOSSES[rule](junk_BT, batch, lambda _: given)
+  weights_BT = loss.weights(LOSSES[rule], jnp.asarray(junk_BT), batch, given)
   for found_BT in (gain_BT, weights_BT):
     assert np.isfinite(found_BT).all()
     np.testing.assert_array_equal(np.asarray(found_BT)[~batch.loss_mask_BT], 0)

@@ -1,7 +1,5 @@
 """The buffer by hand: what is filed, expires, is drawn; histories: test_history.py."""
 
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -10,11 +8,12 @@ import pytest
 
 from bapo_jax import types
 from bapo_jax.algorithms import replay_buffer
+from bapo_jax.algorithms.replay_buffer import FixedThresholds, MovingThresholds
 
 G, T = 8, 3
 
 
-def insert(buffer, fresh, now, reevaluated=None, thresholds=replay_buffer.fixed):
+def insert(buffer, fresh, now, reevaluated=None, thresholds=FixedThresholds()):
   """(buffer, counts) after a step whose batch was the fresh groups."""
   _, G, T = fresh.tokens_PGT.shape
   reevaluated = reevaluated or types.empty_groups(0, G, T)
@@ -22,11 +21,6 @@ def insert(buffer, fresh, now, reevaluated=None, thresholds=replay_buffer.fixed)
   groups, limits = (fresh, reevaluated, fresh), {'max_off_policy_steps': 3}
   limits |= {'max_reuse': 9, 'thresholds': thresholds}
   return replay_buffer.insert(buffer, *groups, source_P, now, **limits)
-
-
-@functools.cache
-def fixed(c1, c2, c3):
-  return making.bound(replay_buffer.fixed, hard=c1, reusable=(c2, c3))
 
 
 def live(groups):
@@ -57,7 +51,7 @@ def test_insert_golden():
 def test_thresholds_count_responses_and_not_floats():
   # 1/49 of 49 responses is one, though the floats say 0.9999999999999999.
   tried = making.groups([0], [1], [0], G=49)
-  narrow = fixed(1 / 49, 1 / 49, 1 / 49)
+  narrow = FixedThresholds(hard=1 / 49, reusable=(1 / 49, 1 / 49))
   buffer = replay_buffer.init(1, 49, T, narrow)
   buffer, _ = insert(buffer, tried, 0, thresholds=narrow)
   assert live(buffer.hard) == live(buffer.reusable) == [(0, 0)]
@@ -79,7 +73,7 @@ def test_a_problem_that_stays_hard_does_not_displace_newer_ones():
 @pytest.mark.parametrize('seated', [True, False])
 def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
   # Reusable is 4 of 8: neither 2 nor 7. The group itself is what must not be lost.
-  narrow = fixed(1 / 8, 4 / 8, 4 / 8)
+  narrow = FixedThresholds(hard=1 / 8, reusable=(4 / 8, 4 / 8))
   buffer = replay_buffer.init(2, G, T, narrow)
   buffer, _ = insert(buffer, making.groups([5], [0], [0]), 0, thresholds=narrow)
   again = making.groups([5], [k], [1], seed=7)
@@ -103,8 +97,8 @@ def test_a_promoted_group_without_a_seat_waits_in_the_reusable_part(k, seated):
   rate=st.floats(0, 1, width=32),
 )
 def test_a_solved_problem_is_never_hard_whatever_the_float(G, c1, rate):
-  for rule in (replay_buffer.fixed, replay_buffer.moving):
-    hard_max = int(making.bound(rule, hard=c1)(jnp.float32(rate), G).hard_max)
+  for rule in (FixedThresholds, MovingThresholds):
+    hard_max = int(rule(hard=c1)(jnp.float32(rate), G).hard_max)
     # Within one response of the fraction, and never all G.
     assert hard_max <= G - 1
     assert c1 * G - 1.01 <= hard_max <= c1 * G + 0.01
@@ -112,10 +106,8 @@ def test_a_solved_problem_is_never_hard_whatever_the_float(G, c1, rate):
 
 def test_eq_8_moves_the_band_and_not_what_is_hard():
   # The paper's code: c = high - (high - low) * rate falls; its printed formula rises.
-  falling = [replay_buffer.moving(jnp.float32(r), 8) for r in (0, 0.5, 1)]
+  falling = [MovingThresholds()(jnp.float32(r), 8) for r in (0, 0.5, 1)]
   assert [tuple(map(int, t)) for t in falling] == [(1, 3, 7), (1, 2, 6), (1, 1, 5)]
   ends = {'low': (1 / 8, 3 / 8), 'high': (5 / 8, 7 / 8)}
-  rising = [
-    making.bound(replay_buffer.moving, **ends)(jnp.float32(r), 8) for r in (0, 0.5, 1)
-  ]
+  rising = [MovingThresholds(**ends)(jnp.float32(r), 8) for r in (0, 0.5, 1)]
   assert [tuple(map(int, t)) for t in rising] == [(1, 1, 5), (1, 2, 6), (1, 3, 7)]

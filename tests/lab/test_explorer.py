@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,15 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax import knobs as knobs_lib
 from bapo_jax import own_code
-from bapo_jax.algorithms import bound_search, clip, knobs, loss, masks
-from bapo_jax.algorithms.knobs import ClipConfig, LossConfig, MaskConfig
-from bapo_jax.training import rules
+from bapo_jax.algorithms import bound_search, clip, loss
+from bapo_jax.methods import METHODS
+from bapo_jax.training import refusals
+from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
 
 SETTINGS, POINTS = 16, 40  # per loss rule and per setting
-CLOSE = {'rtol': 1e-6, 'atol': 1e-6}
+RULES = {part: list(base.rules.names) for part, base in explorer.PARTS.items()}
 DESCRIBED = explorer.knobs_of() | {
   'stale': {'value': 1.0, 'slider': (0.0, 4.0, 0.05)},
   'moved': {'value': 0.0, 'slider': (0.0, 1.0, 0.05)},
@@ -38,6 +37,13 @@ COMPUTE = """
     points: points.map(([r, p, adv]) => at(r, p, adv)) };
   return JSON.stringify(found, (_, x) => (x === Infinity ? 'inf' : x));
 })
+"""
+SLIDE = """
+(name, value) => {
+  const slider = document.querySelector(`[data-knob="${name}"] input[type=range]`);
+  slider.value = value;
+  slider.dispatchEvent(new Event('input', { bubbles: true }));
+}
 """
 
 
@@ -58,22 +64,30 @@ def _infinite(found):
   return {name: math.inf if x == 'inf' else x for name, x in found.items()}
 
 
-def sections(values):
-  """The validated sections (loss, clip, mask) of flat knobs."""
-  nested = {'loss': {}, 'clip': {}, 'mask': {}}
-  for name, value in values.items():
-    slot, *path = name.split('.')
-    if slot not in nested:
-      continue
-    section = nested[slot]
-    for key in path[:-1]:
-      section = section.setdefault(key, {})
-    section[path[-1]] = tuple(value) if isinstance(value, list) else value
-  return (
-    knobs_lib.validate(LossConfig, nested['loss']),
-    knobs_lib.validate(ClipConfig, nested['clip']),
-    knobs_lib.validate(MaskConfig, nested['mask']),
-  )
+def close(found, wanted, case, names=None, **tolerance):
+  tolerance = {'rtol': 1e-6, 'atol': 1e-6} | tolerance
+  for name in names or wanted:
+    told = f'{name} of {case["knobs"]}'
+    np.testing.assert_allclose(found[name], wanted[name], **tolerance, err_msg=told)
+
+
+def rules_of(values):
+  """Returns part -> rule with the knobs of the page's settings."""
+  rules = {}
+  for part, base in explorer.PARTS.items():
+    rule = values.get(f'{part}.rule', base.rules.default)
+    knobs = {'rule': rule}
+    for name, value in values.items():
+      prefix, _, knob = name.rpartition('.')
+      if prefix in (part, f'{part}.{rule}'):
+        knobs[knob] = tuple(value) if isinstance(value, list) else value
+    rules[part] = base.rules.validate(knobs)
+  return rules
+
+
+def refused(values):
+  config = Config().model_copy(update=rules_of(values))
+  return next(refusals.of_config(config), '')
 
 
 def drawn_position(rng, knob):
@@ -101,34 +115,19 @@ def drawn_setting(rng, rule, bounds, mask):
     }
     values |= {'loss.rule': rule, 'clip.rule': bounds, 'mask.rule': mask}
     if rng.random() < 0.5 and bounds == 'balanced':  # near the share of the batch
-      values['clip.target'] = rng.integers(440, 480) / 1000
+      values['clip.balanced.target'] = rng.integers(440, 480) / 1000
     try:
-      objective, chosen, _ = sections(values)
-      knobs.check_clip(chosen, objective)
-    except ValueError:
+      if not refused(values):
+        return values
+    except ValueError:  # a range and its step do not fit
       continue
-    return values
   raise AssertionError(f'no slider positions fit {rule}, {bounds} and {mask}')
-
-
-def pairs_of(rule):
-  """The clip rules that a run accepts beside a loss rule."""
-  accepted = []
-  for bounds in clip.RULES:
-    try:
-      knobs.check_clip(ClipConfig(rule=bounds), LossConfig(rule=rule))
-    except ValueError:
-      continue
-    accepted.append(bounds)
-  return accepted
 
 
 def expected(values, points):
   """Returns the results of the JAX rules for the recorded batch and single tokens."""
-  objective, chosen, masking = sections(values)
-  rule = rules.bind_rule(loss.RULES, objective)
-  bound = rules.bind_rule(clip.RULES, chosen)
-  mask = rules.bind_rule(masks.RULES, masking)
+  rules = rules_of(values)
+  rule, bound, mask = (rules[part] for part in ('loss', 'clip', 'mask'))
   logp_BT, batch = (
     jax.tree.map(lambda x: x.astype(float) if x.dtype == jnp.float32 else x, tree)
     for tree in rule_curves.recorded(explorer.BATCH)
@@ -138,7 +137,7 @@ def expected(values, points):
     batch.loss_mask_BT, old_BT + values['stale'] * (logp_BT - old_BT), 0
   )
   batch = batch._replace(prox_BT=old_BT + values['moved'] * (logp_BT - old_BT))
-  scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, 64)
+  scale_B = loss.row_scale(batch.loss_mask_BT, rule.aggregate, 64)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   find = loss.finder((rule, bound, mask), logp_BT, batch, scale_B)
   _, bounds = rule(logp_BT, batch, find)
@@ -148,10 +147,10 @@ def expected(values, points):
   ratio, probability, adv = np.asarray(points).T
   tokens = rule_curves.single(ratio, probability, adv, values['moved'])
   keep_BT = mask(*tokens)
-  if masking.rule == 'm2po':
+  if mask.rule == 'm2po':
     keep_BT = kept_beside(mask, (logp_BT, batch), tokens)
   alone = bounds._replace(keep_BT=keep_BT)
-  by_token = values['clip.rule'] == 'dcpo'
+  by_token = bound.rule == 'dcpo'
   if by_token:
     alone = bound(alone.dual, tokens[1], None)._replace(keep_BT=alone.keep_BT)
   return {
@@ -168,22 +167,32 @@ def expected(values, points):
   }
 
 
+def added_row(recorded, logp, old, adv):
+  """Returns a recorded batch with one more response, of one token."""
+  logp_BT, batch = recorded
+  row_T = jnp.arange(logp_BT.shape[1]) == 0
+  more = batch._replace(
+    tokens_BT=jnp.vstack([batch.tokens_BT, row_T.astype(int)]),
+    loss_mask_BT=jnp.vstack([batch.loss_mask_BT, row_T]),
+    behavior_logp_BT=jnp.vstack([batch.behavior_logp_BT, row_T * old]),
+    prox_BT=jnp.vstack([batch.prox_BT, row_T * old]),
+    adv_B=jnp.append(batch.adv_B, adv),
+    source_B=jnp.append(batch.source_B, 0),
+    on_policy_BT=jnp.vstack([batch.on_policy_BT, row_T & False]),
+  )
+  return jnp.vstack([logp_BT, row_T * logp]), more
+
+
 def kept_beside(mask, recorded, tokens):
   """Whether a mask keeps each token [N, 1] as one more row of a recorded batch."""
-  (logp_BT, batch), (logp_N1, alone) = recorded, tokens
-  pad = [(0, 0), (0, logp_BT.shape[1] - 1)]
+  logp_N1, alone = tokens
 
-  def keep(logp_T, here_T, old_T, adv):
-    more = batch._replace(
-      loss_mask_BT=jnp.vstack([batch.loss_mask_BT, here_T]),
-      behavior_logp_BT=jnp.vstack([batch.behavior_logp_BT, old_T]),
-      adv_B=jnp.append(batch.adv_B, adv),
-    )
-    return mask(jnp.vstack([logp_BT, logp_T]), more)[-1, 0]
+  def keep(logp, old, adv):
+    return mask(*added_row(recorded, logp, old, adv))[-1, 0]
 
-  rows = (logp_N1, alone.loss_mask_BT, alone.behavior_logp_BT)
-  keep_N = jax.vmap(keep)(*(jnp.pad(x, pad) for x in rows), alone.adv_B)
-  return keep_N[:, None]
+  return jax.vmap(keep)(logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_B)[
+    :, None
+  ]
 
 
 def share(weight_BT, adv_B):
@@ -192,38 +201,37 @@ def share(weight_BT, adv_B):
   return size_BT[np.asarray(adv_B) > 0].sum() / max(size_BT.sum(), 1e-30)
 
 
-@pytest.mark.parametrize('rule', loss.RULES)
+@pytest.mark.parametrize('rule', RULES['loss'])
 def test_the_page_computes_what_the_rules_compute(drawn, rule):
-  rng = np.random.default_rng(sorted(loss.RULES).index(rule))
-  bounds = pairs_of(rule)
+  rng = np.random.default_rng(sorted(RULES['loss']).index(rule))
+  fitting = [
+    x for x in RULES['clip'] if not refused({'loss.rule': rule, 'clip.rule': x})
+  ]
   cases = []
   for i in range(SETTINGS):
     ratio_N = np.exp2(rng.uniform(-3, 3, POINTS))
     sign_N = rng.choice([-1.0, 1.0], POINTS)
     points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
-    mask = list(masks.RULES)[i % len(masks.RULES)]
-    setting = drawn_setting(rng, rule, bounds[i % len(bounds)], mask)
+    bounds, mask = fitting[i % len(fitting)], RULES['mask'][i % len(RULES['mask'])]
+    setting = drawn_setting(rng, rule, bounds, mask)
     cases.append({'knobs': setting, 'points': points.tolist()})
   for case, found in zip(cases, computed(drawn, cases), strict=True):
     with jax.enable_x64(True):
-      wanted = expected(case['knobs'], case['points'])
-    for name, value in wanted.items():
-      told = f'{name} of {case["knobs"]}'
-      np.testing.assert_allclose(found[name], value, **CLOSE, err_msg=told)
+      close(found, expected(case['knobs'], case['points']), case)
 
 
 def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
   # In float32, as a run computes them.
   targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
-  cases = [{'knobs': {'clip.target': target}, 'points': []} for target in targets]
+  cases = [
+    {'knobs': {'clip.balanced.target': target}, 'points': []} for target in targets
+  ]
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
-  ratio_BT = loss.ratio(logp_BT, batch)
   scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+  weigh = loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
   steps = set()
   for target, found in zip(targets, computed(drawn, cases), strict=True):
-    k = knobs.BalancedClip(target=target)
-    wanted = clip.balanced(ratio_BT, batch, weigh, k)
+    wanted = clip.Balanced(target=target)(loss.ratio(logp_BT, batch), batch, weigh)
     assert found['low'] == float(wanted.low) and found['high'] == float(wanted.high)
     assert found['index'] == int(wanted.search_steps)
     assert found['met'] == bool(wanted.target_met)
@@ -241,72 +249,57 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   for contribution, weight in making.KINDS:
     for order, leg in itertools.product(points, range(2)):
       values = dict(contribution=contribution, weight=weight, order=order)
-      k = knobs.BalancedClip(**values, resolution=resolution, low_step=0.005)
-      target = bound_search.share(ratio_BT, batch, *points[order][leg], k)
-      setting = k.model_dump() | {'target': float(target) - 1e-5}
-      setting = {f'clip.balanced.{name}': value for name, value in setting.items()}
-      setting |= {'loss.rule': 'clipped', 'clip.rule': 'balanced'}
-      setting = {name: x for name, x in setting.items() if name in DESCRIBED}
+      k = bound_search.Share(**values)
+      target = float(bound_search.share(ratio_BT, batch, *points[order][leg], k)) - 1e-5
+      values |= {'resolution': resolution, 'low_step': 0.005, 'target': target}
+      setting = {f'clip.balanced.{name}': value for name, value in values.items()}
       cases.append({'knobs': setting | {'stale': 1.0, 'moved': 0.0}, 'points': []})
   found = computed(drawn, cases)
   for case, values in zip(cases, found, strict=True):
     with jax.enable_x64(True):
       wanted = expected(case['knobs'], np.ones((1, 3)))
-    for name in ('low', 'high', 'index', 'met', 'after'):
-      told = f'{name} of {case["knobs"]}'
-      np.testing.assert_allclose(values[name], wanted[name], **CLOSE, err_msg=told)
+    close(values, wanted, case, ('low', 'high', 'index', 'met', 'after'))
   assert len({values['index'] for values in found}) >= 5
 
 
 def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
-  refused = explorer.refusals()
-  assert 'cispo|balanced|token|gradient|one' in refused
+  sentences = explorer.refusals()
+  assert 'cispo|balanced|token|gradient|one' in sentences
   names = ['loss.rule', 'clip.rule', 'loss.aggregate']
-  names += ['clip.contribution', 'clip.weight']
-  some = list(refused)[:: len(refused) // 12]
-  for key in some:
-    values = json.dumps(dict(zip(names, key.split('|'), strict=True)))
-    drawn.evaluate(f'(set({{ ...DEFAULTS, ...{values} }}), 0)')
-    assert drawn.evaluate("byId('refusal').textContent") == refused[key]
-    assert not drawn.evaluate("byId('refusal').hidden")
+  names += ['clip.balanced.contribution', 'clip.balanced.weight']
+  shown = "[byId('refusal').textContent, byId('refusal').hidden]"
+  for key in list(sentences)[:: len(sentences) // 12]:
+    values = dict(zip(names, key.split('|'), strict=True))
+    assert sentences[key] == refused(values)
+    drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(values)} }}), 0)')
+    assert drawn.evaluate(shown) == [sentences[key], False]
   # A range and a step that do not fit are refused like in a run.
-  narrow = {'clip.low': (0.6, 0.62), 'clip.low_step': 0.05}
+  narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
   with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
-    sections(narrow)
+    rules_of(narrow)
   drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
-  assert drawn.evaluate("byId('refusal').textContent") == f'clip.{error.value}'
+  assert drawn.evaluate(shown) == [f'clip.{error.value}', False]
   drawn.evaluate('(set({ ...DEFAULTS }), 0)')
-  assert drawn.evaluate("byId('refusal').hidden")
-
-
-SLIDE = """
-(name, value) => {
-  const slider = document.querySelector(`[data-knob="${name}"] input[type=range]`);
-  slider.value = value;
-  slider.dispatchEvent(new Event('input', { bubbles: true }));
-}
-"""
+  assert drawn.evaluate(shown)[1]
 
 
 def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, fragment='clip.rule=fixed') as page:
     assert page.evaluate("byId('method').value") == 'PPO, GRPO'
-    page.evaluate(f"({SLIDE})('clip.high', 1.28)")
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
     assert page.evaluate("byId('method').value") == 'DAPO (clip-higher)'
     page.evaluate(f"({SLIDE})('stale', 2)")
-    assert page.evaluate('location.hash').split('&') == [
-      '#clip.rule=fixed',
-      'clip.high=1.28',
-      'stale=2',
-    ]
+    address = '#clip.rule=fixed&clip.fixed.high=1.28&stale=2'
+    assert page.evaluate('location.hash') == address
+    # The names of a run's knobs have no rule in them.
     command = '--config.loss.rule=clipped --config.clip.rule=fixed '
     command += '--config.clip.high=1.28'
     spans = "[...byId('command').children].map((x) => x.textContent).join(' ')"
     assert page.evaluate(spans) == command
     # The last position of a slider that may be infinite.
-    page.evaluate(f"({SLIDE})('clip.high', 1e9)")
-    assert 'clip.high=inf' in page.evaluate('location.hash')
-    page.evaluate(f"({SLIDE})('clip.high', 1.28)")
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1e9)")
+    assert 'clip.fixed.high=inf' in page.evaluate('location.hash')
+    page.evaluate(f"({SLIDE})('clip.fixed.high', 1.28)")
     # Over the middle of the axis the ratio is 1; at the right end it is 4.
     hover = """(share) => {
       const svg = byId('weight').querySelector('svg');
@@ -325,20 +318,19 @@ def test_sliders_hover_and_address(browser):
     address = page.evaluate('location.hash.slice(1)')
     assert page.errors == page.requests == []
   with browser.open(explorer.PAGE, fragment=address) as page:
-    assert page.evaluate("knobs['loss.rule']") == 'tis'
-    assert page.evaluate('knobs.stale') == 2
+    assert page.evaluate("[knobs['loss.rule'], knobs.stale]") == ['tis', 2]
 
 
 def test_a_pair_that_need_not_rise_is_not_sorted(browser):
-  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.negative=4,2'
+  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.vespo.negative=4,2'
   with browser.open(explorer.PAGE, fragment=fragment) as page:
     for value in (None, 1, 5):  # of the first number
       if value:
-        page.evaluate(f"({SLIDE})('loss.negative', {value})")
-      assert page.evaluate("knobs['loss.negative']") == [value or 4, 2]
+        page.evaluate(f"({SLIDE})('loss.vespo.negative', {value})")
+      assert page.evaluate("knobs['loss.vespo.negative']") == [value or 4, 2]
     page.evaluate("(set({ 'loss.rule': 'fipo', 'clip.rule': 'fixed' }), 0)")
-    page.evaluate(f"({SLIDE})('loss.limits', 2)")
-    assert page.evaluate("knobs['loss.limits']") == [2, 2]
+    page.evaluate(f"({SLIDE})('loss.fipo.limits', 2)")
+    assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
 
 
 def test_the_knobs_of_a_mask_are_in_sight_and_named(browser):
@@ -376,7 +368,7 @@ OWN = '''
 import jax
 import jax.numpy as jnp
 
-from bapo_jax.algorithms import loss
+from bapo_jax.algorithms import clip, loss
 
 
 def soft(logp_BT, batch, find, *, tau=0.5, floor=0.0, steps=3):
@@ -388,74 +380,15 @@ def soft(logp_BT, batch, find, *, tau=0.5, floor=0.0, steps=3):
 
 def leaky(logp_BT, batch, find, *, slope=0.125):
   """Computes the clipped surrogate with a slope beyond the bounds."""
-  clipped_BT, bounds = loss.clipped(logp_BT, batch, find)
+  clipped_BT, bounds = loss.Clipped()(logp_BT, batch, find)
   r_BT = loss.ratio(logp_BT, batch)
   leak_BT = slope * r_BT * batch.adv_B[:, None]
   return jnp.where(batch.loss_mask_BT, clipped_BT + leak_BT, 0), bounds
-'''
-
-
-@pytest.fixture
-def own(tmp_path):
-  path = tmp_path / 'my.py'
-  path.write_text(OWN)
-  return path
-
-
-@pytest.mark.parametrize('name', ['soft', 'leaky'])
-def test_a_rule_of_yours_is_its_table(browser, own, name):
-  place = f'{own}:{name}'
-  (own.parent / 'my.html').write_text(explorer.page(place))
-  rule = own_code.load(place)
-  recorded = rule_curves.recorded(explorer.BATCH)
-  mask_BT = np.asarray(recorded[1].loss_mask_BT)
-  rng = np.random.default_rng(7)
-  with browser.open(own.parent / 'my.html') as page:
-    assert page.evaluate('document.title') == 'Loss explorer'
-    axes = page.evaluate('DATA.own.axes')
-    names = [axis['name'].rpartition('.')[2] for axis in axes]
-    assert names == {'soft': ['tau', 'floor'], 'leaky': ['slope', 'low', 'high']}[name]
-    assert page.evaluate("knobs['clip.rule']") == (
-      'fixed' if 'low' in names else 'unclipped'
-    )
-    cases = []
-    for _ in range(4):
-      values = {a['name']: a['values'][rng.integers(len(a['values']))] for a in axes}
-      ratio = own_table.RATIOS[rng.integers(97, size=20)]
-      p = rng.choice(own_table.PROBABILITIES, 20)
-      points = np.stack([ratio, p, rng.choice([-1, 1], 20)], 1)
-      cases.append({'knobs': values, 'points': points.tolist()})
-    assert any(case['knobs'] != cases[0]['knobs'] for case in cases)
-    for case, found in zip(cases, computed(page, cases), strict=True):
-      values = {k.rpartition('.')[2]: v for k, v in case['knobs'].items()}
-      ends = [values.pop(name) for name in ('low', 'high') if name in values]
-      bounds = rule_curves.constant(*ends)
-      bound = functools.partial(rule, **values)
-      tokens = rule_curves.single(*np.float32(case['points']).T)
-      wanted = np.stack(rule_curves.curve(bound, *tokens, bounds), 1)
-      np.testing.assert_allclose(found['points'], wanted, **CLOSE)
-      weight_BT = np.asarray(loss.weights(bound, *recorded, bounds))
-      np.testing.assert_allclose(found['weights'], weight_BT[mask_BT], **CLOSE)
-      wanted = share(weight_BT, recorded[1].adv_B)
-      np.testing.assert_allclose(found['after'], wanted, **CLOSE)
-    page.evaluate(f"({SLIDE})('{axes[0]['name']}', 0)")
-    smallest = axes[0]['values'][0]
-    assert page.evaluate(f"knobs['{axes[0]['name']}']") == smallest
-    assert page.errors == page.requests == []
-
-
-CLIP = '''
-"""Clip rules in a file."""
-
-import jax.numpy as jnp
-
-from bapo_jax.algorithms import clip
-from bapo_jax.algorithms.knobs import BalancedClip
 
 
 def goal(ratio_BT, batch, weigh, *, target=0.45):
   """Searches both bounds for a share of the gradient."""
-  return clip.balanced(ratio_BT, batch, weigh, BalancedClip(target=target))
+  return clip.Balanced(target=target)(ratio_BT, batch, weigh)
 
 
 def mask(ratio_BT, batch, weigh, *, far=0.2):
@@ -463,88 +396,135 @@ def mask(ratio_BT, batch, weigh, *, far=0.2):
   moved_BT = jnp.abs(ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
   mean = jnp.where(batch.loss_mask_BT, moved_BT, 0).sum() / batch.loss_mask_BT.sum()
   keep_BT = moved_BT <= far + mean
-  return clip.unclipped(ratio_BT, batch, weigh)._replace(keep_BT=keep_BT)
+  return clip.Unclipped()(ratio_BT, batch, weigh)._replace(keep_BT=keep_BT)
 
 
 def by_token(ratio_BT, batch, weigh):
   """Gives rare tokens more room."""
   high_BT = 1.2 + 0.5 * (1 - jnp.exp(batch.behavior_logp_BT))
-  return clip.fixed(ratio_BT, batch, weigh)._replace(high=high_BT)
+  return clip.Fixed()(ratio_BT, batch, weigh)._replace(high=high_BT)
 '''
+
+
+@pytest.fixture
+def own(tmp_path):
+  """Writes the page of a rule: name -> (page, place)."""
+  path = tmp_path / 'my.py'
+  path.write_text(OWN)
+
+  def write(name):
+    page = tmp_path / 'my.html'
+    page.write_text(explorer.page(f'{path}:{name}'))
+    return page, f'{path}:{name}'
+
+  return write
+
+
+def drawn_points(rng, count):
+  """Random points of the table's grid: (ratio, probability, advantage)."""
+  ratio = rng.choice(own_table.RATIOS, count)
+  p = rng.choice(own_table.PROBABILITIES, count)
+  return np.stack([ratio, p, np.resize([1, -1], count)], 1)
+
+
+def drawn_cases(rng, axes, count, points):
+  cases = []
+  for _ in range(count):
+    values = {name: x[rng.integers(len(x))] for name, x in axes.items()}
+    cases.append({'knobs': values, 'points': drawn_points(rng, points).tolist()})
+  assert any(case['knobs'] != cases[0]['knobs'] for case in cases)
+  return cases
+
+
+def short(values):
+  return {name.rpartition('.')[2]: value for name, value in values.items()}
+
+
+@pytest.mark.parametrize('name', ['soft', 'leaky'])
+def test_a_rule_of_yours_is_its_table(browser, own, name):
+  path, place = own(name)
+  rule = own_code.load(place)
+  recorded = rule_curves.recorded(explorer.BATCH)
+  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+  with browser.open(path) as page:
+    assert page.evaluate('document.title') == 'Loss explorer'
+    axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
+    names = list(short(axes))
+    assert names == {'soft': ['tau', 'floor'], 'leaky': ['slope', 'low', 'high']}[name]
+    assert page.evaluate("knobs['clip.rule']") == (
+      'fixed' if 'low' in names else 'unclipped'
+    )
+    cases = drawn_cases(np.random.default_rng(7), axes, 4, 20)
+    for case, found in zip(cases, computed(page, cases), strict=True):
+      values = short(case['knobs'])
+      ends = [values.pop(name) for name in ('low', 'high') if name in values]
+      bounds = rule_curves.constant(*ends)
+      bound = functools.partial(rule, **values)
+      tokens = rule_curves.single(*np.float32(case['points']).T)
+      weight_BT = np.asarray(loss.weights(bound, *recorded, bounds))
+      wanted = {
+        'points': np.stack(rule_curves.curve(bound, *tokens, bounds), 1),
+        'weights': weight_BT[mask_BT],
+        'after': share(weight_BT, recorded[1].adv_B),
+      }
+      close(found, wanted, case)
+    first, values = next(iter(axes.items()))
+    page.evaluate(f"({SLIDE})('{first}', 0)")
+    assert page.evaluate(f"knobs['{first}']") == values[0]
+    # A run has the knob without its rule.
+    assert f'--config.loss.{names[0]}=' in page.evaluate("byId('command').textContent")
+    assert page.errors == page.requests == []
 
 
 def applied(rule, stale, points):
   """The results of a clip rule beside `clipped`: recorded tokens, and one row more."""
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
   mask_BT, old_BT = batch.loss_mask_BT, batch.behavior_logp_BT
-  logp_BT = jnp.where(mask_BT, old_BT + stale * (logp_BT - old_BT), 0)
+  recorded = jnp.where(mask_BT, old_BT + stale * (logp_BT - old_BT), 0), batch
 
   def weighed(logp_BT, batch):
     scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-    weigh = loss.weigher(loss.clipped, logp_BT, batch, scale_B)
+    weigh = loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
     bounds = rule(loss.ratio(logp_BT, batch), batch, weigh)
-    gain_BT, _ = loss.gain(loss.clipped, logp_BT, batch, lambda _: bounds)
+    gain_BT, _ = loss.gain(loss.Clipped(), logp_BT, batch, lambda _: bounds)
     return bounds, gain_BT, np.asarray(weigh(bounds))
 
-  bounds, _, weight_BT = weighed(logp_BT, batch)
+  bounds, _, weight_BT = weighed(*recorded)
   found = []
   for ratio, p, adv in points:
-    row = np.zeros(logp_BT.shape[1], np.float32)
-    row[0] = 1
-    old = row * (np.log(p) - np.log(ratio))
-    more = batch._replace(
-      tokens_BT=np.vstack([batch.tokens_BT, row]).astype(int),
-      loss_mask_BT=np.vstack([mask_BT, row > 0]),
-      behavior_logp_BT=np.vstack([old_BT, old]),
-      prox_BT=np.vstack([old_BT, old]),
-      adv_B=np.append(batch.adv_B, adv),
-      source_B=np.append(batch.source_B, 0),
-      on_policy_BT=np.vstack([batch.on_policy_BT, row < 0]),
-    )
-    arrays = jax.tree.map(jnp.asarray, more)
-    _, gain_BT, added_BT = weighed(jnp.vstack([logp_BT, row * np.log(p)]), arrays)
+    more = added_row(recorded, np.log(p), np.log(p) - np.log(ratio), adv)
+    _, gain_BT, added_BT = weighed(*more)
     found.append((gain_BT[-1, 0], added_BT[-1, 0]))
   return bounds, weight_BT[np.asarray(mask_BT)], np.asarray(found).reshape(-1, 2)
 
 
 @pytest.mark.parametrize('name', ['goal', 'mask', 'by_token'])
-def test_a_clip_rule_of_yours_is_its_table(browser, tmp_path, monkeypatch, name):
+def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
   monkeypatch.setattr(own_table, 'MOST_COMBINATIONS', 3)
   monkeypatch.setattr(own_table, 'STALE', own_table.STALE[::4])
-  (tmp_path / 'my.py').write_text(CLIP)
-  place = f'{tmp_path}/my.py:{name}'
-  (tmp_path / 'my.html').write_text(explorer.page(place))
-  rule, rng = own_code.load(place), np.random.default_rng(3)
-  with browser.open(tmp_path / 'my.html') as page:
+  path, place = own(name)
+  rule = own_code.load(place)
+  with browser.open(path) as page:
     axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
-    own = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]
-    assert list(axes) == [*(f'clip.own.{x}' for x in own), 'stale']
+    knob = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]
+    assert list(axes) == [*(f'clip.own.{x}' for x in knob), 'stale']
     assert page.evaluate("[...document.querySelectorAll('[data-knob]')].length") == (
       len(axes) + 2  # the probability and the range of ratios
     )
-    cases = []
-    for _ in range(3):
-      values = {k: x[rng.integers(len(x))] for k, x in axes.items()}
-      ratio = rng.choice(own_table.RATIOS, 4).tolist()
-      p = rng.choice(own_table.PROBABILITIES, 4).tolist()
-      points = (
-        [] if name == 'goal' else list(zip(ratio, p, (1, -1, 1, -1), strict=True))
-      )
-      cases.append({'knobs': values, 'points': points})
+    points = 0 if name == 'goal' else 4
+    cases = drawn_cases(np.random.default_rng(3), axes, 3, points)
     seen = set()
     for case, found in zip(cases, computed(page, cases), strict=True):
-      values = {k.rpartition('.')[2]: x for k, x in case['knobs'].items()}
+      values = short(case['knobs'])
       stale = values.pop('stale')
-      wanted = applied(functools.partial(rule, **values), stale, case['points'])
-      bounds, weight_N, points = wanted
-      if name == 'goal':
-        for key, value in (('low', bounds.low), ('high', bounds.high)):
-          assert found[key] == float(value)
-        assert found['index'] == int(bounds.search_steps)
-      np.testing.assert_allclose(found['weights'], weight_N, rtol=1e-5, atol=1e-6)
-      np.testing.assert_allclose(
-        np.reshape(found['points'], (-1, 2)), points, rtol=1e-5, atol=1e-6
+      bounds, weight_N, points = applied(
+        functools.partial(rule, **values), stale, case['points']
       )
+      if name == 'goal':
+        wanted = float(bounds.low), float(bounds.high), int(bounds.search_steps)
+        assert (found['low'], found['high'], found['index']) == wanted
+      found['points'] = np.reshape(found['points'], (-1, 2))
+      close(found, {'weights': weight_N, 'points': points}, case, rtol=1e-5)
       seen.add(sum(found['cut']))
     assert len(seen) > 1
     page.evaluate(f"({SLIDE})('stale', 2)")
@@ -560,20 +540,50 @@ def test_a_clip_rule_of_yours_is_its_table(browser, tmp_path, monkeypatch, name)
     assert page.errors == page.requests == []
 
 
+def test_a_rule_of_ours_can_be_shown_as_its_table():
+  data = own_table.table('loss.sapo', explorer.BATCH)
+  assert [axis['name'] for axis in data['axes']] == [
+    'loss.own.positive',
+    'loss.own.negative',
+  ]
+  assert data['title'] == 'sapo' and data['about'].startswith('(4 / tau) sigmoid')
+  for wrong in ('mask.icepop', 'sapo', 'loss.nope'):
+    with pytest.raises(ValueError, match='give'):
+      own_table.table(wrong, explorer.BATCH)
+
+
+def test_a_rule_without_a_formula_is_not_offered(browser, tmp_path, monkeypatch):
+  monkeypatch.setattr(explorer, 'SOURCES', tmp_path)
+  for file in explorer.PAGE.parents[1].glob('lab/explorer_page/*'):
+    text = file.read_text().replace('  sapo(t, bounds, k)', '  other(t, bounds, k)')
+    (tmp_path / file.name).write_text(text)
+  path = tmp_path / 'page.html.html'
+  path.write_text(explorer.page())
+  with browser.open(path) as page:
+    offered = page.evaluate("KNOBS['loss.rule'].choices")
+    assert offered == [x for x in RULES['loss'] if x != 'sapo']
+    titles = page.evaluate('Object.keys(METHODS)')
+    assert METHODS['fipo'].title in titles and METHODS['sapo'].title not in titles
+    assert page.errors == []
+
+
 def test_knobs_around_a_default():
   assert own_table._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
   assert own_table._around(0.0, 3) == [-1.0, 0.0, 1.0]
   assert own_table._around(math.inf, 2) == [math.inf, math.inf]
+  # A knob without an entry has a slider that contains its default.
+  assert explorer._slider(0.1) == (0.0, 0.2, 0.001)
+  assert explorer._slider((2.0, 3.0)) == (0.0, 6.0, 0.01)
 
 
-def test_the_command_writes_a_page(own, monkeypatch, capsys):
-  out = own.parent / 'new' / 'my.html'
+def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
+  out = tmp_path / 'new' / 'my.html'
   recorded = explorer.ROOT / 'notebooks' / '5_run' / 'groups' / '20.jsonl'
   command = ['explorer', f'--batch={recorded}', f'--out={out}']
   monkeypatch.setattr('sys.argv', command)
   explorer.main()
   assert '20.jsonl' in out.read_text() and str(out) in capsys.readouterr().out
-  monkeypatch.setattr('sys.argv', ['explorer', f'{own}:soft'])
+  monkeypatch.setattr('sys.argv', ['explorer', 'my.py:soft'])
   with pytest.raises(SystemExit):  # the page of the docs keeps the rules of the docs
     explorer.main()
   assert 'give --out' in capsys.readouterr().err
@@ -594,27 +604,25 @@ def test_a_recorded_step_is_read_as_elsewhere():
     rule_curves.recorded(workdir / 'metrics.jsonl')
 
 
-def test_every_knob_and_every_rule_is_on_the_page():
-  every = {
-    name
-    for slot, section in explorer.SLOTS.items()
-    for name, _, _ in knobs_lib.fields(section(), slot)
-  }
-  assert set(explorer.knobs_of()) == every - explorer.LEFT_OUT
-  assert set(explorer.SLIDERS) < every and every > explorer.LEFT_OUT
-  formulas = (explorer.PARTS / 'formulas.html').read_text()
-  for slot, of_slot in explorer.RULES.items():
-    for rule in set(of_slot) - {'none'}:
-      assert f'id="formula-{slot}-{rule}"' in formulas
-
-
-@pytest.mark.parametrize('method', explorer.METHODS)
-def test_a_run_accepts_every_method(method):
-  objective, chosen, _ = sections(explorer.METHODS[method])
-  knobs.check_clip(chosen, objective)
+def test_every_rule_and_every_method_is_on_the_page(drawn):
+  described = explorer.knobs_of()
+  for part, names in RULES.items():
+    assert drawn.evaluate(f"KNOBS['{part}.rule'].choices") == names
+    for rule in names:
+      formula = drawn.evaluate(
+        f"!!byId('formula-texts').content.getElementById('formula-{part}-{rule}')"
+      )
+      assert formula or rule == 'none'
+      for knob in explorer.PARTS[part].rules.names[rule].model_fields:
+        keys = {f'{part}.{knob}', f'{part}.{rule}.{knob}'}
+        assert keys & (described.keys() | explorer.LEFT_OUT)
+  titles = drawn.evaluate('Object.keys(METHODS)')
+  assert {'Balanced PO', 'DAPO (clip-higher)', 'SAPO', 'IcePop'} <= set(titles)
+  for title, settings in explorer.methods().items():
+    assert title in titles and not refused(settings)
 
 
 def test_the_page_of_the_docs_is_up_to_date():
-  text = pathlib.Path(explorer.PAGE).read_text()
+  text = explorer.PAGE.read_text()
   assert text == explorer.page(), 'run python -m lab.explorer'
   assert len(text.encode()) < 500_000

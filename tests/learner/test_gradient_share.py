@@ -20,14 +20,17 @@ from refusals import nested
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
-from bapo_jax.training import rules
 from bapo_jax.training.config import parse
 from bapo_jax.types import TokenStats
+
+CLIPS = clip.ClipRule.rules.at_defaults()
+LOSSES = loss.LossRule.rules.at_defaults()
 
 T = 8
 # So long a step that where the parameters started is rounded away: it is the gradient.
 LONG = optax.sgd(2.0**24)
-START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
+START = np.float32([0.6, 1.2]).tolist()
+LAST = np.float32([0.9, 3.0]).tolist()
 
 
 class Direct(objective_lib.Objective):
@@ -42,10 +45,9 @@ class Direct(objective_lib.Objective):
 def objective(**values) -> Direct:
   """The objective of these knobs, as a run has it."""
   config = parse(nested(values))
-  bound = rules.bind(config)
   return Direct(
-    clip_rule=bound.clip,
-    loss_rule=bound.loss,
+    clip_rule=config.clip,
+    loss_rule=config.loss,
     spec=making.SPEC,
     temperature=1.0,
     aggregate=config.loss.aggregate,
@@ -60,7 +62,8 @@ def placed(logp_BT, batch):
   def behind(x):
     return np.pad(x, ((0, 0), (1, 0))) if np.ndim(x) == 2 else x
 
-  logp_BT, batch = behind(logp_BT), jax.tree.map(behind, batch)
+  logp_BT = behind(logp_BT)
+  batch = jax.tree.map(behind, batch)
   return jnp.float32(logp_BT), jax.tree.map(jnp.asarray, batch)
 
 
@@ -81,7 +84,8 @@ def stale(seed, B=16, mean=-0.1):
 
 def sides(grads_BT, batch):
   """(P, N): what tokens with A > 0 and with A < 0 have in this gradient."""
-  size_BT, adv_B1 = jnp.abs(grads_BT), batch.adv_B[:, None]
+  size_BT = jnp.abs(grads_BT)
+  adv_B1 = batch.adv_B[:, None]
   return tuple(jnp.where(on_B1, size_BT, 0).sum() for on_B1 in (adv_B1 > 0, adv_B1 < 0))
 
 
@@ -101,7 +105,8 @@ def compiled(chosen):
 
 def path_of(k):
   """The points of Algorithm 1's path, upper bound first."""
-  lows, highs = clip.points(k.low, k.low_step), clip.points(k.high, k.high_step)
+  lows = clip.points(k.low, k.low_step)
+  highs = clip.points(k.high, k.high_step)
   return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
 
 
@@ -111,8 +116,8 @@ def on_the_path(chosen):
 
   def at(point, logp_BT, batch):
     scale_B = loss.row_scale(batch.loss_mask_BT, chosen.aggregate, chosen.length)
-    k = chosen.clip_rule.keywords['k']
-    given = clip.unclipped(logp_BT, batch, None)._replace(
+    k = chosen.clip_rule
+    given = clip.Unclipped()(logp_BT, batch, None)._replace(
       low=point[0], high=point[1], cap=k.reused_high, dual=k.dual
     )
 
@@ -126,18 +131,19 @@ def on_the_path(chosen):
 
 def pairs():
   """Every pair of clip and loss rule that fits, with all aggregates in turn."""
-  limits = {'clip.dual': 1.8, 'clip.dual': 1.8}
-  limits |= {'clip.reused_high': 1.3, 'clip.target': 0.55}
+  dual = {'clip.dual': 1.8}
+  balanced = dual | {'clip.reused_high': 1.3, 'clip.target': 0.55}
   masked = {'loss.beyond_cap': 'mask', 'loss.cap': 1.2}
   aggregates = itertools.cycle(('sequence', 'constant', 'token'))
-  for clip_rule, loss_rule in itertools.product(clip.RULES, loss.RULES):
+  for clip_rule, loss_rule in itertools.product(CLIPS, LOSSES):
     how = 'token' if clip_rule == 'recipe' else next(aggregates)
-    values = {'clip.rule': clip_rule, 'loss.rule': loss_rule, 'loss.aggregate': how}
+    values = {'fixed': dual, 'balanced': balanced}.get(clip_rule, {})
+    values |= {'clip.rule': clip_rule, 'loss.rule': loss_rule, 'loss.aggregate': how}
     with contextlib.suppress(ValueError):  # see test_knobs_of_rules.py
       parse(nested(values))
-      yield limits | values
+      yield values
       if loss_rule == 'decoupled':
-        yield limits | masked | values
+        yield masked | values
 
 
 @pytest.mark.parametrize(
@@ -172,15 +178,17 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
     'clip.target': 0.5,
     'clip.reused_high': 1.25,
     'clip.dual': 1.8,
-    'loss.limit': 0.9,
-    'loss.cap': 1.2,
-    'loss.beyond_cap': 'mask' if loss_rule == 'masked' else 'truncate',
   }
+  values |= {
+    'clipped': {'loss.limit': 0.9},
+    'decoupled': {'loss.cap': 1.2},
+    'masked': {'loss.cap': 1.2, 'loss.beyond_cap': 'mask'},
+  }.get(loss_rule, {})
   if loss_rule == 'sequence':  # the mean over a response hardly leaves 1
-    narrow = {'low': (0.7, 1.0), 'high': (1.0, 1.5)}
-    values |= {f'clip.balanced.{name}': value for name, value in narrow.items()}
-  chosen, outcomes = objective(**values), set()
-  path = path_of(chosen.clip_rule.keywords['k'])
+    values |= {'clip.low': (0.7, 1.0), 'clip.high': (1.0, 1.5)}
+  chosen = objective(**values)
+  outcomes = set()
+  path = path_of(chosen.clip_rule)
   for seed in range(12):
     data = stale(seed, mean=0.1 * (seed - 8))
     _, metrics = compiled(chosen)(*data)
@@ -211,12 +219,14 @@ def one_token_rows(*rows, lengths=None):
 
 def outcome(data, **values):
   """(share of the gradient, metrics) under `balanced`, target 0.4 if none is given."""
-  chosen = objective(**{'clip.target': 0.4} | values)
+  target = {} if values.get('clip.rule') == 'recipe' else {'clip.target': 0.4}
+  chosen = objective(**target | values)
   (P, N), metrics = compiled(chosen)(*data)
   return float(P / (P + N)), metrics
 
 
-FOR, AGAINST = (1, 1, 1, 0), (-1, 1, 1, 0)
+FOR = (1, 1, 1, 0)
+AGAINST = (-1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -17,28 +17,31 @@ from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models.layers import Schedule
 
+LOSSES = loss.LossRule.rules.at_defaults()
+
 SPEC = transformer.ModelSpec(
   vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
 )
-B, T = 32, 30
+B = 32
+T = 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
 CLIPS = {
-  'clipped': making.bound(clip.balanced, target=0.45),
-  'decoupled': making.bound(clip.balanced, target=0.45),
-  'sequence': making.bound(
-    clip.balanced, target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)
-  ),
-  'cispo': making.bound(clip.fixed, low=0.0, high=1.3),
-  'aspo': clip.dcpo,
-  'fipo': making.bound(clip.balanced, target=0.45),
-  **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.unclipped),
+  'clipped': clip.Balanced(target=0.45),
+  'decoupled': clip.Balanced(target=0.45),
+  'sequence': clip.Balanced(target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)),
+  'cispo': clip.Fixed(low=0.0, high=1.3),
+  'gmpo': clip.Fixed(low=0.7, high=1.5),
+  'aspo': clip.Dcpo(),
+  'fipo': clip.Balanced(target=0.45),
+  **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.Unclipped()),
 }
 
 
 @functools.cache
 def example():
   """(params, batch): rows of all lengths, half of them without an advantage."""
-  params, rng = making.params(SPEC), np.random.default_rng(3)
+  params = making.params(SPEC)
+  rng = np.random.default_rng(3)
   tokens_BT = jnp.asarray(rng.integers(1, 24, (B, T)), jnp.int32)
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
@@ -61,7 +64,8 @@ def objective(loss_rule, aggregate, tied=True, **knobs):
 
 @functools.cache
 def gradient(*rules, mesh=None, **knobs):
-  chosen, (params, batch) = objective(*rules, **knobs), example()
+  chosen = objective(*rules, **knobs)
+  params, batch = example()
   if not chosen.spec.tied:
     params = params | {'head': params['embed'][::-1]}
   run = functools.partial(objective_lib.gradient, objective=chosen)
@@ -73,7 +77,8 @@ def gradient(*rules, mesh=None, **knobs):
 
 def check(loss_rule, aggregate, tied=True, **knobs):
   """Value, gradient and bounds under these knobs are those of all rows, padded."""
-  rules, batch = (loss_rule, aggregate, tied), example()[1]
+  rules = (loss_rule, aggregate, tied)
+  batch = example()[1]
   mask = {name: x for name, x in knobs.items() if name == 'mask_rule'}
   value, wanted, (stats, bounds) = gradient(*rules, pack=False, **mask)
   found_value, found, (found_stats, found_bounds) = gradient(*rules, **knobs)
@@ -91,7 +96,7 @@ def check(loss_rule, aggregate, tied=True, **knobs):
     wanted_BT = np.where(teaches_BT, x_BT, 0)
     making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
   # The loss is the sum of all gains, scaled for the whole batch at once.
-  rule = loss.RULES[loss_rule]
+  rule = LOSSES[loss_rule]
   gain_BT, _ = loss.gain(rule, stats.logp_BT, batch, lambda _: bounds)
   scale_B = loss.row_scale(batch.loss_mask_BT, aggregate, T)
   scale_B *= objective_lib.filled_share(batch)
@@ -119,8 +124,8 @@ SPLIT = Schedule('dots', sequence_sharding=True)
     ('aspo', 'token', {'grad_accum_steps': 3}),
     ('fipo', 'token', {'grad_accum_steps': 3}),
     # A mask over the minibatch, found in an extra pass.
-    ('clipped', 'token', {'mask_rule': masks.m2po, 'grad_accum_steps': 3}),
-    ('tis', 'token', {'mask_rule': masks.opsm}),
+    ('clipped', 'token', {'mask_rule': masks.M2po(), 'grad_accum_steps': 3}),
+    ('tis', 'token', {'mask_rule': masks.Opsm()}),
     ('sapo', 'token', {'grad_accum_steps': 3}),
     # All forward passes wait for the bounds: any part of a layer, any ratio.
     *(('clipped', 'token', waiting(remat)) for remat in layers.REMAT),
@@ -156,7 +161,7 @@ def test_what_waits_saves_one_forward_pass():
 
   def forward(params, batch):
     found = objective_lib.micro_batches(batch, of('again'))
-    return found.stats(pictured.Variables(params), 0, of('again'))
+    return found.stats(pictured.Variables(params), 0)
 
   again, stored = (
     products(functools.partial(objective_lib.gradient, objective=of(name)))

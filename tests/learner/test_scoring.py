@@ -13,7 +13,9 @@ from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, optimizer, scoring
 from bapo_jax.types import Groups, Prompts
 
-P, G, T = 8, 8, 24
+P = 8
+G = 8
+T = 24
 SPEC = dataclasses.replace(making.SPEC, compute='bfloat16')
 
 
@@ -58,12 +60,12 @@ score = functools.partial(scoring.score, rows=P * G, spec=SPEC, temperature=1.0)
 
 def first_update(params, groups: Groups) -> dict:
   """Metrics of GSPO with the paper's bounds (arXiv:2507.18071, section 5.1)."""
-  rule = making.bound(clip.fixed, low=0.9997, high=1.0004)
+  rule = clip.Fixed(low=0.9997, high=1.0004)
   knobs = {'spec': SPEC, 'temperature': 1.0, 'aggregate': 'sequence'}
   objective = making.objective(rule, 'sequence', **knobs)
   tx = optimizer.adamw(lr=1e-3)
   batch = learner.flatten(
-    groups, jnp.zeros(P, jnp.int32), advantage.group_relative, version=5
+    groups, jnp.zeros(P, jnp.int32), advantage.GroupRelative(), version=5
   )
   step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
   return {k: float(v) for k, v in step(params, tx.init(params), batch)[2].items()}

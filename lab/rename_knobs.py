@@ -1,0 +1,57 @@
+"""Renames the knobs in recorded configs: those of a rule have lost a level.
+
+  python -m lab.rename_knobs RUN...        rewrites the config.json of these workdirs
+
+Of {'rule': 'fixed', 'fixed': {'low': 0.8}, 'balanced': {...}, 'own': {}} only
+{'rule': 'fixed', 'low': 0.8} stays: the knobs of the chosen rule, and those that all
+rules of the part have. A config with the new names stays as it is.
+"""
+
+import argparse
+import copy
+import functools
+import json
+import operator
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from bapo_jax.parts import OneOf
+from bapo_jax.runtime import files
+from bapo_jax.training.config import PARTS
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the nested values of a config with the new names of its knobs."""
+  new = copy.deepcopy(dict(values))
+  for path, rules in PARTS.items():
+    *sections, name = path.split('.')
+    section = functools.reduce(operator.getitem, sections, new)
+    if name in section:  # a part that older configs lack
+      section[name] = _flat(section[name], rules)
+  for name in ('rewards', 'problems'):
+    if 'own' in new[name]:
+      new[name]['custom'] = new[name].pop('own')
+  return new
+
+
+def _flat(part: dict[str, Any], rules: OneOf) -> dict[str, Any]:
+  levels = {name for name in (*rules.names, 'own') if isinstance(part.get(name), dict)}
+  if not levels:
+    return part
+  shared = {name: value for name, value in part.items() if name not in levels}
+  rule = part['rule']
+  return shared | part.get(rule if rule in rules.names else 'own', {})
+
+
+def main() -> None:
+  """Rewrites the config.json of the workdirs on the command line."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('runs', nargs='+', metavar='RUN', help='workdir of a run')
+  for run in parser.parse_args().runs:
+    path = pathlib.Path(run, 'config.json')
+    files.write_json(str(path), renamed(json.loads(path.read_text())))
+
+
+if __name__ == '__main__':
+  main()

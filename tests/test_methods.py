@@ -1,0 +1,79 @@
+"""A published method is chosen by its name, in place of a variant of a config file."""
+
+import pytest
+
+from bapo_jax.algorithms.clip import Fixed
+from bapo_jax.methods import METHODS
+from bapo_jax.training.config import Config, load, merged, parse
+
+
+@pytest.fixture
+def config_file(tmp_path):
+  """Writes a config file whose get_config has this body; returns its path."""
+
+  def write(body, variants='', arguments=''):
+    path = tmp_path / 'mine.py'
+    path.write_text(f"""
+from ml_collections import ConfigDict
+from bapo_jax.training.config import defaults
+
+{variants}
+
+
+def get_config({arguments}):
+  config = defaults()
+{body}
+  return config
+""")
+    return path
+
+  return write
+
+
+# `grpo` and `both` are also variants of this file.
+@pytest.mark.parametrize('name', sorted(METHODS.keys() - {'grpo', 'both'}))
+def test_a_run_accepts_every_method(name):
+  overrides = METHODS[name].overrides
+  config = parse(load(f'configs/countdown.py:{name}'))
+  alone = parse(merged(Config().model_dump(), overrides))
+  for part in ('clip', 'loss', 'mask', 'advantage', 'batch'):
+    if f'{part}.rule' in overrides:
+      assert getattr(config, part) == getattr(alone, part)
+  assert config.title == f'countdown, tiny: {METHODS[name].title}'
+
+
+def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
+  path = config_file("""
+  config.seed = 7
+  config.clip.update(rule='fixed', high=1.5)
+  config.loss.update(rule='decoupled', cap=9.0, kl=0.5)
+""")
+  config = parse(load(f'{path}:grpo'))
+  assert config.clip == Fixed(low=0.8, high=1.2)
+  assert (config.seed, config.loss.cap, config.loss.kl) == (7, 9.0, 0.5)
+  # The penalty is a knob of every loss rule.
+  config = parse(load(f'{path}:tis'))
+  assert (config.clip.rule, config.loss.cap, config.loss.kl) == ('unclipped', 2.0, 0.5)
+  few = config_file("  config = ConfigDict({'seed': 3})")
+  assert parse(load(f'{few}:icepop')).mask.rule == 'icepop'
+
+
+def test_a_variant_of_the_file_comes_first(config_file):
+  body = '  config.title = variant'
+  path = config_file(body, "VARIANTS = 'grpo', 'long'", "variant='long'")
+  assert load(f'{path}:grpo')['title'] == 'grpo'
+  assert load(f'{path}:gspo')['title'] == 'long: GSPO'
+  # A file that lists no variants gets every name.
+  path = config_file(body, arguments='variant')
+  assert load(f'{path}:gspo')['title'] == 'gspo'
+
+
+def test_an_unknown_name_is_refused_with_the_variants_and_the_methods():
+  sentence = (
+    r"no variant 'nope'; choose one of \['ahead', 'beside'\], or a method: bala"
+  )
+  with pytest.raises(ValueError, match=sentence):
+    load('configs/async.py:nope')
+  sentence = r'no variants; give --config=configs/finetune.py, or a method: .*, icepop,'
+  with pytest.raises(ValueError, match=sentence):
+    load('configs/finetune.py:nope')
