@@ -177,7 +177,8 @@ class RolloutEngine:
     slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
-    no_slot, no_id = zeros + self.max_num_seqs, zeros - 1
+    no_slot = zeros + self.max_num_seqs
+    no_id = zeros - 1
     # from_A, slot_A, row_A, uid_A and new_A of decode.admit.
     padding = zeros, no_slot, zeros, zeros.astype(np.uint32), zeros
     widths = shapes.prefill_widths(self.max_prompt_tokens)

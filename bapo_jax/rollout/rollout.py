@@ -174,7 +174,8 @@ class PendingVerifications:
   """Requests verdicts on finished responses, during decoding if verdicts are slow."""
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
-    self._verification, self._rollouts = verification, rollouts
+    self._verification = verification
+    self._rollouts = rollouts
     problems = verification.problems
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
@@ -193,7 +194,8 @@ class PendingVerifications:
     """Submits finished rows for verification; this process's devices must hold them."""
     if not rows:
       return
-    v, rollouts = self._verification, self._rollouts
+    v = self._verification
+    rollouts = self._rollouts
     tokens_BT = exchange.rows_of(rollouts.rows.tokens_BT, rows)
     mask_BT = exchange.rows_of(rollouts.rows.policy_version_BT, rows) >= 0
     texts = tokenizer_lib.decode_responses(v.tokenizer, tokens_BT, mask_BT)
@@ -216,7 +218,8 @@ class PendingVerifications:
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
     """Reads, verifies and rewards the groups at these places; frees the places."""
-    v, rollouts = self._verification, self._rollouts
+    v = self._verification
+    rollouts = self._rollouts
     with v.timer('sample'):
       rows = jax.block_until_ready(rollouts.read(places, seats))
     with v.timer('verify'):
@@ -237,10 +240,12 @@ class PendingVerifications:
     filled_B = np.repeat(id_P >= 0, G)[: len(row_B)]
     own = np.flatnonzero(filled_B & self._rollouts.own_B[row_B])
     self._request([row for row in row_B[own].tolist() if row not in self._requested])
-    texts, verdicts = [''] * (P * G), [EMPTY_SEAT] * (P * G)
+    texts = [''] * (P * G)
+    verdicts = [EMPTY_SEAT] * (P * G)
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
-      texts[seat], verdicts[seat] = pending.samples[i].response, pending.one(i)
+      texts[seat] = pending.samples[i].response
+      verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
     # which are 0 in the processes that do not verify a response.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]

@@ -3,7 +3,6 @@
 Rows go to metrics.jsonl, to TensorBoard and to W&B; the glossary defines every name.
 """
 
-import difflib
 import importlib
 import json
 import math
@@ -122,7 +121,8 @@ def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
   path = pathlib.Path(workdir, 'wandb_id.txt')  # a resumed run continues the same curve
   if not path.exists():
     path.write_text(uuid.uuid4().hex)
-  name, old = path.resolve().parent.name, {'id': path.read_text(), 'resume': 'allow'}
+  name = path.resolve().parent.name
+  old = {'id': path.read_text(), 'resume': 'allow'}
   run = lib.init(project='bapo_jax', name=name, dir=str(workdir), config=config, **old)
   stack.callback(run.finish)
   # W&B ignores steps that it already has; after a resume, trust metrics.jsonl.
@@ -151,16 +151,9 @@ def writing(
   sinks: list[Write] = []
 
   def write(step: int, metrics: Row) -> None:
-    if unknown := [
-      name
-      for name in metrics
-      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN)
-    ]:
-      near = difflib.get_close_matches(unknown[0], GLOSSARY, n=3, cutoff=0.0)
-      raise ValueError(
-        f'no metric named {unknown[0]!r}; the nearest are {near}; '
-        'define a new metric in runtime/glossary.py'
-      )
+    for name in metrics:
+      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN):
+        raise ValueError(f'no metric named {name!r}; define it in runtime/glossary.py')
     row = {name: float(value) for name, value in metrics.items()}
     for sink in sinks:
       sink(step, row)

@@ -68,7 +68,8 @@ def evaluate(
     step=step,
     policy_version=step,
   )
-  uids, G = range(len(problems.id_N) * engine.group_size), engine.group_size
+  uids = range(len(problems.id_N) * engine.group_size)
+  G = engine.group_size
   own = uids if sampled.own is None else sampled.own.tolist()
   read = {str(uid): _sample(sampled, problems, uid, G, verifier.rule) for uid in own}
   counted = exchange.merged(_numbers(sampled, tokenizer.eos))
@@ -81,7 +82,8 @@ def _sample(
   sampled: Rollout, problems: Problems, uid: int, G: int, rule: str
 ) -> dict[str, Any]:
   """Describes a response; `rule` is the verifier of problems that name none."""
-  p, verdict = uid // G, sampled.verdicts[uid]
+  p = uid // G
+  verdict = sampled.verdicts[uid]
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
@@ -106,7 +108,8 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
-  length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
+  length_PG = mask_PGT.sum(2)
+  G = mask_PGT.shape[1]
   return {
     str(p * G + g): {
       'tokens': int(length_PG[i, g]),
@@ -135,11 +138,13 @@ def summarize(
     values = np.asarray([sample[name] for sample in samples], kind)
     return values.reshape(-1, group_size)
 
-  correct_PG, answers = column('correct'), column('extracted', object).tolist()
+  correct_PG = column('correct')
+  answers = column('extracted', object).tolist()
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
-  parts, names = column('parts', object), (sample['parts'] for sample in samples)
+  parts = column('parts', object)
+  names = (sample['parts'] for sample in samples)
   reward_PG = column('reward')
   undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
   reasons = collections.Counter(sample['reason'] for sample in undecided)

@@ -226,9 +226,8 @@ class LocalSampler(Sampler):
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)
       # Tokens come from the sampler, verdicts from the host.
-      groups = jax.tree.map(
-        lambda x: x.update(sharding=rows if x.ndim == 3 else whole), groups
-      )
+      layout = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, groups)
+      groups = sharding.abstract(groups, layout)
       with sharding.current(self.mesh):
         yield self.score.lower(weights, groups, 0, None)
     partial = self.knobs.max_off_policy_steps > 0
@@ -262,7 +261,8 @@ class SamplerElsewhere(Sampler):
   """
 
   def __init__(self, mesh: Mesh, timer: PhaseTimer):
-    self._mesh, self._timer = mesh, timer
+    self._mesh = mesh
+    self._timer = timer
     self._waiting = collections.deque[Arriving]()
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
@@ -298,7 +298,8 @@ class ThreadSampler(SamplerElsewhere):
 
   def __init__(self, there: LocalSampler, mesh: Mesh, timer: PhaseTimer):
     super().__init__(mesh, timer)
-    self._there, self._lane = there, Lane()
+    self._there = there
+    self._lane = Lane()
     self._tasks = collections.deque[Future[Sampled]]()
 
   def place(self, actor: Tree) -> Tree:

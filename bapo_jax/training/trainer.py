@@ -190,7 +190,8 @@ def update(
         version=s.step,
       )
     )
-  learned, skips = live(updates), s.consecutive_skips
+  learned = live(updates)
+  skips = s.consecutive_skips
   for metrics in learned:
     skips = skips + 1 if metrics['learner/skipped'] else 0
   # If the rewards of every group are equal, every advantage is 0.

@@ -72,7 +72,7 @@ def test_three_places_sample_the_same(warm, monkeypatch):
 
   r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
-  there = build.rollout_sampler(r, build.read(config, r.model), verifier)
+  there = build.rollout_sampler(r, build.tabulate(r), verifier)
   serving = threading.Thread(
     target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
   )
