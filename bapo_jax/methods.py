@@ -64,6 +64,17 @@ METHODS: dict[str, Method] = {
     },
     {'GSPO': '2507.18071'},
   ),
+  'gmpo': Method(
+    'GMPO',
+    {
+      'loss.rule': 'gmpo',
+      'loss.aggregate': 'sequence',
+      **FIXED,
+      'clip.low': math.exp(-0.4),
+      'clip.high': math.exp(0.4),
+    },
+    {'GMPO': '2507.20673'},
+  ),
   'cispo': Method(
     'CISPO',
     {'loss.rule': 'cispo', **FIXED, 'clip.low': 0.0},

@@ -11,6 +11,7 @@
    tests/algorithms/published.json.
 """
 
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -161,6 +162,12 @@ ROWS: dict[str, dict[str, Row]] = {
       'as PPO, with one ratio per response: (pi(y) / mu(y))^(1 / length)',
       {'clip.low': (0.9997, PAPER), 'clip.high': (1.0004, PAPER)},
       ('sequence_golden', 'sequence_is_the_gradient_of_the_papers_objective'),
+    ),
+    'gmpo': Row(
+      's A, s = exp of the mean over the response of log r, at most log high if A > 0, '
+      'else at least log low; 0 for a token beyond this bound',
+      {'clip.low': (math.exp(-0.4), PAPER), 'clip.high': (math.exp(0.4), PAPER)},
+      ('gmpo_golden', 'gmpo_is_the_gradient_of_the_papers_objective'),
     ),
     'cispo': Row(
       'clip(r, low, high) A: the bounds cut no token',

@@ -189,6 +189,44 @@ class SequenceRatio(LossRule):
     return _cut_off(log_s_BT, batch, bounds), bounds
 
 
+class Gmpo(LossRule):
+  """s A with s the geometric mean of the clipped ratios of a response: GMPO.
+
+  arXiv:2507.20673: log s is the mean over the response's tokens of log r, at most
+  log high if A > 0, else at least log low. The weight of a token inside its bound is
+  s A, and 0 otherwise. A bound changes the weights of all tokens of a response, so no
+  clip rule can search it; there is no dual clip. The paper averages over responses
+  (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
+  """
+
+  bounds = 'limit'
+
+  rule: Literal['gmpo'] = 'gmpo'
+
+  def __call__(
+    self, logp_BT: Array, batch: Batch, find: FindBounds
+  ) -> tuple[Array, Bounds]:
+    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    bounds = find(jnp.exp(log_r_BT))
+    up_B1 = batch.adv_B[:, None] > 0
+    # Clipped as logarithms: a ratio that underflows still counts in the mean.
+    top, bottom = jnp.log(_high(batch, bounds)), jnp.log(bounds.low)
+    inside_BT = jnp.where(up_B1, log_r_BT < top, log_r_BT > bottom)
+    clipped_BT = jnp.where(
+      up_B1, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)
+    )
+    length_B1 = jnp.maximum(batch.loss_mask_BT.sum(1, keepdims=True), 1)
+    total_B1 = jnp.where(batch.loss_mask_BT, clipped_BT, 0).sum(1, keepdims=True)
+    # 0 with the gradient of logp, for the tokens inside their bounds.
+    ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)
+    log_s_BT = jax.lax.stop_gradient(total_B1 / length_B1)
+    log_s_BT = log_s_BT + jnp.where(inside_BT, ahead_BT, 0)
+    # 0 times a mean that overflows is nan.
+    counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+    gain_BT = jnp.exp(jnp.where(counts_BT, log_s_BT, 0)) * batch.adv_B[:, None]
+    return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
+
+
 class Cispo(LossRule):
   """sg(clip(r, low, high)) A log pi: CISPO (arXiv:2506.13585, Eq. 4-5).
 
@@ -396,6 +434,7 @@ Loss = Annotated[
     Clipped,
     Decoupled,
     SequenceRatio,
+    Gmpo,
     Cispo,
     Tis,
     Reinforce,

@@ -59,9 +59,9 @@ def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
     return
   if loss.bounds == 'limit':
     yield (
-      f'{name} searches for bounds that cut tokens, but loss.rule={loss.rule!r} limits '
-      "weights and cuts no token; choose clip.rule='fixed' or 'unclipped', or another "
-      'loss.rule'
+      f'{name} searches for bounds that only cut tokens, but those of loss.rule='
+      f"{loss.rule!r} also change the weights of tokens; choose clip.rule='fixed' or "
+      "'unclipped', or another loss.rule"
     )
   surrogate = clip.searches == 'surrogate'
   if isinstance(clip, Balanced) and clip.contribution == 'surrogate':

@@ -85,6 +85,15 @@ def sequence(t):
   return t.surrogate(np.repeat(t.log_r.mean(1, keepdims=True), T, 1))
 
 
+def gmpo(t):
+  with np.errstate(divide='ignore'):
+    low, high = np.log([t.low, t.high])
+  up = t.adv > 0
+  clipped = np.where(up, np.minimum(t.log_r, high), np.maximum(t.log_r, low))
+  gain = np.exp(clipped.mean(1, keepdims=True)) * t.adv
+  return gain, np.where(clipped == t.log_r, gain, 0)
+
+
 def weighted(t, weight):
   return weight * t.adv * t.logp, weight * t.adv
 
@@ -144,6 +153,7 @@ KNOBS = [
   (decoupled, {'beyond_cap': 'mask'}),
   (decoupled, {'cap': math.inf}),
   (sequence, {}),
+  (gmpo, {}),
   (cispo, {}),
   (tis, {}),
   (tis, {'cap': math.inf}),

@@ -73,7 +73,7 @@ def test_every_pair_of_rules_fits_or_is_refused(clip_rule, loss_rule):
   way_out = None
   if loss_rule in NO_CLIP and clip_rule != 'unclipped':
     way_out = "choose clip.rule='unclipped'"
-  elif loss_rule == 'cispo' and clip_rule in ('balanced', 'recipe'):
+  elif loss_rule in ('cispo', 'gmpo') and clip_rule in ('balanced', 'recipe'):
     way_out = "choose clip.rule='fixed' or 'unclipped'"
   elif clip_rule == 'recipe' and loss_rule != 'clipped':
     way_out = "choose loss.rule='clipped' and loss.aggregate='token'"

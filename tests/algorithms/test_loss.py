@@ -199,6 +199,44 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
 
+def test_gmpo_golden():
+  # Ratios 4 and 1/4. For A > 0 the first is clipped at 2.25: s = sqrt(2.25 / 4) = .75,
+  # and only the second has a gradient. For A < 0 the second is clipped at 1: s = 2. A
+  # masked third token does not count.
+  logp_BT = jnp.log(jnp.float32([[4.0, 0.25, 7.0]] * 2))
+  batch = making.batch([2, -1], [[1, 1, 0]] * 2)
+  given = bounds(low=1.0, high=2.25, dual=1.5)  # it has no dual clip
+  gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: given)
+  np.testing.assert_allclose(gain_BT, [[1.5, 1.5, 0], [-2, -2, 0]], rtol=making.RTOL)
+  slope_BT = loss.weights(loss.Gmpo(), logp_BT, batch, given)
+  np.testing.assert_allclose(slope_BT, [[0, 1.5, 0], [-2, 0, 0]], rtol=making.RTOL)
+
+
+def test_gmpo_is_the_gradient_of_the_papers_objective():
+  # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over responses.
+  logp_BT, batch = making.mixed_tokens()
+  low, high = np.exp([-0.4, 0.4])
+
+  def paper(logp_BT):
+    mask_BT, adv_B1 = batch.loss_mask_BT, batch.adv_B[:, None]
+    r_BT = jnp.exp(logp_BT - batch.behavior_logp_BT)
+    least_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, low, high) * adv_B1)
+    least_BT = jnp.where(mask_BT & (adv_B1 != 0), jnp.abs(least_BT), 1)
+    mean_B = jnp.prod(least_BT, 1) ** (1 / mask_BT.sum(1))
+    return (jnp.sign(batch.adv_B) * mean_B).mean()
+
+  def ours(logp_BT):
+    gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: bounds(low, high))
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  weight_BT = loss.weights(loss.Gmpo(), logp_BT, batch, bounds(low, high))
+  teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  assert 0.1 < (np.asarray(weight_BT)[teaches_BT] == 0).mean() < 0.9
+  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+
+
 @pytest.mark.parametrize(
   ('rule', 'ratio', 'adv', 'weight'),
   [
