@@ -94,7 +94,7 @@ def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_ru
     ('run', 0), ('run', 1), (arm, 0), (arm, 1)
   ]  # fmt: skip
   assert made.forks[2].config.clip.low == (0.5, 0.9)
-  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.balanced')
+  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.low')
   # Nothing else differs from the run, except for names, ends and what is kept.
   same = made.forks[0].config.model_copy(
     update={x: getattr(whole_run.config, x) for x in ('title', 'steps', 'checkpoint')}
