@@ -4,7 +4,7 @@
    section of a rule, a `parts.Part`, is also the rule.
 2. `validate` makes a section from plain values, or raises one sentence that names the
    knob, its value and its range.
-3. `describe` gives the line of each knob in docs/config.md.
+3. `describe` gives the line of each knob in docs/reference/config.md.
 """
 
 import difflib
@@ -65,7 +65,8 @@ def knob(
 
   Args:
     default: the default value, or the class of a nested section.
-    description: one sentence with the unit, complete by itself in docs/config.md.
+    description: one sentence with the unit, complete by itself in the table of
+      docs/reference/config.md.
     least, most: inclusive limits of the value, or of each value of a tuple.
     above, below: exclusive limits.
     infinite: accepts infinity, which means no limit.

@@ -3,130 +3,165 @@
 `bapo`, `python -m bapo_jax` and `python -m bapo_jax.main` are the same program, and
 `bapo check` is short for `bapo --mode=check`.
 
-1. absl parses the flags, `load` runs the config file, `overrides` the --config.<knob>;
-2. `parse_config` validates every knob, before JAX is imported;
-3. `run` does what --mode selects.
+1. `parse` reads the mode and its flags; `bapo MODE --help` lists them;
+2. `read_config` runs the config file, applies the --config.<knob> and validates every
+   knob;
+3. `start` does what the mode says.
 
 A user error prints one sentence on stderr and exits with status 2 before anything is
-written or compiled.
+written or compiled. Nothing here imports JAX before the environment is set for it.
 """
 
+import argparse
 import os
 import pathlib
+import re
 import runpy
 import sys
 import warnings
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import app, flags, logging
 
 from bapo_jax import knobs
 from bapo_jax.runtime import hosts, machine, signals
-from bapo_jax.training import foreign_names, needs
-from bapo_jax.training.config import OVERRIDE, Config, decided, load, merged, overrides
-from bapo_jax.training.config import parse as parse_config
+
+if TYPE_CHECKING:
+  from bapo_jax.training.config import Config
 
 MODES = {
   'train': 'trains in --workdir, or resumes its run; the default',
   'check': 'samples, takes one update and lists likely mistakes; writes nothing',
   'eval': 'evaluates a checkpoint, or model.path, on the held-out problems',
   'export': 'writes a checkpoint as a directory that transformers and vLLM load',
-  'show': 'shows the recorded groups of a run',
-  'plan': 'computes memory and time on GPUs or TPUs that are not attached',
+  'show': 'prints the recorded groups of a run',
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
+  'plan': 'computes memory and time on GPUs or TPUs that are not attached',
 }
-READERS = ('compare', 'report', 'show')  # read the files of workdirs; need no config
-CONFIG = flags.DEFINE_string('config', None, 'A config file, or file:variant.')
-WORKDIR = flags.DEFINE_string('workdir', 'runs/default', 'Directory of all results.')
-MODE = flags.DEFINE_enum('mode', 'train', list(MODES), 'What to do.')
-CHECKPOINT = flags.DEFINE_string(
-  'checkpoint', 'newest', 'Checkpoint to eval, export or show: newest, best or a step.'
-)
-EVAL_TO = flags.DEFINE_string(
-  'eval_to', '', 'Writes <eval_to>.jsonl and .md; empty: in <workdir>/eval.'
-)
-COMPARE_TO = flags.DEFINE_string(
-  'compare_to', 'runs/compare.html', 'Page that --mode=compare writes.'
-)
-SHOW_GROUP = flags.DEFINE_integer(
-  'show_group', None, 'Prints this recorded group, from 1; not given: browse with keys.'
-)
-SHOW_WITH = flags.DEFINE_string(
-  'show_with', '', 'p: token probabilities, c: clip status, a: long responses in full.'
-)
-EXPORT_TO = flags.DEFINE_string(
-  'export_to', '', 'New directory to export to; empty: <workdir>/export/<step>.'
-)
-EXPORT_AS = flags.DEFINE_enum(
-  'export_as', 'merged', ['merged', 'adapter'], 'adapter: LoRA alone, as peft reads it.'
-)
-EXPORT_DTYPE = flags.DEFINE_enum(
-  'export_dtype', 'float32', ['float32', 'bfloat16'], 'Type of the exported numbers.'
-)
-EXPORT_SHARD_GB = flags.DEFINE_float(
-  'export_shard_gb', 5.0, 'Limit of an exported file, 10^9 bytes.', lower_bound=1e-9
-)
-TOPOLOGY = flags.DEFINE_string('topology', 'v5p:2x2x4', 'Devices to plan for.')
-MEAN_SHARE = flags.DEFINE_float(
-  'mean_share', 1.0, 'Mean row length over the longest, for --mode=plan.', 1e-6, 1.0
-)
-SEARCH = flags.DEFINE_boolean(
-  'search', False, '--mode=plan compares all meshes by counting, without compiling.'
-)
-COORDINATOR = flags.DEFINE_string(
-  'coordinator', '', 'host:port of process 0 of several; empty: detected.'
-)
-PROCESS = flags.DEFINE_integer('process', None, 'Number of this process, from 0.')
-PROCESSES = flags.DEFINE_integer('processes', None, 'Number of processes.')
-START_S = flags.DEFINE_float(
-  'start_s', hosts.START_S, 'Seconds to wait for the other processes.', lower_bound=1
-)
+READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
+# Read the config of the run, if --config is missing.
+STORED = ('eval', 'export', 'show', 'report')
+WORKDIR = 'runs/default'
+KNOB = re.compile(r'--?(no)?config\.')
+# Flag -> (modes that have it, default, meaning). The default has the type of the flag;
+# None is an integer that is not given, and a tuple has the possible values.
+FLAGS: dict[str, tuple[str, Any, str]] = {
+  'config': (' '.join(MODES), '', 'a config file, or file:variant'),
+  'workdir': ('train eval export show report', WORKDIR, 'directory of all results'),
+  'coordinator': ('train', '', 'host:port of process 0 of several; empty: detected'),
+  'process': ('train', None, 'number of this process, from 0'),
+  'processes': ('train', None, 'number of processes'),
+  'start_s': ('train', hosts.START_S, 'seconds to wait for the other processes'),
+  'checkpoint': ('eval export show', 'newest', 'newest, best or a step'),
+  'to': ('eval export', '', 'what to write; empty: in <workdir>/eval or /export'),
+  'dtype': ('export', ('float32', 'bfloat16'), 'type of the exported numbers'),
+  'shard_gb': ('export', 5.0, 'limit of an exported file, 10^9 bytes'),
+  'adapter': ('export', False, 'exports LoRA adapters alone, as peft reads them'),
+  'group': ('show', None, 'prints this group, from 1; not given: lists the groups'),
+  'views': ('show', '', 'p: token probabilities, c: clip status, a: texts in full'),
+  'topology': ('plan', 'v5p:2x2x4', 'devices to plan for'),
+  'mean_share': ('plan', 1.0, 'mean row length over the longest, in (0, 1]'),
+  'search': ('plan', False, 'compares all meshes by counting, without compiling'),
+}
 
 
-def parse(argv: list[str]) -> list[str]:
-  """Parses the flags of absl; returns the name of the program and its arguments.
+class Parser(argparse.ArgumentParser):
+  """Raises a ValueError instead of printing the usage."""
 
-  They are the overrides, and with --mode=compare the workdirs.
+  def error(self, message: str) -> NoReturn:
+    """Raises the message."""
+    raise ValueError(message)
+
+
+def flags_of(mode: str) -> Parser:
+  """Returns the parser of the flags of a mode."""
+  parser = Parser(
+    prog=f'bapo {mode}',
+    description=f'bapo {mode} {MODES[mode]}.',
+    epilog='--config.KNOB=VALUE overrides a knob; docs/config.md lists all knobs.',
+    allow_abbrev=False,
+  )
+  for name, (modes, default, meaning) in FLAGS.items():
+    if mode not in modes.split():
+      continue
+    options: dict[str, Any] = {'default': default, 'type': type(default)}
+    if default is None:
+      options['type'] = int
+    elif default is False:
+      options = {'action': 'store_true'}
+    elif isinstance(default, tuple):
+      options = {'default': default[0], 'choices': default}
+    if default:
+      meaning += f' (default: {options["default"]})'
+    parser.add_argument(f'--{name}', help=meaning, **options)
+  if mode in STORED:
+    parser.add_argument('run', nargs='?', help='the same as --workdir')
+  elif mode == 'compare':
+    parser.add_argument('workdirs', nargs='*', help='directories of runs')
+    to = 'the page to write (default: runs/compare.html)'
+    parser.add_argument('--to', default='runs/compare.html', help=to)
+  elif mode in ('check', 'plan'):
+    # Not by default that of a training, which may have a run of another model.
+    parser.add_argument('--workdir', default='', help='directory of a run to continue')
+  return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+  """Returns the flags of a command line, with `mode` and the overrides `knobs`.
+
   A mode as the first argument stands for --mode. Without arguments the program prints
-  its usage and ends with status 2; with --help it adds all flags and ends with 0.
+  its usage and ends with status 2; with --help it ends with 0.
   """
-  if not argv[1:]:
+  words = argv[1:]
+  if not words:
     print(usage(), file=sys.stderr)
     sys.exit(2)
-  if argv[1] == 'help' or {'-h', '-help', '--help'} & {*argv}:
-    module = flags.FLAGS.find_module_defining_flag('mode')
-    print(f'{usage()}\n\nFlags:\n{flags.FLAGS.module_help(module)}')
+  if words[0] in MODES:
+    words[0] = f'--mode={words[0]}'
+  elif words[0] == 'help' or {'-h', '-help', '--help'} & {*words}:
+    print(usage())
     sys.exit(0)
-  if argv[1] in MODES:
-    argv = [argv[0], f'--mode={argv[1]}', *argv[2:]]
-  flags.FLAGS.set_gnu_getopt()  # flags may follow the workdirs to compare
+  given = [word for word in words if KNOB.match(word)]
+  words = [word for word in words if word not in given]
+  first = Parser(add_help=False, allow_abbrev=False)
+  first.add_argument('--mode', choices=[*MODES], default='train')
+  mode = ''
   try:
-    argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
-    given = [arg for arg in argv[1:] if OVERRIDE.fullmatch(arg)]
-    left = flags.FLAGS([arg for arg in argv if arg not in given])
+    selected, words = first.parse_known_args(words)
+    mode = selected.mode
+    args, words = flags_of(mode).parse_known_intermixed_args(words)
+    flags.FLAGS.set_gnu_getopt()
+    _, *words = flags.FLAGS([argv[0], *words])  # the flags of absl, such as --verbosity
   except flags.UnrecognizedFlagError as error:
-    fail(bare_knob(error.flagname) or error)
-  except (flags.Error, OSError) as error:
+    fail(bare_knob(error.flagname, mode))
+  except (ValueError, flags.Error, OSError) as error:
     fail(error)
-  if len(left) > 1 and MODE.value != 'compare':
+  if words:
     fail(
-      f'unknown argument {left[1]!r}; a mode comes first ({", ".join(MODES)}), and an '
+      f'unknown argument {words[0]!r}; a mode comes first ({", ".join(MODES)}), and an '
       'override is written --config.steps=10'
     )
-  return [*left, *given]
+  if getattr(args, 'run', None):
+    args.workdir = args.run
+  return argparse.Namespace(**vars(args), mode=mode, knobs=given)
 
 
-def bare_knob(name: str) -> str:
-  """Returns the refusal of an unknown flag that names a knob; '' if it names none."""
+def bare_knob(name: str, mode: str) -> str:
+  """Returns the refusal of an unknown flag, which may name a knob."""
+  from bapo_jax.training import foreign_names
+  from bapo_jax.training.config import Config
+
+  refusal = f'bapo {mode} has no flag --{name}'
   known = [knob for knob, _, _ in knobs.fields(Config())]
   if name in known:
-    return f'no flag --{name}; a knob is written --config.{name}=...'
+    return f'{refusal}; a knob is written --config.{name}=...'
   advice = foreign_names.translated(name, known)
-  written = (
-    '' if name in foreign_names.ABSENT else '; knobs are written --config.KNOB=...'
-  )
-  return advice and f'no flag --{name}; {advice}{written}'
+  if not advice:
+    return f'{refusal}; bapo {mode} --help lists its flags'
+  if name not in foreign_names.ABSENT:
+    advice += '; knobs are written --config.KNOB=...'
+  return f'{refusal}; {advice}'
 
 
 def usage() -> str:
@@ -136,7 +171,7 @@ def usage() -> str:
   return (
     'Usage: bapo MODE --config=FILE[:VARIANT] [--workdir=DIR] [--config.KNOB=VALUE]...'
     f'\n\nModes:\n{modes}\n\nConfigs:\n{files or f"  {NO_CONFIGS}"}\n\n'
-    'bapo --help lists all flags, docs/config.md all knobs.'
+    'bapo MODE --help lists the flags of a mode, docs/reference/config.md all knobs.'
   )
 
 
@@ -145,7 +180,7 @@ def config_files() -> list[str]:
 
   Skips files that define no get_config or raise an error.
   """
-  found = []
+  listed = []
   for path in sorted(pathlib.Path('configs').glob('*.py')):
     try:
       names = runpy.run_path(str(path))
@@ -153,8 +188,8 @@ def config_files() -> list[str]:
     except (Exception, SystemExit):  # a user's file may raise anything
       continue
     if 'get_config' in names:
-      found.append(f'{path}[{variants}]' if variants else str(path))
-  return found
+      listed.append(f'{path}[{variants}]' if variants else str(path))
+  return listed
 
 
 def no_config(problem: str) -> ValueError:
@@ -163,22 +198,45 @@ def no_config(problem: str) -> ValueError:
   return ValueError(f'{problem}; ' + (f'give one of {files}' if files else NO_CONFIGS))
 
 
-def read_config(file: str | None, given: list[str]) -> Config:
+def read_config(file: str, given: list[str]) -> 'Config':
   """Returns the validated config of a file with the overrides applied.
 
   Raises:
-    ValueError: the file or a knob is invalid, or a given knob has no effect; the
-      message is one sentence.
+    ValueError: the file or a knob is invalid, or a knob has no effect; the message is
+      one sentence.
   """
-  if not file:
-    raise no_config('--config is missing')
+  from bapo_jax.training import config
+
   if not os.path.exists(file.split(':', 1)[0]):
     raise no_config(f'--config={file}: no such file')
-  values = load(file)
-  found = overrides(given, values)
-  config = parse_config(decided(merged(values, found)))
-  needs.refuse(found, [config])
-  return config
+  return overridden(config.load(file), given)
+
+
+def overridden(values: dict[str, Any], given: list[str]) -> 'Config':
+  """Returns the validated config of nested values with the overrides applied."""
+  from bapo_jax.training import config, needs
+
+  changes = config.overrides(given, values)
+  parsed = config.parse(config.decided(config.merged(values, changes)))
+  needs.refuse(changes, [parsed])
+  return parsed
+
+
+def config_of(args: argparse.Namespace) -> 'Config':
+  """Returns the config of --config, else of the run in --workdir.
+
+  Raises:
+    ValueError: there is none, or it is invalid.
+  """
+  if args.config:
+    return read_config(args.config, args.knobs)
+  if args.mode not in STORED:
+    raise no_config('--config is missing')
+  from bapo_jax.runtime import workdir
+  from bapo_jax.training import config
+
+  stored = config.from_json(workdir.read_config(args.workdir))
+  return overridden(stored.model_dump(), args.knobs)
 
 
 def fail(error: object) -> NoReturn:
@@ -205,44 +263,46 @@ PLANNING = {
 }
 
 
-def join(config: Config) -> None:
-  """Joins the other processes of a training run; checks that all run the same program.
+def start(args: argparse.Namespace) -> int:
+  """Does what the mode says; returns the exit status.
 
   Raises:
-    ValueError: the processes differ.
+    ValueError: a flag or the config is invalid.
   """
-  if MODE.value != 'train':
-    return
-  hosts.initialise(COORDINATOR.value, PROCESS.value, PROCESSES.value, START_S.value)
-  if hosts.processes() > 1:
-    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
+  if args.mode == 'plan':  # before a config or a custom file imports JAX
+    os.environ.update(PLANNING)
+  if args.mode not in READERS:
+    return run(args, config_of(args))
+  if args.config or args.knobs:
+    config_of(args)  # a misspelt knob is refused in every mode
+  try:
+    read(args)
+  except OSError as error:
+    path = error.filename2 or error.filename  # os.replace names both
+    reason = f'{path} cannot be written ({error.strerror})'
+    raise ValueError(f'{reason}; free disk space or give another path') from error
+  return 0
 
 
-def read(workdirs: list[str]) -> int:
-  """Does what a mode of READERS does; returns the exit status."""
-  mode, workdir = MODE.value, WORKDIR.value
-  if mode == 'compare':
+def read(args: argparse.Namespace) -> None:
+  """Does what a mode of READERS says."""
+  if args.mode == 'compare':
     from bapo_jax.tools import compare
 
-    return compare.write(workdirs, COMPARE_TO.value)
-  if mode == 'report':
-    from bapo_jax.run import report_page
+    compare.write(args.workdirs, args.to)
+  elif args.mode == 'report':
+    from bapo_jax.run import page
 
-    print(f'Report: {report_page.write(workdir)}')
-    return 0
-  from bapo_jax.tools import viewer
+    print(f'Report: {page.write(args.workdir)}')
+  else:
+    from bapo_jax.tools import viewer
 
-  return viewer.show(workdir, SHOW_GROUP.value, SHOW_WITH.value, which=CHECKPOINT.value)
+    viewer.show(args.workdir, args.group, args.views, args.checkpoint)
 
 
-def run(config: Config) -> int:
-  """Does what --mode selects; returns the exit status.
-
-  Each mode imports its own modules, so that a bad flag fails before JAX loads.
-  """
-  mode, workdir, which = MODE.value, WORKDIR.value, CHECKPOINT.value
-  if mode in ('check', 'plan') and not flags.FLAGS['workdir'].present:
-    workdir = ''  # runs/default may have a run of another model
+def run(args: argparse.Namespace, config: 'Config') -> int:
+  """Does what a mode with a config says; returns the exit status."""
+  mode, workdir = args.mode, args.workdir
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
@@ -255,66 +315,29 @@ def run(config: Config) -> int:
   if mode == 'eval':
     from bapo_jax.tools import eval_checkpoint
 
-    return eval_checkpoint.eval_checkpoint(config, workdir, EVAL_TO.value, which)
+    return eval_checkpoint.eval_checkpoint(config, workdir, args.to, args.checkpoint)
   if mode == 'export':
     from bapo_jax.tools import export
 
-    size, adapter = int(EXPORT_SHARD_GB.value * 1e9), EXPORT_AS.value == 'adapter'
-    knobs = EXPORT_TO.value, EXPORT_DTYPE.value, size, which
-    return export.export(config, workdir, *knobs, adapter=adapter)
+    size = int(args.shard_gb * 1e9)
+    if size < 1:
+      raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
+    which, adapter = args.checkpoint, args.adapter
+    return export.export(config, workdir, args.to, args.dtype, size, which, adapter)
   if mode == 'plan':
-    return plan(config)
-  if which != 'newest':
-    fail(
-      f'--checkpoint={which} is for --mode=eval, export and show; omit it, since '
-      'training resumes from the newest'
-    )
+    from bapo_jax.tools.plan import plan
+
+    if args.search:
+      return int(not plan.run_search(config, args.topology))
+    if not 0 < args.mean_share <= 1:
+      raise ValueError(f'--mean_share={args.mean_share:g}: give a number in (0, 1]')
+    return int(not plan.run(config, args.topology, args.mean_share))
+  hosts.initialise(args.coordinator, args.process, args.processes, args.start_s)
+  if hosts.processes() > 1:
+    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
   from bapo_jax.run import experiment
 
   return experiment.train(config, workdir)
-
-
-def start(arguments: list[str]) -> int:
-  """Reads the config and does what the flags select; returns the exit status.
-
-  `arguments` are the overrides of the config and the workdirs to compare.
-
-  Raises:
-    ValueError: a flag or the config is invalid.
-  """
-  file, mode = CONFIG.value, MODE.value
-  given = [arg for arg in arguments if OVERRIDE.fullmatch(arg)]
-  if file is None and (given or mode not in READERS):
-    raise no_config('--config is missing')
-  if mode != 'train' and PROCESSES.value is not None:
-    raise ValueError(
-      f'--processes={PROCESSES.value}: --mode={mode} runs in one process; '
-      'omit --processes, or use --mode=train'
-    )
-  if mode == 'plan':  # before a config or an own file imports JAX
-    os.environ.update(PLANNING)
-  if file is not None:
-    config = read_config(file, given)  # a misspelt knob is refused in every mode
-    if mode not in READERS:
-      join(config)
-      return run(config)
-  try:
-    return read([arg for arg in arguments if arg not in given])
-  except OSError as error:
-    if error.filename is None:  # the terminal
-      raise
-    path = error.filename2 or error.filename  # os.replace names both
-    reason = f'{path} cannot be written ({error.strerror})'
-    raise ValueError(f'{reason}; free disk space or give another path') from error
-
-
-def plan(config: Config) -> int:
-  """Plans the run for --topology; returns 0 if the run fits, else 1."""
-  from bapo_jax.tools.plan import plan
-
-  if SEARCH.value:
-    return int(not plan.run_search(config, TOPOLOGY.value))
-  return int(not plan.run(config, TOPOLOGY.value, MEAN_SHARE.value))
 
 
 def ignore_duplicates(unraisable: Any) -> None:
@@ -323,8 +346,8 @@ def ignore_duplicates(unraisable: Any) -> None:
     sys.__unraisablehook__(unraisable)
 
 
-def main(argv: list[str]) -> None:
-  """Does what the flags select; exits with the run's status."""
+def main(args: argparse.Namespace) -> None:
+  """Does what the mode says; exits with the status of the run."""
   if not flags.FLAGS['verbosity'].present:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
@@ -334,13 +357,13 @@ def main(argv: list[str]) -> None:
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:
     with signals.none_lost():
-      status = start(argv[1:])
+      status = start(args)
   except ValueError as error:
     fail(error)
   except KeyboardInterrupt:
     print(
-      f'Stopped immediately. The same command with --workdir={WORKDIR.value} resumes '
-      'from the newest checkpoint; an unfinished warm start begins again.',
+      'Stopped immediately. The same command resumes from the newest checkpoint of '
+      '--workdir; an unfinished warm start begins again.',
       file=sys.stderr,
     )
     sys.stdout.flush()

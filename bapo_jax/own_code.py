@@ -54,7 +54,7 @@ def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
   >>> @declare(bounds='ignored', needs_proximal=True)
   ... def my_loss(logp_BT, batch, find): ...
 
-  docs/library.md lists what each kind of function may declare.
+  docs/guide/library.md lists what each kind of function may declare.
   """
 
   def decorate(function: AnyFunction) -> AnyFunction:

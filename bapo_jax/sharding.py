@@ -78,7 +78,8 @@ def make(
   devices are left out, for sampling. Raises ValueError if the product of the sizes is
   not the number of devices.
   """
-  shape, (learners, _) = (data, fsdp, tensor), divide(rollout, devices)
+  shape = (data, fsdp, tensor)
+  learners, _ = divide(rollout, devices)
   grid = np.asarray(learners)
   try:
     if min(shape) < -1:
@@ -231,24 +232,24 @@ def under(
 
 def ambient() -> AbstractMesh | None:
   """Returns the ambient mesh; None without one, or on one device."""
-  found = jax.sharding.get_abstract_mesh()
-  return found if found.axis_names == AXES and found.size > 1 else None
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if mesh.axis_names == AXES and mesh.size > 1 else None
 
 
 def ambient_row_shards() -> int:
   """Returns `row_shards` of the ambient mesh; 1 without a mesh."""
-  found = ambient()
-  return row_shards(found) if found else 1
+  mesh = ambient()
+  return row_shards(mesh) if mesh else 1
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
   """Shards the leading axes of x by these axes of the ambient mesh, if all divide."""
-  found = ambient()
-  if found is None:
+  mesh = ambient()
+  if mesh is None:
     return x
   for n, axis in zip(x.shape, axes, strict=False):
     names = (axis,) if isinstance(axis, str) else axis or ()
-    if n % math.prod(found.shape[name] for name in names):
+    if n % math.prod(mesh.shape[name] for name in names):
       return x
   return jax.lax.with_sharding_constraint(x, P(*axes))
 
@@ -259,15 +260,15 @@ def constrain_params(tree: AnyTree, layout: str = 'train') -> AnyTree:
   A program that returns parameters must call this: XLA's GPU compiler otherwise returns
   the result of a `cond` in full on every device, and then reuses no donated argument.
   """
-  found = ambient()
-  if found is None:
+  mesh = ambient()
+  if mesh is None:
     return tree
-  return jax.lax.with_sharding_constraint(tree, shardings(tree, found, layout))
+  return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, layout))
 
 
 def constrain_rows(tree: AnyTree) -> AnyTree:
   """Shards the rows of all arrays by `layout_of_rows`; a no-op without a mesh."""
-  found = ambient()
-  if found is None:
+  mesh = ambient()
+  if mesh is None:
     return tree
-  return jax.lax.with_sharding_constraint(tree, layout_of_rows(tree, found))
+  return jax.lax.with_sharding_constraint(tree, layout_of_rows(tree, mesh))

@@ -43,7 +43,7 @@ class Prompts(NamedTuple):
 class Pictures(NamedTuple):
   pixels_PZE: UInt8[Array, 'P Z E']  # the patches of a prompt's pictures, one picture after the other, then zeros
   grid_PI2: Int32[Array, 'P I 2']    # patches of each picture along height and width; 0 for no picture
-  window_PW: Bool[Array, 'P W'] | None = None  # True for each window of the pictures, from column 0; None: W is bounded from Z
+  window_PW: Bool[Array, 'P W']      # True for each window of the pictures, from column 0
 
 
 class EmbeddedPictures(NamedTuple):

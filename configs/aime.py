@@ -6,7 +6,7 @@ r"""RL with verifiable rewards on problems whose answers are integers in \boxed{
 
 `tiny` (the default): made problems (bapo_jax/data/made/synthetic.py) and a policy of
 0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes
-minutes on two CPU cores; LOG.md has the held-out accuracy at temperature 1.
+minutes on two CPU cores; log/ has the held-out accuracy at temperature 1.
 
 `:recipe` is `tiny` with the clip rule of Balanced PO's public code: the lower bound
 moves first, contributions are those of the surrogate, the target is positive /

@@ -24,7 +24,7 @@ hard problems are re-evaluated; groups of 8; no KL term (older scripts: 0.005 on
 Countdown). From its paper (arXiv:2602.20722, Table 3): at most half as many problems
 are re-evaluated as a step has prompts (script: 32 of 32); thresholds 1/8 (hard) and 1/8
 to 5/8 (reusable; script: 1/8 to 3/8). From Balanced PO (arXiv:2510.18927): the ranges
-of the bounds. LOG.md has the minutes on two CPU cores and the scores.
+of the bounds. log/ has the minutes on two CPU cores and the scores.
 """
 
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ CELLS = (  # name, batch rule, clip rule
   ('both', 'adapted', 'balanced'),
 )
 # The share that these problems have by themselves; at 0.42 the bounds sat at their
-# caps (LOG.md).
+# caps (log/2026-11-21.md).
 TARGET = {'fixed': {}, 'balanced': {'clip.target': 0.39}}
 ARMS = {
   name: {'batch.rule': batch, 'clip.rule': clip, **TARGET[clip]}

@@ -7,7 +7,8 @@ r"""A model and problems of your own: three knobs, and the run decides the other
 A knob that is None here is derived from model, problems and machine when the run
 begins, printed with its reason, and stored in config.json (autosetup/derive.py);
 --config.<knob>=... sets it instead. The clip rule is Balanced PO's, the batch rule
-takes fresh groups: see docs/algorithms.md for the others, and docs/your_model.md.
+takes fresh groups; docs/reference/algorithms.md lists the others. See also
+docs/guide/your_model.md.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ def get_config() -> ConfigDict:
   config = defaults()
   config.title = 'fine-tuning'
   # Balanced PO, section 5. At 1.0 small models ramble: of SmolLM2-135M's sums .025 are
-  # right, at 0.6 .100 (LOG.md).
+  # right, at 0.6 .100 (log/2026-11-22.md).
   config.sampler.temperature = 0.6
   config.evaluate.sampling.temperature = 0.6
   config.problems.overlap = 'drop'

@@ -9,9 +9,8 @@ response is enumerated, so no sampling stands between a rule and its effect.
 3. `Tables` holds log pi and log mu of every token of every response, and `slopes` the
    gradient of log pi of every token after every prefix, so that `gradient` turns the
    weights of tokens into an update by one product;
-4. `true_gradient` is the gradient of the accuracy J, `expected` the expected weight of
-   each token under a rule, and `moments` the exact mean and mean square of the update
-   of one group;
+4. `true_gradient` is the gradient of the accuracy J, and `moments` the exact mean and
+   mean square of the update of one group;
 5. `sampled` draws minibatches and computes the update of each of them, for rules whose
    bounds depend on the minibatch.
 """
@@ -178,27 +177,11 @@ def accuracy(logp_NT: Array, task: Task) -> Array:
   return jnp.where(task.right_N, seen_N, 0).sum() / PROMPTS
 
 
-def entropy(logp_NT: Array, task: Task) -> Array:
-  """Returns the entropy of a response, nats, mean over the prompts."""
-  total_N = jnp.where(task.mask_NT, logp_NT, 0).sum(1)
-  return -(jnp.exp(total_N) * total_N).sum() / PROMPTS
-
-
 def true_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
   """Returns the exact gradient of J: the sum of pi(y) R(y) grad log pi(y)."""
-  return gradient(slopes_KP, task, _score(logp_NT, task, task.right_N))
-
-
-def entropy_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
-  """Returns the exact gradient of the entropy of a response."""
-  total_N = jnp.where(task.mask_NT, logp_NT, 0).sum(1)
-  return gradient(slopes_KP, task, _score(logp_NT, task, -total_N))
-
-
-def _score(logp_NT: Array, task: Task, value_N: Array) -> Array:
-  """Returns the weights of the gradient of the sum of pi(y) value(y), per prompt."""
-  total_N = jnp.where(task.mask_NT, logp_NT, 0).sum(1)
-  return jnp.where(task.mask_NT, (jnp.exp(total_N) * value_N)[:, None], 0) / PROMPTS
+  seen_N = jnp.exp(jnp.where(task.mask_NT, logp_NT, 0).sum(1))
+  weight_NT = jnp.where(task.mask_NT, (seen_N * task.right_N)[:, None], 0)
+  return gradient(slopes_KP, task, weight_NT / PROMPTS)
 
 
 def advantages(rule: AdvantageFunction) -> tuple[np.ndarray, np.ndarray]:
@@ -240,41 +223,6 @@ def weights_of(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
   find = loss.finder((rule.loss, rule.clip, rule.mask), logp_BT, batch, scale_B)
   _, bounds = rule.loss(logp_BT, batch, find)
   return loss.weights(rule.loss, logp_BT, batch, bounds) / POSITIONS
-
-
-def expected(rule: Rule, task: Task, tables: Tables) -> Array:
-  """Returns the expected weight of each token [N, T] in an update on data of mu.
-
-  The sum over responses y of mu(y) E[w | y], a mean over prompts and over tokens. A
-  group has GROUP responses; the advantage of y depends on how many of the others are
-  right, which is binomial.
-
-  Raises:
-    ValueError: the bounds depend on the minibatch: use `sampled`.
-  """
-  if rule.whole_batch:
-    raise ValueError('the rule reads the whole minibatch: use sampled()')
-  chance_QG = jnp.asarray(binomial(rates(task, tables)), tables.logp_NT.dtype)
-  adv = jnp.asarray(np.stack(advantages(rule.advantage)))  # right, wrong
-  return _expected(rule, task, tables, chance_QG, adv)
-
-
-@functools.partial(jax.jit, static_argnames='rule')
-def _expected(
-  rule: Rule, task: Task, tables: Tables, chance_QG: Array, adv: Array
-) -> Array:
-  """Sums the weights over the number of right responses among the others."""
-  index_N = jnp.arange(len(task.right_N))
-
-  def add(k: Array, total_NT: Array) -> Array:
-    adv_N = jnp.where(task.right_N, adv[0, k], adv[1, k])
-    batch = batch_of(task, tables, index_N, adv_N)
-    weight_NT = weights_of(rule, tables.logp_NT, batch)
-    return total_NT + chance_QG[task.prompt_N, k][:, None] * weight_NT
-
-  zero_NT = jnp.zeros(task.mask_NT.shape, adv.dtype)
-  total_NT = jax.lax.fori_loop(0, GROUP, add, zero_NT)
-  return tables.seen(task)[:, None] * total_NT / PROMPTS
 
 
 def rates(task: Task, tables: Tables) -> np.ndarray:
@@ -380,7 +328,7 @@ def _sides(place_RVK: Array, slopes_KP: Array) -> Array:
 class Sampled(NamedTuple):
   """Updates under one rule from minibatches drawn from mu."""
 
-  weight_NT: Array  # mean weight of each token, as in `expected`
+  weight_NT: Array  # mean weight of each token
   along_MV: np.ndarray  # update . direction, by minibatch and direction
   square_M: np.ndarray  # |update|^2
 

@@ -11,11 +11,7 @@ computes the expected update and how it relates to the true gradient of the accu
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
   update g of one minibatch: the cosine with its noise, since E |g|^2 counts both. It is
   exact, except for rules whose bounds depend on the minibatch: these are sampled at
-  each n, beside GRPO on the same minibatches, whose exact moments correct the means;
-- on policy: the cosine with the expected update of GRPO on fresh data, whose advantage
-  is divided by the standard deviation of the group and so is not along grad J;
-- size: the norm of the expected update over that of GRPO on fresh data;
-- entropy: the change of a response's entropy for a step of length 1, nats.
+  each n, beside GRPO on the same minibatches, whose exact moments correct the means.
 """
 
 import functools
@@ -38,9 +34,10 @@ from bapo_jax.algorithms.clip import Fixed
 from bapo_jax.algorithms.loss import LossRule
 from bapo_jax.algorithms.masks import MaskRule, NoMask
 from bapo_jax.models import transformer
+from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import figures, microscope, outcomes, sweep
+from lab import figures, microscope, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -148,7 +145,6 @@ SHOWN = {
 }
 Run = dict[str, Any]  # of a seed: str(staleness) -> figures
 Cell = tuple[int, int]  # staleness, responses
-Contest = tuple[int, int, str]
 
 
 def measure(
@@ -167,29 +163,18 @@ def measure(
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  spread_P = microscope.entropy_gradient(slopes_KP, logp_NT, task)
   inner_NTT = microscope.inner(task, slopes_KP)
-  fresh = Tables(logp_NT, logp_NT)
-  on_policy = microscope.moments([GRPO], task, fresh, slopes_KP, inner_NTT)
-  on_policy_P = on_policy.mean_RP[0]
-  size = math.sqrt(microscope.dot(on_policy_P, on_policy_P))
   found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     if str(k) in found:
       continue
     tables = Tables(logp_NT, microscope.table(weights[k], task))
-    rows: dict[str, Any] = {}
-    for name, (update_P, alignment) in updates(
-      task, tables, (slopes_KP, inner_NTT), truth_P, seed
-    ).items():
-      length = math.sqrt(microscope.dot(update_P, update_P)) or math.nan
-      rows[name] = {
-        'cosine': microscope.cosine(update_P, truth_P),
-        'on policy': microscope.cosine(update_P, on_policy_P),
-        'size': length / size,
-        'entropy': microscope.dot(update_P, spread_P) / length,
-        'alignment': alignment,
-      }
+    rows = {
+      name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
+      for name, (update_P, alignment) in updates(
+        task, tables, (slopes_KP, inner_NTT), truth_P, seed
+      ).items()
+    }
     found[str(k)] = {
       'spread of log r': _spread(tables, task),
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
@@ -285,12 +270,6 @@ def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
   return np.nan_to_num(np.asarray(found, float))
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-  """Returns the mean and half of its 95 % t interval; 0 for equal values."""
-  low, high = outcomes.t_interval(values)
-  return float(values.mean()), (high - low) / 2
-
-
 def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:
   """Returns the fixed bounds with the largest mean alignment over seeds and cells."""
 
@@ -330,18 +309,13 @@ def contest(
   return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
 
 
-def contests(runs: Sequence[Run], hindsight: bool = False) -> dict[Contest, np.ndarray]:
-  """Returns (staleness, responses, search) -> gap of every seed, in the same cell."""
-  return {
-    (*cell, rule): contest(runs, cell, rule, [cell], hindsight)[1]
+def conclusion(runs: Sequence[Run]) -> str:
+  """Returns the sentence that a reader can cite."""
+  gaps = {
+    (*cell, rule): interval(contest(runs, cell, rule, [cell], hindsight=False)[1])
     for cell in CELLS
     for rule in SEARCHES
   }
-
-
-def conclusion(runs: Sequence[Run]) -> str:
-  """Returns the sentence that a reader can cite."""
-  gaps = {key: interval(gap_S) for key, gap_S in contests(runs).items()}
   above = [key for key, (mean, half) in gaps.items() if mean - half > ROUNDED]
   below = [key for key, (mean, half) in gaps.items() if mean + half < -ROUNDED]
   most = max(above or gaps, key=lambda key: gaps[key][0])

@@ -14,7 +14,7 @@
 3. `columns` converts a recorded step for `append`.
 
 Needs nothing but the standard library, so that other trainers can import it.
-docs/running.md has the lines that call `append` in TRL, verl and OpenRLHF.
+docs/guide/running.md has the lines that call `append` in TRL, verl and OpenRLHF.
 """
 
 import json

@@ -123,7 +123,7 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
 
 
 def _minibatch(path: pathlib.Path) -> tuple[Array, Batch]:
-  """Reads a file of notebooks/save_batch.py."""
+  """Reads the file that `notebooks.make batch` writes."""
   saved = np.load(path)
   mask_BT = saved['loss_mask_BT']
   token_N = saved['tokens_BT'][mask_BT]

@@ -14,11 +14,11 @@ import numpy as np
 from flax import traverse_util
 
 from bapo_jax.run import step_record
-from bapo_jax.run.series import FEW, errors, running_mean, series
+from bapo_jax.run.series import ERRORS, FEW, errors, series, smoothed
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.tools import viewer
-from bapo_jax.tools.viewer import RecordedGroup
+from bapo_jax.tools.viewer import Recorded
 from bapo_jax.types import CUTS
 from lab.plots import BLUE, GREY, ORANGE, dress, new_figure
 
@@ -47,7 +47,7 @@ class RunFiles(NamedTuple):
 
   label: str
   rows: list[Row]  # of metrics.jsonl
-  groups: list[RecordedGroup]  # of one recorded step; [] if no step is recorded
+  groups: list[Recorded]  # of one recorded step; [] if no step is recorded
   values: dict[str, Any]  # of config.json, dotted name -> value; {} without the file
 
 
@@ -93,11 +93,16 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
     dress(ax, title)
     for run, colour in zip(runs, COLOURS, strict=False):
       for name, line in zip(names, ('-', '--'), strict=False):
-        step_N, value_N = series(run.rows, name)
-        if name == 'eval/accuracy':
-          _evaluations(ax, run.rows, name, color=colour)
-        elif len(step_N):
-          _curve(ax, step_N, value_N, color=colour, linestyle=line)
+        points = series(run.rows, name)
+        style: dict[str, Any] = {'color': colour, 'linestyle': line, 'linewidth': 1.8}
+        if name in ERRORS:
+          error_N = errors(run.rows, name)
+          ax.errorbar(*points, error_N, marker='o', markersize=4, capsize=3, **style)
+        elif len(points[0]) > FEW:
+          ax.plot(*points, color=colour, linewidth=0.7, alpha=0.45)
+          ax.plot(*smoothed(points, len(points[0]) // FEW | 1), **style)
+        elif len(points[0]):
+          ax.plot(*points, marker='o', markersize=4, **style)
     ax.set_xlabel('step', fontsize=9)
     ax.set_ylabel(unit, fontsize=9)
     ax.grid(color='0.9', linewidth=0.8)
@@ -108,22 +113,6 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
   ]
   figure.legend(handles=handles, loc='outside upper left', ncols=5, frameon=False)
   return figure
-
-
-def _curve(ax: 'Axes', step_N: np.ndarray, value_N: np.ndarray, **line: Any) -> None:
-  """Draws pale raw values and their running mean; few points are drawn as dots."""
-  width = len(value_N) // FEW | 1
-  if width > 1:
-    ax.plot(step_N, value_N, color=line['color'], linewidth=0.7, alpha=0.45)
-  if len(value_N) <= FEW:
-    line |= {'marker': 'o', 'markersize': 4}
-  ax.plot(*running_mean(step_N, value_N, width), linewidth=1.8, **line)
-
-
-def _evaluations(ax: 'Axes', rows: Sequence[Row], name: str, **line: Any) -> None:
-  """Draws evaluations as dots with their standard errors."""
-  line |= {'linewidth': 1.5, 'marker': 'o', 'ms': 4, 'capsize': 3}
-  ax.errorbar(*series(rows, name), errors(rows, name), **line)
 
 
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
@@ -145,10 +134,9 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
         ax.scatter(mu_N[of_N], ratio_N[of_N], s=28, marker=marker, color=colour)
       label = f'{name}: {len(mu_N)} tokens, {(cut_N > 0).sum()} cut'
       ax.scatter([], [], s=20, color=colour, label=label)
-    updates = {group.update for group in run.groups if group.update is not None}
-    for _, *bounds in updates:
-      for bound in bounds:
-        ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
+    bounds = {bound for group in run.groups for bound in (group.low, group.high)}
+    for bound in bounds - {None}:
+      ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
     _label(ax, 'probability when sampled', 'ratio')
     ax.set_yscale('log')
     ax.yaxis.set_major_formatter('{x:g}')
@@ -157,7 +145,7 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def tokens(
-  groups: Sequence[RecordedGroup], sign: int
+  groups: Sequence[Recorded], sign: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
 
@@ -167,17 +155,15 @@ def tokens(
     sign: the sign of the tokens' advantage, 1 or -1.
   """
   responses = [
-    (np.exp(response.logp_T), response.ratio_T, response.cut_T)
+    (np.exp(response.sampler_logp), response.ratio, response.cut)
     for group in groups
     for response in group.responses
-    if response.logp_T is not None
-    and response.ratio_T is not None
-    and response.cut_T is not None
-    and np.sign(response.advantage) == sign
+    if response.ratio is not None and np.sign(response.advantage) == sign
   ]
   none = np.zeros(0), np.zeros(0), np.zeros(0, np.uint8)
   columns = zip(none, *responses, strict=True)
-  mu_N, ratio_N, cut_N = (np.concatenate(column) for column in columns)
+  # A ratio that is not finite is null.
+  mu_N, ratio_N, cut_N = (np.concatenate(column).astype(float) for column in columns)
   return mu_N, ratio_N, cut_N
 
 
@@ -189,7 +175,7 @@ def lengths(runs: Sequence[RunFiles]) -> 'Figure':
     dress(ax, run.label)
     responses = [r for group in run.groups for r in group.responses]
     for name, colour, correct in (('right', BLUE, True), ('wrong', ORANGE, False)):
-      pairs = [(r.length, r.advantage) for r in responses if r.correct == correct]
+      pairs = [(r.tokens, r.advantage) for r in responses if r.correct == correct]
       length_N, adv_N = np.asarray(pairs, float).reshape(-1, 2).T
       label = f'{name}: {len(pairs)} responses'
       ax.scatter(length_N, adv_N, s=14, alpha=0.6, color=colour, label=label)

@@ -84,7 +84,7 @@ install() {
 command -v $PYTHON > /dev/null || { sudo apt-get update
   sudo apt-get install -y $PYTHON $PYTHON-venv; }
 test -d .venv || $PYTHON -m venv .venv
-.venv/bin/pip install -q -r requirements-tpu.txt -c constraints.txt"
+.venv/bin/pip install -q -r requirements/tpu.txt -c requirements/constraints.txt"
   if [[ ${SHARE:-} ]]; then
     on all "mountpoint -q share || { sudo apt-get install -y nfs-common; mkdir -p share
 sudo mount -t nfs $SHARE share; }"

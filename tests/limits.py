@@ -25,12 +25,12 @@ FAST = {
   'models': 'hf_config hf_directory rope safetensors_io',
   'rewards': 'gold',
   'rollout': 'rollout shapes',
-  'run': 'report report_page step_record',
+  'run': 'page report step_record',
   'runtime': 'digests files machine markdown metrics progress workdir',
   'tools': 'compare hlo hosts roofline',
-  'training': 'config evaluate statistics',
-  '.': 'architecture config_docs docs finetune fuzz_config knobs limits main notebooks '
-  'on_gpu own_code readme requirements sharding type_checker types',
+  'training': 'config evaluate',
+  '.': 'architecture docs finetune fuzz_config knobs limits main notebooks '
+  'on_gpu own_code requirements sharding type_checker types',
 }
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from bapo_jax.algorithms import advantage, loss
 from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
-from bapo_jax.models import decoder, logprobs, transformer
+from bapo_jax.models import decoder, logprobs, lora, transformer
+from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
@@ -60,6 +61,17 @@ def params(spec=SPEC, seed=0) -> dict:
     for path, (shape, scale) in transformer.describe(spec).items()
   }
   return transformer.unflatten(flat)
+
+
+def adapters(spec=SPEC, size=0.4, **knobs) -> dict:
+  """Returns adapters in which neither A nor B is zero; compiles nothing."""
+  knobs = LoraConfig(**{'rank': 3, 'alpha': 6.0} | knobs)
+  make = functools.partial(lora.init, spec, **knobs.model_dump())
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: jnp.float32(rng.normal(0, size, x.shape)),
+    jax.eval_shape(make, jax.random.key(0)),
+  )
 
 
 def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
@@ -153,7 +165,7 @@ class OddVerifier(Verifier):
   def submit(self, samples) -> PendingVerdicts:
     texts = [sample.response for sample in samples]
     self.submitted.append(([sample.answer for sample in samples], texts))
-    return PendingVerdicts([self.verdict(text) for text in texts], samples, self.rule)
+    return PendingVerdicts([self.verdict(text) for text in texts], samples)
 
 
 def generate(

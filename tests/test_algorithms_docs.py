@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md are what configs, tests and measurements say."""
+"""The tables of algorithms.md are what configs, tests and measurements say."""
 
 import math
 import operator
@@ -10,8 +10,8 @@ import pytest
 
 from bapo_jax.methods import METHODS
 from bapo_jax.training.config import PARTS, Config, merged, parse
-from docs import write_algorithms
-from docs.write_algorithms import PAGE, ROWS
+from docs.reference import write_algorithms
+from docs.reference.write_algorithms import PAGE, ROWS
 
 ROOT = pathlib.Path(__file__).parents[1]
 CASES = {name: row for rows in ROWS.values() for name, row in rows.items()}
@@ -22,7 +22,7 @@ def test_the_tables_are_current():
   """Up to the measured differences, whose last bits depend on the processor."""
   text = PAGE.read_text()
   written = write_algorithms.document(text)
-  command = 'python -m docs.write_algorithms'
+  command = 'python -m docs.reference.write_algorithms'
   assert MEASURED.sub('', written) == MEASURED.sub('', text), command
 
 

@@ -22,7 +22,7 @@ from bapo_jax.training.config import OVERRIDE
 from lab import sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = (ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md')))
+PAGES = (ROOT / 'README.md', *sorted(ROOT.glob('docs/**/*.md')))
 PAGES += tuple(sorted(ROOT.glob('papers/*/README.md')))
 LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 
@@ -31,14 +31,11 @@ SMALLEST = {
   'algorithms.clip_search': '--repeat=1 --shapes=8x16',
   'first_contact': '--small --out=RUNS.json',
   'models.load_weights': '--gb=0.1',
-  'models.tower': '--layers=4 --pictures=2 --side=112 --batches=1 --times=1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
   'rollout.quantized': '--model=MODEL --data=PROBLEMS --prompts=2',
   'rollout.sampler': '--batch=8 --waves=1 --alone',
-  'rollout.shared_prompts': '',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.first_step': 'TINY',
-  'training.changed_weights': '--runs=embedded --steps=0 TINY',
   'training.learner': '--rows=8 --length=32 --rounds=1 --cases=1:1',
   'training.lora': '--model=MODEL --data=PROBLEMS --steps=1 --rank=2 --workdir=RUNS',
   'training.main_job': '--seeds=1 --workdir=RUNS TINY',
@@ -52,8 +49,7 @@ SMALLEST = {
   'training.trl_step': '--model=MODEL --problems=PROBLEMS --out=RUNS --prompts=2 '
   '--group=2 --new=4 --updates=2 --steps=1 --lr=1e-6',
 }
-NEEDS = {'models.tower': 'torch', 'training.train_step': 'torch'}
-NEEDS |= {'training.trl_step': 'trl'}
+NEEDS = {'training.train_step': 'torch', 'training.trl_step': 'trl'}
 SKIPPED = {  # pattern -> reason
   r'pip install': 'installs packages',
   r'-m pytest': 'runs this test',
@@ -159,7 +155,7 @@ def small(command, folder, work):
     if pathlib.Path(folder, 'run').exists():
       runs.copied(pathlib.Path(folder, 'run'), other)
     paths = [f'{folder}/run', str(other)]
-    return [*run, '--mode=compare', *paths, f'--compare_to={work}/compare.html']
+    return [*run, '--mode=compare', *paths, f'--to={work}/compare.html']
   if 'configs/finetune.py' in command:
     own = [re.sub(r'(model\.path)=.*', rf'\1={folder}/model', word) for word in own]
     for knob, name in (('source', 'problems'), ('test_source', 'held_out')):

@@ -1,6 +1,8 @@
 """The docs say what is the case: files, rules, knobs, metrics and links all exist."""
 
 import contextlib
+import inspect
+import json
 import pathlib
 import re
 
@@ -9,7 +11,7 @@ import pytest
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
-from bapo_jax.training import needs
+from bapo_jax.training import needs, trainer
 from bapo_jax.training.config import (
   PARTS,
   Config,
@@ -19,11 +21,12 @@ from bapo_jax.training.config import (
   overrides,
   parse,
 )
+from docs.reference import write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
   str(path.relative_to(ROOT)): path.read_text()
-  for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
+  for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
 KNOBS = {name for name, _, _ in fields(Config())} | {
   f'{part}.{knob}'
@@ -101,8 +104,9 @@ def test_a_workdir_is_for_one_run_and_is_read_after_it_is_written():
 
 
 def test_the_config_file_of_running_is_valid(tmp_path):
+  page = DOCS['docs/guide/running.md']
   ((text, command),) = re.findall(
-    r'```python\n# my.py\n([^`]*)```\n\n```bash\n([^`]*)```', DOCS['docs/running.md']
+    r'```python\n# my.py\n([^`]*)```\n\n```bash\n([^`]*)```', page
   )
   (tmp_path / 'my.py').write_text(text)
   file = re.search(r'--config=(\S+)', command)[1]
@@ -184,12 +188,63 @@ def test_every_metric_in_prose_is_in_the_glossary():
         assert words in GLOSSARY, f'{name}: {words}'
 
 
+def anchors(text: str) -> set[str]:
+  """The fragments that GitHub gives to the headings of a page."""
+  headings = re.findall(r'(?m)^#+ (.*)$', text)
+  return {re.sub(r'[^\w\- ]', '', x).lower().replace(' ', '-') for x in headings}
+
+
+FOLDERS = ('docs', 'log', 'papers', 'launch', 'benchmarks')
+PAGES = [*ROOT.glob('*.md'), *(x for f in FOLDERS for x in (ROOT / f).rglob('*.md'))]
+
+
+def broken(page: pathlib.Path, text: str) -> list[str]:
+  """The links of a page that lead to no file, or to no heading of a page."""
+  links = []
+  for link in re.findall(r'\]\(([^)\s]+)\)', re.sub(r'`[^`\n]*`', '', text)):
+    if '://' in link:
+      continue
+    path, _, fragment = link.partition('#')
+    target = page.parent / path if path else page
+    if not target.exists():
+      links.append(link)
+    elif target.suffix == '.md' and fragment:
+      links += [link] if fragment not in anchors(target.read_text()) else []
+  return links
+
+
 def test_every_relative_link_resolves():
-  for name, text in DOCS.items():
-    for link in re.findall(r'\]\(([^)\s]+)\)', text):
-      if '://' not in link and not link.startswith('#'):
-        target = (ROOT / name).parent / link.partition('#')[0]
-        assert target.exists(), f'{name}: {link}'
+  for page in PAGES:
+    assert not broken(page, page.read_text()), page
+  for path in (ROOT / 'notebooks').glob('*.ipynb'):
+    for cell in json.loads(path.read_text())['cells']:
+      if cell['cell_type'] == 'markdown':
+        assert not broken(path, ''.join(cell['source'])), path
+
+
+def test_the_indices_name_every_page():
+  for folder in ('docs', 'log'):
+    index = ROOT / folder / 'README.md'
+    named = re.findall(r'\]\(([\w/-]+\.md)\)', index.read_text())
+    pages = {str(path.relative_to(index.parent)) for path in index.parent.rglob('*.md')}
+    assert pages - {'README.md'} <= set(named), folder
+  newest, *dates = [name for name in named if name.startswith('20')]
+  assert dates == sorted(dates, reverse=True) and newest == dates[0]
+
+
+def test_every_test_that_guards_a_decision_exists():
+  text = (ROOT / 'DECISIONS.md').read_text()
+  named = set(re.findall(r'`(?:[\w/]*/)?(test_\w+)(?:\.py)?`', text))
+  files = [*(ROOT / 'tests').rglob('test_*.py')]
+  defined = {path.stem for path in files}
+  for path in files:
+    defined |= set(re.findall(r'(?m)^def (test_\w+)', path.read_text()))
+  assert len(named) > 100 and named <= defined, named - defined
+
+
+def test_a_broken_link_is_found():
+  text = '[a](gone.md) [b](DECISIONS.md) [c](README.md#gone) [d](README.md#the-loop)'
+  assert broken(ROOT / 'README.md', text) == ['gone.md', 'README.md#gone']
 
 
 def test_every_module_that_a_source_file_names_exists():
@@ -203,6 +258,31 @@ def test_every_module_that_a_source_file_names_exists():
 
 
 def test_every_rule_is_named():
-  named = set(code(DOCS['docs/algorithms.md']))
+  named = set(code(DOCS['docs/reference/algorithms.md']))
   for part in PARTS.keys() - {'rewards.shaping'}:
     assert PARTS[part].names.keys() <= named, PARTS[part].names.keys() - named
+
+
+def test_the_page_of_knobs_is_current():
+  command = 'python -m docs.reference.write_config > docs/reference/config.md'
+  assert DOCS['docs/reference/config.md'] == write_config.document(), command
+
+
+# --- README.md: short, its loop is the code, its commands are those of CI ------------
+
+README = DOCS['README.md']
+
+
+def test_the_loop_is_the_loop():
+  assert inspect.getsource(trainer.train_loop).rstrip() in README
+
+
+def test_two_commands_each_one_line():
+  commands = re.findall(r'^python3 -m venv \.venv && .*$', README, re.M)
+  assert len(commands) == 2
+  assert commands[0].endswith('-m bapo_jax.main --config=configs/aime.py')
+  assert commands[1].endswith('-m pytest')
+
+
+def test_it_is_read_in_ten_minutes():
+  assert len(README.splitlines()) <= 150

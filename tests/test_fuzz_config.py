@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from bapo_jax import knobs, sharding
+from bapo_jax.data import sources
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.training import budget, build, resolve
@@ -23,6 +24,7 @@ FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
 NUMBERS = (0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**63, 10**400, -(10**400))
 NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
+NO_ROWS = sources.Data([], [], {})
 LIMIT_S = 60  # thousands of times what a refusal takes
 CELL = ('a', 'fresh_only', 'fixed')
 OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
@@ -84,7 +86,7 @@ def check_trainable(config: Config) -> None:
     budget.check(counted, 2**34)
   except ValueError as error:
     return check_sentence(error)
-  r = resolve.Resolved(config, model, mesh, Schedule(), counted)
+  r = resolve.Resolved(config, model, NO_ROWS, mesh, Schedule(), counted)
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
   engine = build.make_engine(r)

@@ -44,8 +44,8 @@ def bapo(installed, *args, cwd=ROOT):
 def test_the_command_reads_the_configs_of_the_current_folder(installed, tmp_path):
   done = bapo(installed)
   assert done.returncode == 2 and 'configs/aime.py[:tiny|' in done.stderr
-  done = bapo(installed, 'check', '--help')
-  assert done.returncode == 0 and '--show_with' in done.stdout and not done.stderr
+  done = bapo(installed, 'show', '--help')
+  assert done.returncode == 0 and '--views' in done.stdout and not done.stderr
   done = bapo(installed, 'show', '--config=configs/aime.py', f'--workdir={tmp_path}')
   assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
   assert str(tmp_path) in done.stderr

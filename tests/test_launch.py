@@ -82,8 +82,9 @@ def programs(directory, **texts):
 
 def test_shellcheck_has_nothing_to_say():
   found = shutil.which('shellcheck', path=pathlib.Path(sys.executable).parent)
-  assert found, 'requirements-dev.txt has it'
-  run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS, *ROOT.glob('.ci/*'))
+  assert found, 'requirements/dev.txt has it'
+  others = [*ROOT.glob('.ci/*'), *ROOT.glob('benchmarks/on_gpu/*.sh')]
+  run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS, *others)
 
 
 LAUNCHERS = [script for script in SCRIPTS if script.name != 'common.sh']
@@ -128,7 +129,7 @@ def test_without_python_a_launcher_says_how_to_get_it(name):
   assert done.returncode == 2 and not done.stdout
   (line,) = done.stderr.splitlines()
   assert line.startswith(f'launch/{name}: no program no/such/python; make it with')
-  assert 'pip install -r requirements.txt -c constraints.txt' in line
+  assert 'pip install -r requirements.txt -c requirements/constraints.txt' in line
 
 
 def test_the_processes_of_a_dry_run():
@@ -138,7 +139,9 @@ def test_the_processes_of_a_dry_run():
   addresses = set()
   for i, line in enumerate(lines):
     parts = words(line)
-    head, main, (address, *rest) = parts[:3], parts[3:10], parts[10:]
+    head = parts[:3]
+    main = parts[3:10]
+    address, *rest = parts[10:]
     devices = 'XLA_FLAGS=--xla_force_host_platform_device_count=2'
     assert head == ['env', 'JAX_PLATFORMS=cpu', devices]
     assert main == ['.venv/bin/python', '-u', '-m', 'bapo_jax.main', *FLAGS]
@@ -157,15 +160,19 @@ def test_gpus_are_divided():
 
 
 @pytest.mark.parametrize(
-  'wrong', [[], ['0'], ['two'], ['3', '--devices=4'], ['2', '--restarts=x']]
+  ('wrong', 'platform'),
+  [
+    ([], 'cpu'),
+    (['0'], 'cpu'),
+    (['two'], 'cpu'),
+    (['3', '--devices=4'], 'cpu'),
+    (['2', '--restarts=x'], 'cpu'),
+    (['2'], 'tpu'),  # a TPU is not divided
+  ],
 )
-def test_wrong_numbers_of_processes_are_refused(wrong):
-  run(LAUNCH / 'processes.sh', *wrong, '--dry-run', status=2)
-
-
-def test_a_tpu_is_not_divided_and_no_number_of_devices_is_one_each():
-  run(LAUNCH / 'processes.sh', 2, '--dry-run', env={'JAX_PLATFORMS': 'tpu'}, status=2)
-  assert 'count=1' in run(LAUNCH / 'processes.sh', '2', '--devices=', '--dry-run')
+def test_wrong_numbers_of_processes_are_refused(wrong, platform):
+  env = {'JAX_PLATFORMS': platform}
+  run(LAUNCH / 'processes.sh', *wrong, '--dry-run', env=env, status=2)
 
 
 def test_slurm_runs_one_process_per_task():
@@ -247,6 +254,9 @@ def test_the_image_has_what_a_run_reads():
   copied = [line.split()[1:-1] for line in lines if line.startswith('COPY ')]
   there = {name for names in copied for name in names}
   assert all((LAUNCH.parent / name).exists() for name in there)
-  assert {'bapo_jax', 'configs', 'constraints.txt', 'requirements-tpu.txt'} <= there
-  wanted = (LAUNCH.parent / 'requirements-tpu.txt').read_text().splitlines()
-  assert {line.split()[1] for line in wanted if line.startswith('-r ')} <= there
+  folder = 'requirements'
+  constraints, tpu = f'{folder}/constraints.txt', f'{folder}/tpu.txt'
+  assert {'bapo_jax', 'configs', constraints, tpu} <= there
+  assert f'COPY {tpu} {constraints} {folder}/' in lines  # below requirements.txt
+  wanted = (LAUNCH.parent / tpu).read_text().splitlines()
+  assert '-r ../requirements.txt' in wanted and 'requirements.txt' in there

@@ -1,4 +1,4 @@
-"""The examples of docs/library.md run, each at most 30 lines."""
+"""The examples of docs/guide/library.md run, each at most 30 lines."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from bapo_jax.runtime import metrics
 from bapo_jax.training import needs
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / 'docs' / 'library.md').read_text()
+PAGE = (ROOT / 'docs' / 'guide' / 'library.md').read_text()
 EXAMPLES = dict(re.findall(r'```python\n# example: (.*)\n([^`]*)```', PAGE))
 
 
@@ -23,7 +23,7 @@ def executed(name, **replaced):
     assert old in text
     text = text.replace(old, new)
   variables = {'__name__': 'example'}
-  exec(compile(text, f'docs/library.md: {name}', 'exec'), variables)
+  exec(compile(text, f'docs/guide/library.md: {name}', 'exec'), variables)
   return variables
 
 
@@ -47,7 +47,7 @@ def test_train(warm, monkeypatch):
     executed('train', **given)
   rows = [row for row in metrics.read(str(workdir)) if row['step']]
   assert len(rows) == 2 and all('reward/score' in row for row in rows)
-  assert os.path.exists(workdir / 'report.md')
+  assert os.path.exists(workdir / 'report.html')
 
 
 def test_the_bounds_of_a_batch():

@@ -1,13 +1,13 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
-from absl.testing import flagsaver
 from refusals import refused
 
 from bapo_jax import main
@@ -22,9 +22,12 @@ CASES = [  # flags, what the sentence must say
   (['--config=configs/nope.py'], 'configs/nope.py: no such file; give one of configs/'),
   (['--config=nope.py:8b'], 'configs/countdown.py[:grpo|:clip|:batch|:both], configs/'),
   (['check'], '--config is missing; give one of configs/aime.py[:tiny|:recipe|'),
-  ([GOOD, '--wrkdir=x'], 'workdir'),
+  ([GOOD, '--wrkdir=x'], 'no flag --wrkdir; bapo train --help lists its flags'),
   ([GOOD, '--learning_rate=1'], '--learning_rate; use optimizer.lr; knobs are written'),
-  ([GOOD, '--steps=3'], 'no flag --steps; a knob is written --config.steps='),
+  (
+    [GOOD, '--steps=3'],
+    'bapo train has no flag --steps; a knob is written --config.steps=',
+  ),
   ([GOOD, '--output_dir=x'], 'give --workdir=..., the folder of a run'),
   ([GOOD, 'steps=3'], "'steps=3'"),
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
@@ -41,12 +44,19 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
+  (['export'], 'has no run with a config.json; train there first'),
   ([GOOD, '--mode=export'], 'train there first'),
   ([GOOD, '--mode=eval'], 'names no model; train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
   ([GOOD, '--config.problems.test_source=requirements.txt'], 'unknown suffix'),
-  ([GOOD, '--mode=exprt'], 'should be one of'),
-  ([GOOD, '--checkpoint=best'], '--checkpoint=best'),
+  ([GOOD, '--mode=exprt'], "invalid choice: 'exprt'"),
+  (['export', '--export_to=x'], 'bapo export has no flag --export_to; bapo export --'),
+  (['export', '--dtype=int8'], "invalid choice: 'int8'"),
+  (['export', GOOD, '--shard_gb=0'], '--shard_gb=0: give a number above 0'),
+  (['plan', GOOD, '--mean_share=2'], '--mean_share=2: give a number in (0, 1]'),
+  (['eval', GOOD, '--processes=2'], 'bapo eval has no flag --processes'),
+  (['show', '--group=two'], "invalid int value: 'two'"),
+  ([GOOD, '--checkpoint=best'], 'bapo train has no flag --checkpoint'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/countdown.py:dapo'], "no variant 'dapo'; choose one of ['grpo'"),
   (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
@@ -91,17 +101,33 @@ def test_the_variants_listed_are_those_a_config_has():
 
 @pytest.mark.parametrize('mode', main.MODES)
 def test_a_mode_comes_first_or_as_a_flag(mode):
-  with flagsaver.flagsaver():
-    given = main.parse(['bapo', mode, GOOD, '--config.steps=3'])
-    assert (main.MODE.value, main.CONFIG.value) == (mode, TINY)
-  with flagsaver.flagsaver():
-    assert main.parse(['bapo', GOOD, f'--mode={mode}', '--config.steps=3']) == given
-    assert main.MODE.value == mode
+  args = main.parse(['bapo', mode, GOOD, '--config.steps=3'])
+  assert (args.mode, args.config, args.knobs) == (mode, TINY, ['--config.steps=3'])
+  assert main.parse(['bapo', GOOD, f'--mode={mode}', '--config.steps=3']) == args
+
+
+def test_a_mode_knows_only_its_flags(capsys):
+  for mode in main.MODES:
+    with pytest.raises(SystemExit) as done:
+      main.parse(['bapo', mode, '--help'])
+    text = capsys.readouterr().out
+    assert done.value.code == 0 and f'bapo {mode} {main.MODES[mode]}'[:40] in text
+    assert ('--topology' in text) == (mode == 'plan')
+    assert ('--dtype' in text) == (mode == 'export')
+    assert ('--processes' in text) == (mode == 'train')
+    assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
+
+
+def test_a_mode_without_a_config_reads_that_of_the_run(tmp_path):
+  config = main.read_config(TINY, ['--config.steps=7', '--config.clip.rule=fixed'])
+  (tmp_path / 'config.json').write_text(json.dumps(config.model_dump()))
+  args = main.parse(['bapo', 'eval', str(tmp_path), '--config.seed=5'])
+  assert main.config_of(args) == config.model_copy(update={'seed': 5})
+  assert 'config.json' in refused(['eval', f'{tmp_path}/other'])
 
 
 @pytest.mark.parametrize(
-  ('args', 'status'),
-  [([], 2), (['--help'], 0), (['check', '--help'], 0), (['help'], 0), (['-h'], 0)],
+  ('args', 'status'), [([], 2), (['--help'], 0), (['help'], 0), (['-h'], 0)]
 )
 def test_the_usage_names_modes_and_configs(args, status, capsys):
   with pytest.raises(SystemExit) as done:
@@ -111,7 +137,12 @@ def test_the_usage_names_modes_and_configs(args, status, capsys):
   text, silent = (err, out) if status else (out, err)
   assert not silent and text.startswith('Usage: bapo MODE --config=FILE')
   assert all(re.search(rf'^  {mode} ', text, re.MULTILINE) for mode in main.MODES)
-  assert ('--export_dtype' in text) == (status == 0)
+
+
+def test_nothing_imports_jax_before_its_environment_is_set():
+  code = 'import sys; from bapo_jax import main; main.parse(["bapo", "plan"]); '
+  code += 'assert "jax" not in sys.modules and "bapo_jax.training" not in sys.modules'
+  subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
 
 
 def test_bad_input_ends_the_process_with_one_line(tmp_path):
@@ -212,4 +243,4 @@ def test_a_plan_without_a_compiler_says_what_to_install(monkeypatch, topology, m
   monkeypatch.setattr(importlib.util, 'find_spec', without)
   said = refused([GOOD, '--mode=plan', f'--topology={topology}'])
   assert f'--topology={topology} needs {missing}' in said
-  assert 'pip install -r requirements-plan.txt' in said
+  assert 'pip install -r requirements/plan.txt' in said

@@ -1,7 +1,7 @@
 """Every notebook runs from a clean checkout; the two shortest in every suite."""
 
 import pytest
-from notebook_runs import FOLDER, NOTEBOOKS, check_outputs
+from test_notebooks import FOLDER, NOTEBOOKS, check_outputs
 
 from notebooks import execute
 

@@ -1,4 +1,4 @@
-"""docs/recipes.md is what the search finds, and compiled programs confirm it."""
+"""The page recipes.md is what the search finds, and compiled programs confirm it."""
 
 import pathlib
 from collections import defaultdict
@@ -6,13 +6,13 @@ from collections import defaultdict
 import jax
 import pytest
 
-from bapo_jax import main
 from bapo_jax.tools.plan import devices, plan, programs, search
+from bapo_jax.training import config as config_lib
 from bapo_jax.training import resolve
-from docs import write_recipes
+from docs.reference import write_recipes
 
-PAGE = (pathlib.Path(__file__).parents[1] / 'docs' / 'recipes.md').read_text()
-WRITE = 'python -m docs.write_recipes > docs/recipes.md'
+PAGE = pathlib.Path(write_recipes.__file__).with_name('recipes.md').read_text()
+WRITE = 'python -m docs.reference.write_recipes > docs/reference/recipes.md'
 
 
 @pytest.mark.parametrize('topology', write_recipes.MACHINES)
@@ -70,7 +70,7 @@ def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
   assert command in PAGE.splitlines()
   changed = defaultdict(dict)
   flags = [flag for flag in command.split() if flag.startswith('--config.')]
-  for knob, value in main.overrides(flags).items():
+  for knob, value in config_lib.overrides(flags).items():
     section, name = knob.split('.')
     changed[section][name] = value
   chip, rows = compiled(topology, where, config.with_values(**changed), '7B', tmp_path)

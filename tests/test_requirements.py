@@ -23,7 +23,7 @@ def requirements(*names: str) -> Iterator[Requirement]:
 
 @pytest.mark.parametrize(
   'wanted',
-  [*requirements('requirements.txt', 'requirements-dev.txt')],
+  [*requirements('requirements.txt', 'requirements/dev.txt')],
   ids=str,
 )
 def test_installed_version_is_in_range(wanted):
@@ -32,11 +32,11 @@ def test_installed_version_is_in_range(wanted):
 
 @pytest.mark.parametrize('name', ['constraints.txt', 'constraints-newest.txt'])
 def test_constraints_pin_every_requirement_inside_its_range(name):
-  lines = (ROOT / name).read_text().splitlines()
+  lines = (ROOT / 'requirements' / name).read_text().splitlines()
   pairs = [line.split('==') for line in lines if line and not line.startswith('#')]
   pins = {canonicalize_name(package): pin for package, pin in pairs}
   assert len(pins) == len(pairs)
-  for wanted in requirements('requirements.txt', 'requirements-dev.txt'):
+  for wanted in requirements('requirements.txt', 'requirements/dev.txt'):
     assert pins[canonicalize_name(wanted.name)] in wanted.specifier, wanted
 
 
@@ -45,4 +45,4 @@ def test_the_second_lane_has_the_newest_jax_that_is_allowed():
   limit = re.search(r'<0\.(\d+)', str(jax.specifier))
   assert limit
   newest = f'jax==0.{int(limit[1]) - 1}.'
-  assert newest in (ROOT / 'constraints-newest.txt').read_text()
+  assert newest in (ROOT / 'requirements' / 'constraints-newest.txt').read_text()

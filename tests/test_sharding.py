@@ -29,9 +29,7 @@ def test_make_fills_the_devices():
   assert sharding.row_shards(sharding.make(data=2, fsdp=2, tensor=2)) == 4
 
 
-@pytest.mark.parametrize(
-  'sizes', [(3, 1, 1), (2, 2, 1), (-1, 3, 1), (-1, -1, 2), (-1, 16, 1), (-2, -2, 2)]
-)
+@pytest.mark.parametrize('sizes', [(3, 1, 1), (-1, 3, 1), (-1, -1, 2), (-2, -2, 2)])
 def test_sizes_that_do_not_fill_the_devices_are_named(sizes):
   data, fsdp, tensor = sizes
   with pytest.raises(ValueError, match=f'data={data} fsdp={fsdp} tensor={tensor}'):
@@ -80,14 +78,37 @@ def test_adams_moments_are_placed_as_their_parameters(spec):
 
 def test_a_place_worked_by_hand():
   devices = sharding.make(2, 2, 2)
-  for given, place in (
-    (('layers/q', (2, 16, 4, 4)), P(None, 'fsdp', 'tensor', None)),
-    (('layers/o', (2, 4, 4, 16)), P(None, 'tensor', None, 'fsdp')),
-    (('0/mu/embed', (20, 16)), P('tensor', 'fsdp')),
+  four = sharding.make(2, 1, 4)
+  for mesh, name, shape, place in (
+    (devices, 'layers/q', (2, 16, 4, 4), P(None, 'fsdp', 'tensor', None)),
+    (devices, 'layers/o', (2, 4, 4, 16), P(None, 'tensor', None, 'fsdp')),
+    (devices, '0/mu/embed', (20, 16), P('tensor', 'fsdp')),
+    # The factors of an adapter, as the sides of their weight.
+    (devices, 'layers/q/a', (2, 16, 3), P(None, 'fsdp', None)),
+    (devices, 'layers/q/b', (2, 3, 4, 4), P(None, None, 'tensor', None)),
+    (devices, 'layers/o/a', (2, 4, 4, 3), P(None, 'tensor', None, None)),
+    (devices, 'layers/down/b', (2, 3, 16), P(None, None, 'fsdp')),
+    # Two key heads do not divide over four devices, which have both.
+    (four, 'layers/k', (2, 16, 2, 4), P(None, 'fsdp', None, None)),
+    (four, 'layers/v_bias', (2, 2, 4), P(None, None, None)),
   ):
-    assert sharding.spec_of(*given, devices) == place
+    assert sharding.spec_of(name, shape, mesh) == place, name
   decode = sharding.spec_of('layers/q', (2, 16, 4, 4), devices, 'decode')
   assert decode == P(None, None, 'tensor', None)
+
+
+@pytest.mark.parametrize(
+  ('name', 'shape', 'named'),
+  [
+    ('layers/q', (2, 16, 6, 4), r'layers/q: heads=6 .*mesh\.tensor=4'),
+    ('layers/up', (2, 15, 32), r'layers/up: width=15 .*mesh\.fsdp=2'),
+    ('layers/qq', (2, 16), 'layers/qq'),
+    ('my_embed', (2, 16), 'my_embed'),
+  ],
+)
+def test_a_path_or_an_axis_without_a_place_is_named(name, shape, named):
+  with pytest.raises(ValueError, match=named):
+    sharding.spec_of(name, shape, sharding.make(1, 2, 4))
 
 
 @SPECS
@@ -113,7 +134,8 @@ def test_a_layer_of_an_actor_is_placed_as_the_stacked_one(spec):
 
 
 def test_a_mesh_is_ambient_within_current_and_under():
-  devices, x = sharding.make(2, 2, 2), jnp.ones((8, 4))
+  devices = sharding.make(2, 2, 2)
+  x = jnp.ones((8, 4))
   assert sharding.ambient() is None
   alone = sharding.make(1, 1, 1, jax.devices()[:1])
   with sharding.current(None), sharding.current(alone):
@@ -138,33 +160,6 @@ def test_keys_and_values_are_placed_as_their_projections():
     placed = sharding.over_cache(sharding.make(*sizes), 8)
     x = jax.jit(lambda x: x + 1)(jax.device_put(jnp.ones((8, 8)), placed))
     assert x.sharding.spec == placed.spec
-
-
-def test_an_unmatched_path_raises():
-  for name in ('layers/qq', 'layers/gate2', 'my_embed'):
-    with pytest.raises(ValueError, match=name):
-      sharding.spec_of(name, (2, 16), sharding.make(2, 2, 2))
-
-
-def test_key_value_heads_that_do_not_divide_are_replicated():
-  devices = sharding.make(2, 1, 4)
-  for layout in ('train', 'decode'):
-    for name, shape in (('layers/k', (2, 16, 2, 4)), ('layers/v_bias', (2, 2, 4))):
-      assert 'tensor' not in sharding.spec_of(name, shape, devices, layout)
-    assert 'tensor' in sharding.spec_of('layers/k', (2, 16, 4, 4), devices, layout)
-
-
-@pytest.mark.parametrize(
-  ('name', 'shape', 'named'),
-  [
-    ('layers/q', (2, 16, 6, 4), r'layers/q: heads=6 .*mesh\.tensor=4'),
-    ('embed', (25, 16), r'embed: vocab=25 .*mesh\.tensor=4'),
-    ('layers/up', (2, 15, 32), r'layers/up: width=15 .*mesh\.fsdp=2'),
-  ],
-)
-def test_other_axes_that_do_not_divide_are_named(name, shape, named):
-  with pytest.raises(ValueError, match=named):
-    sharding.spec_of(name, shape, sharding.make(1, 2, 4))
 
 
 def test_the_last_devices_sample_and_the_others_train():

@@ -34,7 +34,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS, clustered_error
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.training.submission import Submission
+from bapo_jax.training.submission import Round
 from bapo_jax.types import take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
@@ -59,8 +59,8 @@ def check(config: Config, workdir: str) -> int:
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
   cache.share_programs(config.cache)
-  config, known = r.config, facts.gather(r.config, r.model, r.mesh)
-  material = build.read(config, r.model)
+  config, known = r.config, facts.gather(r.config, r.files, r.mesh)
+  material = build.tabulate(r)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config), rollout_mesh=None)
@@ -79,7 +79,7 @@ def check(config: Config, workdir: str) -> int:
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
   """Describes one prompt as the model sees it, and the findings about the config."""
-  known = facts.gather(r.config, r.model, r.mesh)
+  known = facts.gather(r.config, r.files, r.mesh)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
@@ -114,16 +114,15 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   Prompts and noise are those of the first groups of the run's first step. The first
   call is slower: it compiles small programs and starts the verifier's processes.
   """
-  key = trainer.step_keys(t.config.seed, 0).fresh
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
-    kept = ahead.compile_all(trainer.sampler_programs(t, s.actor))
-  given = Submission(0, 0, trainer.actor_of(t, s))
-  trainer.sample_fresh(t, given, key)
+    kept = ahead.compile_all(t.sampler.programs())
+  submitted = Round(0), trainer.actor_of(t, s), 0
+  t.sampler.submit(*submitted).result()
   del kept  # the first call has found its programs
   began = time.perf_counter()
-  found = trainer.sample_fresh(t, given, key)
-  return time.perf_counter() - began, found
+  sampled = t.sampler.submit(*submitted).result()
+  return time.perf_counter() - began, sampled.fresh
 
 
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:

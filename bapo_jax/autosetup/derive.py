@@ -95,21 +95,21 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   if not undecided:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
-    model = resolve.check_available(config)
+    files = resolve.read_files(config)
+  if undecided:
     # An evaluation may have no training problems of its own.
     asked = config if trains else config.with_values(problems={'overlap': 'keep'})
-    known = facts.gather(asked, model) if undecided else None
-  if known is not None:
-    config, derived = derive(config, known)
+    config, derived = derive(config, facts.gather(asked, files))
     config = config_lib.parse(config.model_dump())
     hosts.same_everywhere({'derived': config.model_dump()})
     log(screen(derived))
-    config = config.with_values(problems=held_out)
+    if not trains:
+      config = config.with_values(problems=held_out)
+      data = files.data._replace(training=files.data.held_out)
+      files = files._replace(data=data)
   elif config.derived:
     config = _read(config, workdir)
-  if config.derived:  # the verifier is known now, so answers can be checked
-    resolve.check_problems(config, sees=model.spec.vision is not None)
-  return resolve.resolve(config, model)
+  return resolve.resolve(config, files)
 
 
 def decide(config: Config, workdir: str) -> Config:

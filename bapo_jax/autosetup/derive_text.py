@@ -15,7 +15,8 @@ from bapo_jax.rewards import number_rules
 from bapo_jax.training.config import Config
 
 # A model with fewer weights is not asked for a box: of 400 responses of SmolLM2-135M to
-# such a request none was right; without the request 1 in 40 to 1 in 10 (LOG.md).
+# such a request none was right; without the request 1 in 40 to 1 in 10
+# (log/2026-11-22.md).
 SMALL = 400_000_000
 BOX = r'\boxed'
 REQUEST = '\nPlease reason step by step, and put your final answer within \\boxed{}.'
@@ -123,8 +124,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
           'positions; remove the problem, or choose another model'
         )
 
-    # Its error names file and line.
-    sources.check_rows(config.problems, 'test_source', check, bool(facts.spec.vision))
+    sources.check(config.problems, facts.data, check)  # names file and line
   left_out = sum(n > found for n in training)
   return found, (
     f'{OUTLIER:g} times the 99th percentile, at most half of {facts.spec.positions} '

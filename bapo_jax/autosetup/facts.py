@@ -6,7 +6,6 @@
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,21 +13,19 @@ import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data import prompts, sources
-from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data import prompts
 from bapo_jax.data.row import Row
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import transformer
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.rewards import gold, verifiers
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import RewardsConfig
-from bapo_jax.training import budget, resolve
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.training.resolve import Model
+from bapo_jax.training.resolve import Files
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
 Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prompts
@@ -47,6 +44,7 @@ class Facts(NamedTuple):
 
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
+  data: Data  # all rows as they were read
   training: Sequence[Row]  # without held-out problems, if problems.overlap=drop
   held_out: Sequence[Row]
   lengths: Callable[[str], Lengths]  # of the prompts with a given template
@@ -81,49 +79,40 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, model: Model, mesh: Mesh | None = None) -> Facts:
-  """Gathers the facts from the problems, downloaded before, and from the devices.
+def gather(config: Config, files: Files, mesh: Mesh | None = None) -> Facts:
+  """Gathers the facts from what was read and from the devices.
 
   `mesh` is the mesh of the run; None: its knobs are still open.
-
-  Raises:
-    ValueError: a source of problems is damaged.
   """
-  rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
-  named = [getattr(config.problems, knob).split(',') for knob in sources.SPLITS]
-  stats = [os.stat(path) for paths in named for path in paths if os.path.isfile(path)]
-  versions = tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
-  directory = resolve.tokenizer_directory(config, model.directory)
-  read = _read(directory, config.problems, rewards, versions, model.spec.vision)
-  memory = budget.limit(sharding.make() if mesh is None else mesh)
-  return Facts(model.spec, model.tokenizer, *read, jax.devices(), memory)
-
-
-@functools.lru_cache(maxsize=1)  # a check reuses the facts of a derivation
-def _read(
-  directory: str,
-  problems: ProblemsConfig,
-  rewards: RewardsConfig,
-  versions: tuple[tuple[int, int], ...],
-  vision: VisionSpec | None,
-) -> tuple[list[Row], list[Row], Callable[[str], Lengths], Callable[[str], Verified]]:
-  """Reads the problems; returns training, held_out, lengths and verified of `Facts`."""
-  del versions  # only part of the cache key: changed files are read again
-  backend = tokenizer_lib.load(directory, '{problem}')
-  # Repeats and overlap are logged later, when a run loads its training problems.
-  training, held_out = prompts.read(problems, quiet=True)
+  spec = files.model.spec
+  # Repeats and overlap are logged later, when a run tabulates its problems.
+  training, held_out = prompts.split(config.problems, files.data, quiet=True)
   rows = [*training, *held_out]
 
   @functools.cache
   def lengths(template: str) -> Lengths:
-    reader, read = backend._replace(template=template), rows
+    reader = files.model.tokenizer._replace(template=template)
+    read = rows
     if template == '{problem}':  # the problems alone, without their system messages
       read = [row._replace(system='') for row in rows]
-    tokens = [len(prompt.tokens) for prompt in prompts.encode(reader, read, vision)]
+    encoded = prompts.encode(reader, read, spec.vision)
+    tokens = [len(prompt.tokens) for prompt in encoded]
     return tokens[: len(training)], tokens[len(training) :]
 
+  rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
   check = functools.cache(functools.partial(verified, rows, rewards))
-  return training, held_out, lengths, check
+  memory = budget.limit(sharding.make() if mesh is None else mesh)
+  return Facts(
+    spec,
+    files.model.tokenizer,
+    files.data,
+    training,
+    held_out,
+    lengths,
+    check,
+    jax.devices(),
+    memory,
+  )
 
 
 # Built-in verifiers that read a response that only states the answer.

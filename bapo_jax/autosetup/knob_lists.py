@@ -1,14 +1,11 @@
-"""Lists the knobs of a run for the first screen, the check and the report.
+"""Lists the knobs of a run for the first screen and the check.
 
 Shows the rule of every part with the knobs that it uses, every knob that differs from
 its default, and which of these have no effect.
 """
 
-import operator
-
 from bapo_jax import knobs
 from bapo_jax.autosetup.derive import shown, wrapped
-from bapo_jax.runtime import markdown
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
 from bapo_jax.training.config import Config
@@ -55,18 +52,3 @@ def lines(config: Config, indent: str = '  ') -> str:
     for label, text in zip(labels, texts, strict=True)
     if text
   )
-
-
-def table(config: Config) -> str:
-  """Returns a Markdown table of changed and derived knobs, or says there are none."""
-  inert, rows = needs.inert(config), []
-  for name, (value, default) in config_lib.changed(config).items():
-    note = f'no effect: {inert[name].because}' if name in inert else ''
-    cells = (markdown.inline(x) for x in (shown(value), shown(default)))
-    rows.append((f'`{name}`', *cells, note and markdown.inline(note)))
-  for name in config.derived:
-    value = operator.attrgetter(name)(config)
-    rows.append((f'`{name}`', markdown.inline(shown(value)), '', 'derived'))
-  if not rows:
-    return 'Every knob has its default.'
-  return markdown.table(rows, ('knob', 'value', 'default', ''), 'llll')

@@ -20,12 +20,13 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
   # Splits each distinct text once.
   lines = {row.problem: tuple(row.problem.strip().splitlines()) for row in rows}
   texts = set(lines.values())
-  start = end = 0
+  start = 0
+  end = 0
   # A single problem has all lines in common with itself.
   if len(texts) > 1 and not whole:
     longest = min(map(len, texts)) - 1
-    start = _count_common(texts, range(longest))
-    end = _count_common(texts, range(-1, start - longest - 1, -1))
+    start = min(longest, _count_common(texts))
+    end = min(longest - start, _count_common(lines[::-1] for lines in texts))
 
   def key(text: tuple[str, ...]) -> str:
     inner = '\n'.join(text[start : len(text) - end])
@@ -37,8 +38,9 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
   ]
 
 
-def _count_common(texts: set[tuple[str, ...]], positions: Iterable[int]) -> int:
-  same = (len({lines[i] for lines in texts}) == 1 for i in positions)
+def _count_common(texts: Iterable[Sequence[str]]) -> int:
+  """Counts the first lines that all texts have."""
+  same = (len(set(lines)) == 1 for lines in zip(*texts, strict=False))
   return sum(1 for _ in itertools.takewhile(bool, same))
 
 
@@ -63,10 +65,12 @@ def deduplicate(rows: Sequence[Row], name: str) -> tuple[list[Row], str]:
 
 def overlap(training: Sequence[Row], held_out: Sequence[Row]) -> tuple[set[int], str]:
   """Returns the indices of training problems found in held_out, and a message or ''."""
-  held_out_keys, training_keys = set(keys(held_out)), keys(training)
+  held_out_keys = set(keys(held_out))
+  training_keys = keys(training)
   # A problem with an instruction that only one of the sets has in every row, as in a
   # mixture of data sets, is equal as a whole.
-  whole_keys, texts = set(keys(held_out, whole=True)), keys(training, whole=True)
+  whole_keys = set(keys(held_out, whole=True))
+  texts = keys(training, whole=True)
   both = {
     i
     for i, key in enumerate(training_keys)

@@ -41,13 +41,15 @@ def capacity(grids: Iterable[Sequence[Grid]], v: VisionSpec) -> Capacity:
 
 
 class Gallery:
-  """The pictures of N problems, found by problem id and decoded when needed.
+  """The pictures of N problems, arrays by problem id and decoded when needed.
 
   The arrays of each prompt are padded to `room`, which must fit every row.
   """
 
   def __init__(self, rows: Sequence[Row], v: VisionSpec, room: Capacity):
-    self.rows, self.vision, self.room = rows, v, room
+    self.rows = rows
+    self.vision = v
+    self.room = room
     size = max(1, CACHED // max(1, room.patches * v.numbers))
     self._cached = functools.lru_cache(size)(self._decode)
 
@@ -61,7 +63,8 @@ class Gallery:
 
   def empty(self, prompts: int) -> Pictures:
     """Returns the arrays for this many prompts without pictures, all zero."""
-    room, zeros = self.room, cast(Any, np.zeros)  # Pictures is typed with jax.Array
+    room = self.room
+    zeros = cast(Any, np.zeros)  # Pictures is typed with jax.Array
     return Pictures(
       zeros((prompts, room.patches, self.vision.numbers), np.uint8),
       zeros((prompts, room.pictures, 2), np.int32),
@@ -69,12 +72,13 @@ class Gallery:
     )
 
   def _decode(self, problem: int) -> Pictures:
-    files, v = self.rows[problem].pictures, self.vision
+    files = self.rows[problem].pictures
+    v = self.vision
     decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in files]
     grids = [picture.grid for picture in decoded]
     pixels_ZE = np.concatenate([picture.pixels_ZE for picture in decoded])
-    found = cast(Any, self.empty(1))
-    found.pixels_PZE[0, : len(pixels_ZE)] = pixels_ZE
-    found.grid_PI2[0, : len(grids)] = grids
-    found.window_PW[0, : count_windows(grids, v)] = True
-    return found
+    arrays = cast(Any, self.empty(1))
+    arrays.pixels_PZE[0, : len(pixels_ZE)] = pixels_ZE
+    arrays.grid_PI2[0, : len(grids)] = grids
+    arrays.window_PW[0, : count_windows(grids, v)] = True
+    return arrays

@@ -14,11 +14,11 @@ import pathlib
 import re
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bapo_jax.data import layouts, local_files
-from bapo_jax.data.row import Row
+from bapo_jax.data import local_files
+from bapo_jax.data.local_files import Item
 
 if TYPE_CHECKING:
   import tensorflow_datasets as tfds
@@ -36,7 +36,8 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   import huggingface_hub
 
   repository, _, revision = name.partition('@')
-  patterns, reason = [f'*{split}*{suffix}' for suffix in local_files.SUFFIXES], ''
+  patterns = [f'*{split}*{suffix}' for suffix in local_files.SUFFIXES]
+  reason = ''
   for local in (True, False):
     try:
       folder = huggingface_hub.snapshot_download(
@@ -65,10 +66,11 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
-  names = [name for name in paths if pattern.fullmatch(name)]
-  # A data set may be published in several formats; the files of one are enough.
-  formats = ([x for x in names if x.endswith(kind)] for kind in local_files.SUFFIXES)
-  names = next(filter(None, formats), [])
+  names: list[str] = []
+  for suffix in local_files.SUFFIXES:
+    # A data set may be published in several formats; the files of one are enough.
+    same = [name for name in paths if name.endswith(suffix) and pattern.fullmatch(name)]
+    names = names or same
   folders = sorted({os.path.dirname(name) for name in names})
   if len(folders) > 1:
     raise ValueError(
@@ -82,45 +84,24 @@ def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
   return tuple(os.path.join(folder, name) for name in names)
 
 
-def read_tfds(
-  name: str,
-  split: str,
-  knob: str,
-  check: Callable[[Row], None] | None = None,
-  *,
-  whole: bool = False,
-) -> list[Row]:
-  """Returns the rows of a split of a tensorflow-datasets data set.
+def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
+  """Yields the rows of a split of a tensorflow-datasets data set with their places.
 
-  The library downloads the data to ~/tensorflow_datasets if necessary. Each row is
-  passed to `check`, which raises a ValueError if the answer cannot be verified.
+  The library downloads the data to ~/tensorflow_datasets if necessary.
 
   Raises:
-    ValueError: no such data set, split, network or library, or a row cannot be read.
+    ValueError: no such data set, split, network or library.
   """
-  rows: list[Row] = []
-  layout = None
   for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
     # array_record returns text as bytes.
-    row = {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}
-    try:
-      if field := layouts.pictures(row)[0]:
-        raise ValueError(
-          f'field {field!r} has pictures, but only files and the hub may contain '
-          'pictures; give a parquet file or hub:owner/name:split'
-        )
-      layout = layout or layouts.detect(row, whole=whole)
-      rows.append(layouts.parse(row, layout, whole=whole))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'tfds:{name}:{split}, row {i}: {error}') from error
-  return rows
+    fields = {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()}
+    yield f'tfds:{name}:{split}, row {i}', fields
 
 
 def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
   """Returns the builder of a data set after writing the data to disk."""
-  builder, source = _builder(name, knob), f'--config.{knob}=tfds:{name}'
+  builder = _builder(name, knob)
+  source = f'--config.{knob}=tfds:{name}'
   # Without a network the library would retry for minutes.
   if not builder.info.splits and not _has_network():
     raise ValueError(

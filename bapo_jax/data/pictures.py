@@ -25,7 +25,6 @@ PLACEHOLDER = '<image>'  # stands for a picture in the text of a problem
 # Formats of published data sets. Pillow runs external programs for some others.
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'BMP', 'GIF')
 REMEMBERED = 1 << 17  # files whose sizes are cached
-LONGEST_SIDE = 200  # times the shorter side, as in Qwen's processor
 
 
 class Patches(NamedTuple):
@@ -48,11 +47,10 @@ def read(data: bytes) -> PIL.Image.Image:
   """Decodes a file to an upright RGB picture; transparent areas become white.
 
   Raises:
-    ValueError: the picture cannot be decoded, is too elongated or is animated.
+    ValueError: the picture cannot be decoded.
   """
   try:
-    picture = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
-    upright = _upright(picture)
+    return _upright(PIL.Image.open(io.BytesIO(data), formats=FORMATS))
   except PIL.UnidentifiedImageError:
     raise ValueError(
       f'a file that starts with {data[:8]!r} is not a picture in {", ".join(FORMATS)}; '
@@ -64,18 +62,6 @@ def read(data: bytes) -> PIL.Image.Image:
       f'the picture cannot be decoded ({reason.rstrip(".")[:100]}); write the file '
       'again or remove it'
     ) from error
-  width, height = upright.size
-  if max(width, height) > LONGEST_SIDE * min(width, height):
-    raise ValueError(
-      f'the picture has {width} x {height} pixels, but the longer side may be at most '
-      f'{LONGEST_SIDE} times the shorter side; crop or pad the picture'
-    )
-  # An MPO photograph contains a preview of itself but is one picture.
-  if getattr(picture, 'is_animated', False) and picture.format != 'MPO':
-    raise ValueError(
-      f'the picture has {getattr(picture, "n_frames", 2)} frames; keep one frame'
-    )
-  return upright
 
 
 def _upright(picture: PIL.Image.Image) -> PIL.Image.Image:
@@ -146,21 +132,22 @@ def digests(files: Sequence[bytes]) -> list[str]:
   return [hashlib.sha256(data).hexdigest()[:16] for data in files]
 
 
-def check_row(row: Row, *, sees: bool) -> None:
-  """Checks that the model can read a problem; `sees`: it has a vision tower.
+def check_row(row: Row, *, has_vision: bool) -> None:
+  """Checks that the model can read a problem; `has_vision`: it has a vision tower.
 
   Raises:
     ValueError: there are pictures but no tower, or not one `<image>` for each picture.
   """
-  if not sees and row.pictures:
+  if not has_vision and row.pictures:
     raise ValueError(
       f'the problem {row.problem[:60]!r} has pictures, which need a vision model, but '
       'this model is text-only; choose other problems or a model with a vision tower '
       '(the embedded policy has one with --config.model.tower.layers=2)'
     )
-  places, count = row.problem.count(PLACEHOLDER), len(row.pictures)
-  if sees and places != count:
+  marks = row.problem.count(PLACEHOLDER)
+  count = len(row.pictures)
+  if has_vision and marks != count:
     raise ValueError(
-      f'the problem {row.problem[:60]!r} has {places} {PLACEHOLDER} for {count} '
+      f'the problem {row.problem[:60]!r} has {marks} {PLACEHOLDER} for {count} '
       f'pictures; write one {PLACEHOLDER} for each picture'
     )

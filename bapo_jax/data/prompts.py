@@ -18,6 +18,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime.progress import log
@@ -48,18 +49,20 @@ def load(
   tokenizer: Tokenizer,
   prompts: PromptsConfig,
   problems: ProblemsConfig,
+  data: Data,
   vision: VisionSpec | None = None,
 ) -> tuple[Problems, Problems]:
-  """Returns training and held-out problems.
+  """Returns training and held-out problems of the rows that were read.
 
   Overlapping problems and overlong training prompts are logged, and dropped if the
   knobs say so. Held-out problems are all kept, so that scores stay comparable.
 
   Raises:
-    ValueError: unreadable source or picture, too long a prompt, or too few problems.
+    ValueError: unreadable picture, too long a prompt, or too few problems.
   """
-  training, held_out = read(problems)
-  limit, drop = prompts.max_prompt_tokens, prompts.overlong == 'drop'
+  training, held_out = split(problems, data)
+  limit = prompts.max_prompt_tokens
+  drop = prompts.overlong == 'drop'
   table = tabulate(tokenizer, training, limit, vision, drop=drop)
   held_out_table = tabulate(tokenizer, held_out, limit, vision, drop=False)
   if prompts.count > len(table.id_N):
@@ -70,15 +73,17 @@ def load(
   return table, held_out_table
 
 
-def read(
-  problems: ProblemsConfig, *, quiet: bool = False
+def split(
+  problems: ProblemsConfig, data: Data, *, quiet: bool = False
 ) -> tuple[list[Row], list[Row]]:
   """Returns the rows of training and held-out problems; logs repeats and overlap.
 
   Raises:
-    ValueError: a source cannot be read, or problems.overlap=drop drops every row.
+    ValueError: problems.overlap=drop drops every row.
   """
-  training, held_out = (sources.load(problems, k, quiet=quiet) for k in sources.SPLITS)
+  training, held_out = (
+    sources.unique(problems, data, knob, quiet=quiet) for knob in sources.SPLITS
+  )
   both, message = overlap(problems, training, held_out)
   if not both:
     return training, held_out
@@ -131,7 +136,8 @@ def tabulate(
         f'{len(rows) - len(fits)} of {len(rows)} training prompts are longer, up to '
         f'{max(len(x.tokens) for x in encoded)} tokens, and are dropped'
       )
-    rows, encoded = [rows[i] for i in fits], [encoded[i] for i in fits]
+    rows = [rows[i] for i in fits]
+    encoded = [encoded[i] for i in fits]
   tokens_NT = np.zeros((len(rows), max_prompt_tokens), np.int32)
   for i, (tokens, _) in enumerate(encoded):
     if len(tokens) > max_prompt_tokens:
@@ -164,14 +170,9 @@ def encode(
   """
   if vision is None:
     for row in rows:
-      pictures.check_row(row, sees=False)
+      pictures.check_row(row, has_vision=False)
     return [EncodedPrompt(x, ()) for x in tokenizer_lib.encode_prompts(tokenizer, rows)]
   image = tokenizer.backend.convert_ids_to_tokens(vision.image_token)
-  if image is None:
-    raise ValueError(
-      f'tokenizer.path: no token with id {vision.image_token}, which is the picture '
-      "token in the model's config.json; give the model's own tokenizer"
-    )
   encoded = []
   ids_N = tokenizer_lib.encode_prompts(tokenizer, rows, image)
   for row, ids in zip(rows, ids_N, strict=True):

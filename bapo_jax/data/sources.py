@@ -1,17 +1,24 @@
-"""Reads the rows of problems.source and problems.test_source.
+"""Reads the rows of problems.source and problems.test_source, once per run.
 
-Imports `hub`, which takes a second, only if needed: `missing` runs before any output.
+1. `absent` lists missing files, before anything is downloaded;
+2. `read` reads, downloads or generates all rows;
+3. `check` judges them, `unique` drops repeats;
+4. `sft_problems` are the problems of a warm start.
+
+Imports `hub`, which takes a second, only if needed.
 """
 
 import functools
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from bapo_jax import own_code
-from bapo_jax.data import dedup, layouts, local_files, pictures
+from bapo_jax.data import dedup, layouts, local_files
 from bapo_jax.data.knobs import MADE, ProblemsConfig
+from bapo_jax.data.local_files import Item
 from bapo_jax.data.made import countdown, drawn, synthetic
 from bapo_jax.data.made.problem import Problem, Solver
 from bapo_jax.data.row import Row
@@ -28,26 +35,29 @@ MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
 }
 
 
-def missing(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
-) -> list[str]:
+class Data(NamedTuple):
+  """The rows of both sources as they were read, with repeats and overlap."""
+
+  training: list[Row]
+  held_out: list[Row]
+  generated: dict[str, tuple[Problem, ...]]  # source -> its problems, if it makes them
+
+  def of(self, knob: Knob) -> list[Row]:
+    """Returns the rows of one source."""
+    return self.training if knob == 'source' else self.held_out
+
+
+def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   """Lists the files of a source that do not exist; none for hub and tfds names.
 
-  If all exist, reads or generates all problems, so that errors surface early. `check`
-  raises a ValueError if an answer cannot be verified; `sees`: the model has a tower.
-
   Raises:
-    ValueError: problems cannot be generated or read, or a name is malformed.
+    ValueError: a name is malformed.
   """
   source = getattr(problems, knob)
-  if _parse_name(knob, source):
+  if _parse_name(knob, source) or source in MADE or own_code.is_place(source):
     return []
-  if source not in MADE and not own_code.is_place(source):
-    absent = [path for path in source.split(',') if not os.path.exists(path)]
-    if absent:
-      return [f'--config.problems.{knob}={path}{_hint(path)}' for path in absent]
-  check_rows(problems, knob, check, sees)
-  return []
+  paths = [path for path in source.split(',') if not os.path.exists(path)]
+  return [f'--config.problems.{knob}={path}{_hint(path)}' for path in paths]
 
 
 def _hint(path: str) -> str:
@@ -56,53 +66,82 @@ def _hint(path: str) -> str:
   return f' (or hub:{path}?)' if on_hub and not is_file else ''
 
 
-def download(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None, sees: bool = False
-) -> None:
-  """Downloads a named data set if necessary, and checks its rows like `missing`."""
-  if _parse_name(knob, getattr(problems, knob)):
-    check_rows(problems, knob, check, sees)
-
-
-def check_rows(
-  problems: ProblemsConfig, knob: Knob, check: Check | None, sees: bool
-) -> None:
-  """Reads the rows of a source, and checks those that are not generated.
+def read(problems: ProblemsConfig) -> Data:
+  """Reads or generates the rows of both sources; downloads named data sets.
 
   Raises:
-    ValueError: a row fails a check; the message names the file and the line.
+    ValueError: problems cannot be generated or read; the message names file and line.
   """
+  names = {knob: getattr(problems, knob) for knob in SPLITS}
+  generated = {x: MAKERS[x](problems) for x in {*names.values()} & {*MADE}}
+  rows: dict[str, list[Row]] = {}
+  for knob, source in names.items():
+    if source in MADE:
+      rows[knob] = _split(problems, knob, generated[source])
+    elif knob == 'test_source' and source == names['source']:
+      rows[knob] = rows['source']
+    else:
+      rows[knob] = [
+        row
+        for folder, items in _files(problems, knob)
+        for row in layouts.read_rows(items, whole=problems.whole, folder=folder)
+      ]
+  return Data(rows['source'], rows['test_source'], generated)
 
-  def check_row(row: Row) -> None:
-    if check:
-      check(row)
-    pictures.check_row(row, sees=sees)
 
-  rows = _read(problems, knob, check_row)
-  if getattr(problems, knob) in MADE:  # generated answers are right
-    pictures.check_row(rows[0], sees=sees)
+def _split(
+  problems: ProblemsConfig, knob: Knob, generated: Sequence[Problem]
+) -> list[Row]:
+  """Returns the training or the held-out rows of generated problems."""
+  training = problems.train
+  ids = list(range(training) if knob == 'source' else range(training, problems.count))
+  if getattr(problems, knob) != 'drawn':
+    # Recorded runs number problems in the order of tensorflow-datasets, which sorts
+    # by the MD5 sum of split and id. A different order would change the run.
+    ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
+  return [generated[i].row for i in ids]
 
 
-def load(problems: ProblemsConfig, knob: Knob, *, quiet: bool = False) -> list[Row]:
-  """Returns the rows of a source, each once unless duplicates='keep'; logs repeats.
+def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
+  """Calls `check_row` on all rows that are not generated, whose answers are right.
 
   Raises:
-    ValueError: problems cannot be generated or read.
+    ValueError: a row fails the check; the message names the file and the line.
   """
-  source, rows = getattr(problems, knob), _read(problems, knob)
+  for knob in SPLITS:
+    if getattr(problems, knob) in MADE:
+      continue
+    for i, row in enumerate(data.of(knob)):
+      try:
+        check_row(row)
+      except ValueError as error:
+        # The rows do not carry their places: the source is read up to this row.
+        items = (item for _, items in _files(problems, knob) for item in items)
+        place, _ = next(itertools.islice(items, i, None))
+        raise ValueError(f'{place}: {error}') from error
+
+
+def unique(
+  problems: ProblemsConfig, data: Data, knob: Knob, *, quiet: bool = False
+) -> list[Row]:
+  """Returns the rows of a source, each once unless duplicates='keep'; logs repeats."""
+  source = getattr(problems, knob)
+  rows = data.of(knob)
   if source in MADE:  # distinct by construction, even with blank pictures
     return rows
-  unique, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
+  once, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
   drop = problems.duplicates == 'drop'
   if message and not quiet:
     log(
       f'{message}; '
       f'{"the first of each is kept" if drop else "all kept: problems.duplicates=keep"}'
     )
-  return unique if drop else rows
+  return once if drop else rows
 
 
-def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
+def sft_problems(
+  problems: ProblemsConfig, data: Data
+) -> tuple[Sequence[Problem], Solver]:
   """Returns the warm start's problems and the function that writes their solutions.
 
   The problems are synthetic unless problems.source is countdown or drawn.
@@ -112,7 +151,8 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   """
   source = problems.source
   if source not in ('countdown', 'drawn'):
-    return synthetic.to_imitate(problems)
+    generated = data.generated.get('synthetic') or synthetic.generate(problems)
+    return synthetic.to_imitate(problems, generated)
   if (wording := getattr(problems, source).wording) != 'short':
     raise ValueError(
       f'problems.{source}.wording={wording!r} needs letters that the embedded policy '
@@ -121,66 +161,41 @@ def sft_problems(problems: ProblemsConfig) -> tuple[Sequence[Problem], Solver]:
   solve: Solver = drawn.solve
   if source == 'countdown':
     solve = functools.partial(countdown.solve, largest=problems.countdown.target)
-  return MAKERS[source](problems)[: problems.train], solve
+  return data.generated[source][: problems.train], solve
 
 
-def _read(
-  problems: ProblemsConfig, knob: Knob, check: Check | None = None
-) -> list[Row]:
-  """Returns all rows of a source, with repeats; calls `check` on rows not generated."""
+def _files(
+  problems: ProblemsConfig, knob: Knob
+) -> Iterator[tuple[str, Iterable[Item]]]:
+  """Yields (folder of pictures, rows with their places) of each file of a source."""
   source = getattr(problems, knob)
-  if source in MADE:
-    train, count = problems.train, problems.count
-    ids = list(range(train) if knob == 'source' else range(train, count))
-    if source != 'drawn':
-      # Recorded runs number problems in the order of tensorflow-datasets, which sorts
-      # by the MD5 sum of split and id. A different order would change the run.
-      ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-    made = MAKERS[source](problems)
-    return [made[i].row for i in ids]
   if own_code.is_place(source):
-    return _own_rows(problems, source, check)
+    yield '', _custom_items(problems, source)
+    return
   paths = source.split(',')
   if named := _parse_name(knob, source):
     from bapo_jax.data import hub
 
     where, name, split = named
     if where == 'tfds':
-      return hub.read_tfds(name, split, f'problems.{knob}', check, whole=problems.whole)
+      yield '', hub.tfds_items(name, split, f'problems.{knob}')
+      return
     paths = hub.find_files(name, split, f'problems.{knob}')
-  return [
-    row for path in paths for row in local_files.read(path, check, whole=problems.whole)
-  ]
+  for path in paths:
+    yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
 
 
-def _own_rows(
-  problems: ProblemsConfig, place: str, check: Check | None = None
-) -> list[Row]:
-  """Returns the rows that an own function returns; each is a dict, as in a file.
-
-  Raises:
-    ValueError: the function raises an error or returns no rows, or a row is damaged.
-  """
-  function = own_code.bind(place, problems.custom)
+def _custom_items(problems: ProblemsConfig, path: str) -> list[Item]:
+  """Returns the rows that a user's function returns, each a dict as in a file."""
+  function = own_code.bind(path, problems.custom)
   try:
-    given = list(function())
+    dicts = list(function())
   except Exception as error:  # a user's function may raise anything
-    reason = own_code.described(error, own_code.file_of(place))
-    raise ValueError(f'{place} raises {reason}') from error
-  rows, layout = list[Row](), None
-  for i, row in enumerate(given, 1):
-    try:
-      if not isinstance(row, dict):
-        raise ValueError(f'{row!r:.60} is not a dict with fields such as problem')
-      layout = layout or layouts.detect(row, whole=problems.whole)
-      rows.append(layouts.parse(row, layout, whole=problems.whole))
-      if check:
-        check(rows[-1])
-    except ValueError as error:
-      raise ValueError(f'{place}, row {i}: {error}; correct the function') from error
-  if not rows:
-    raise ValueError(f'{place} returns no rows; return a list of dicts')
-  return rows
+    reason = own_code.described(error, own_code.file_of(path))
+    raise ValueError(f'{path} raises {reason}') from error
+  if not dicts:
+    raise ValueError(f'{path} returns no rows; return a list of dicts')
+  return [(f'{path}, row {i}', row) for i, row in enumerate(dicts, 1)]
 
 
 def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:

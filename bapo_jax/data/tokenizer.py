@@ -6,7 +6,6 @@ Chat templates run in transformers' Jinja sandbox. No code of a model directory 
 import datetime
 import functools
 import itertools
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,8 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 # The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three
 # tokens, not nine. `<image>` stands for a merged patch of a picture.
-BOX, IMAGE = r'\boxed{', '<image>'
+BOX = r'\boxed{'
+IMAGE = '<image>'
 CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
 
 
@@ -115,21 +115,13 @@ def _load(path: str) -> Any:
   try:
     # Uses tokenizer.json unchanged. AutoTokenizer follows config.json: for Qwen2 it
     # replaces the splitting rules of tokenizer.json with Qwen's.
-    backend = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    # Some damaged parts fail only on first use.
-    backend('1 + 1', add_special_tokens=False)
-    if backend.chat_template and not isinstance(backend.get_chat_template(), str):
-      raise ValueError('its chat template is not a string')
-    json.dumps([backend.special_tokens_map, backend.eos_token_id, backend.get_vocab()])
-  except (KeyboardInterrupt, SystemExit):
-    raise
-  except BaseException as error:  # a Rust panic is not an Exception
+    return transformers.PreTrainedTokenizerFast.from_pretrained(path)
+  except Exception as error:  # transformers raises many types
     reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
       f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
       'directory with tokenizer.json'
     ) from None
-  return backend
 
 
 # Tokenizer files of all versions and model families.
@@ -159,11 +151,6 @@ def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
       listed = files.read_object(file).get('eos_token_id')
       ends += listed if isinstance(listed, list) else [listed]
     ends = [i for i in ends if i is not None]
-    if wrong := [i for i in ends if type(i) is not int or i < 0]:
-      raise ValueError(
-        f'{file}: eos_token_id={wrong[0]!r:.40} is not a token id; give a non-negative '
-        'integer or a list of non-negative integers'
-      )
     if ends:
       return tuple(dict.fromkeys(ends))
   raise ValueError(
@@ -184,7 +171,8 @@ def encode_prompts(
   Raises:
     ValueError: the chat template fails, or the template cannot hold a system message.
   """
-  template, start = tokenizer.template, []
+  template = tokenizer.template
+  start = []
   # A special token in a row is text: a NUL character, which no row contains, divides
   # the token, and both parts are encoded separately.
   special = special_tokens(tokenizer.backend)
@@ -294,36 +282,21 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
 
 
 def _ids(backend: Any, text: str | list[str]) -> Any:
-  """Returns the token ids of a string, or a list of them for each of several.
-
-  Raises a ValueError if the tokenizer panics, which it does if a regular expression of
-  its tokenizer.json backtracks too long.
-  """
-  try:
-    return backend(text, add_special_tokens=False)['input_ids']
-  except BaseException as error:  # a Rust panic is no Exception and has no public class
-    if type(error).__name__ != 'PanicException':
-      raise
-    longest = max([text] if isinstance(text, str) else text, key=len)
-    raise ValueError(
-      f'tokenizer.path: the tokenizer {backend.name_or_path!r} fails to encode '
-      f'text ({error}; the longest text begins {longest[:60]!r}); correct the '
-      'regular expressions in its tokenizer.json, or choose another tokenizer'
-    ) from None
+  return backend(text, add_special_tokens=False)['input_ids']
 
 
 def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
   """Returns the token ids of each string; adds no special tokens.
 
   Raises:
-    ValueError: the tokenizer fails, or has no token for a character.
+    ValueError: the tokenizer has no token for a character.
   """
   if not strings:
     return []
   rows = _ids(tokenizer.backend, list(strings))
   unknown = tokenizer.backend.unk_token_id
-  for string in (s for s, row in zip(strings, rows, strict=True) if unknown in row):
-    for character in string:
+  for string, row in zip(strings, rows, strict=True):
+    for character in string if unknown in row else '':
       if unknown in _ids(tokenizer.backend, character):
         raise ValueError(
           f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove '
@@ -371,7 +344,9 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
   A character that takes several tokens is the text of the last; the others have ''.
   """
   (text,) = tokenizer.decode([ids])
-  found, earlier, tokens = [], [], []
+  texts: list[str] = []
+  earlier: list[int] = []
+  tokens: list[int] = []
   for token in ids:
     tokens.append(token)
     # Decodes after earlier tokens: some tokenizers drop a blank at the start of a text.
@@ -384,7 +359,7 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
       tokens = []
     else:
       piece = ''
-    found.append(piece)
-  if found:
-    found[-1] += text
-  return found
+    texts.append(piece)
+  if texts:
+    texts[-1] += text
+  return texts

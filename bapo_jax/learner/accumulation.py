@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from bapo_jax.learner import pictured
 from bapo_jax.learner.pictured import Variables
@@ -47,14 +47,12 @@ def summed(
     (value, float32 gradients, aux).
   """
 
-  def add(
-    n: Array, state: tuple[Array, Variables, Aux]
-  ) -> tuple[Array, Variables, Aux]:
+  def add(n, state):
     total, sums, aux = state
     (value, new), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
     return total + value, _add(sums, grads), merge(n, aux, new)
 
-  return jax.lax.fori_loop(0, used, add, (jnp.float32(0), _zeros(params), aux))
+  return lax.fori_loop(0, used, add, (jnp.float32(0), _zeros(params), aux))
 
 
 def forward_all(
@@ -81,25 +79,25 @@ def forward_all(
   shared = {id(x) for x in jax.tree.leaves((params, frozen))}
 
   # The leaves of a vjp function are its residuals: store them, except shared arrays.
-  def forward(n: Array) -> tuple[Tree, list[Array]]:
+  def forward(n):
     stats, pull = jax.vjp(lambda params: stats_of(params, n), params)
     return stats, [x for x in jax.tree.leaves(pull) if id(x) not in shared]
 
-  def store(n: Array, state: tuple[Tree, list[Array]]) -> tuple[Tree, list[Array]]:
+  def store(n, state):
     stats, stored = state
     new, residuals = forward(n)
-    put = jax.lax.dynamic_update_index_in_dim
+    put = lax.dynamic_update_index_in_dim
     pairs = zip(stored, residuals, strict=True)
-    stored: list[Array] = [put(*pair, n, 0) for pair in pairs]
+    stored = [put(*pair, n, 0) for pair in pairs]
     return jax.tree.map(jnp.add, stats, new), stored
 
   shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   stored = [jnp.zeros((count, *x.shape), x.dtype) for x in residuals]
-  stats, stored = jax.lax.fori_loop(0, used, store, (nothing, stored))
+  stats, stored = lax.fori_loop(0, used, store, (nothing, stored))
 
-  def backward(d_stats: Tree) -> Variables:
-    def add(n: Array, sums: Variables) -> Variables:
+  def backward(d_stats):
+    def add(n, sums):
       # Traces the forward pass again and replaces its residuals by the stored arrays;
       # the compiler removes the forward pass, since nothing reads its results.
       _, pull = jax.vjp(lambda params: stats_of(params, n), params)
@@ -109,6 +107,6 @@ def forward_all(
       (grads,) = jax.tree.unflatten(tree, leaves)(d_stats)
       return _add(sums, grads)
 
-    return jax.lax.fori_loop(0, used, add, _zeros(params))
+    return lax.fori_loop(0, used, add, _zeros(params))
 
   return stats, backward

@@ -160,7 +160,8 @@ def _minibatches(
   PO also splits by size, so that a half-empty batch takes fewer steps than a full one.
   """
   size = len(order_P) // minibatches
-  filled, empty = order_P[filled_P[order_P]], order_P[~filled_P[order_P]]
+  filled = order_P[filled_P[order_P]]
+  empty = order_P[~filled_P[order_P]]
   parts = []
   for part in np.array_split(filled, -(-len(filled) // size)):
     pad, empty = np.split(empty, [size - len(part)])
@@ -216,7 +217,7 @@ def learn(
   }
   tokens = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
 
-  def apply(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+  def apply(state):
     params, opt = state
     updates, opt = tx.update(grads, opt, params)
     return optax.apply_updates(params, updates), opt

@@ -127,25 +127,20 @@ class MicroBatches(NamedTuple):
 
   batch: Batch  # its mask contains the tokens to compute
   packed: Packed
-  base: Tree  # frozen weights, see `lora.attach`
+  objective: Objective
+  base: Tree = None  # frozen weights, see `lora.attach`
   pictures: EmbeddedPictures | None = None  # pictures of the batch
 
-  def stats(
-    self, trained: Variables, n: Array | int, objective: Objective
-  ) -> TokenStats:
+  def stats(self, trained: Variables, n: Array | int) -> TokenStats:
     """Returns the statistics of micro-batch n, scattered to [B, T]; 0 elsewhere."""
     weights = lora.attach(self.base, trained.params)
     patch_XD = trained.patches(self.pictures)
-    stats_RT = objective.token_stats(weights, self.packed.cells(n), patch_XD)
+    stats_RT = self.objective.token_stats(weights, self.packed.cells(n), patch_XD)
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), stats_RT)
 
   def mine(self, n: Array | int) -> Array:
     """Returns a mask [B, 1] of the rows of micro-batch n."""
     return self.packed.mine(n)[:, None]
-
-  def rows(self, n: Array | int) -> Batch:
-    """Returns the batch, masked to the rows of micro-batch n."""
-    return self.batch._replace(loss_mask_BT=self.batch.loss_mask_BT & self.mine(n))
 
 
 def micro_batches(
@@ -155,10 +150,19 @@ def micro_batches(
   pictures: EmbeddedPictures | None = None,
 ) -> MicroBatches:
   """Packs the tokens of a batch that the objective computes."""
-  o, batch = objective, objective.computed(batch)
-  tokens_BT, wanted_BT, most = batch.tokens_BT, batch.loss_mask_BT, o.grad_accum_steps
-  packed = pictured.pack(tokens_BT, wanted_BT, most, o.spec, pictures, packed=o.pack)
-  return MicroBatches(batch, packed, base, pictures)
+  batch = objective.computed(batch)
+  packed = pictured.pack(
+    batch.tokens_BT,
+    batch.loss_mask_BT,
+    objective.grad_accum_steps,
+    objective.spec,
+    pictures,
+    packed=objective.pack,
+  )
+  return MicroBatches(batch, packed, objective, base, pictures)
+
+
+Result = tuple[Array, Variables, tuple[TokenStats, Bounds]]
 
 
 def gradient(
@@ -192,24 +196,23 @@ def gradient(
   stored = o.together and o.schedule.bounds_pass == 'stored'
   several = parts.packed.shape.micro_batches > 1
   run = _of_all if stored and several else _one_by_one
-  value, grads, aux = run(trained, parts, scale_B, o)
+  value, grads, aux = run(trained, parts, scale_B)
   return value, of_params(grads), aux
 
 
-def _of_all(
-  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
-) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
+def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
   """Runs all forward passes, then the bound search, then all backward passes."""
-  o, batch = objective, parts.batch
+  o = parts.objective
+  batch = parts.batch
   stats, backward = accumulation.forward_all(
-    lambda trained, n: parts.stats(trained, n, o),
+    parts.stats,
     trained,
     parts.packed.shape.micro_batches,
     parts.packed.used,
     (parts.base, parts.pictures),
   )
 
-  def value_of(stats: TokenStats) -> tuple[Array, Bounds]:
+  def value_of(stats):
     search = o.search(stats.logp_BT, batch, scale_B)
     return o.loss(stats.logp_BT, batch, scale_B, search)
 
@@ -217,22 +220,22 @@ def _of_all(
   return value, backward(d_stats), (stats, bounds)
 
 
-def _one_by_one(
-  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
-) -> tuple[Array, Variables, tuple[TokenStats, Bounds]]:
+def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
   """Runs the backward pass of each micro-batch right after its forward pass."""
-  o, together = objective, objective.together
-  bounds = _bounds_of_all(trained, parts, scale_B, o)
+  o = parts.objective
+  bounds = _bounds_of_all(trained, parts, scale_B)
 
-  def value_of(trained: Variables, n: Array) -> tuple[Array, tuple[TokenStats, Bounds]]:
-    stats, part = parts.stats(trained, n, o), parts.rows(n)
+  def value_of(trained, n):
+    stats = parts.stats(trained, n)
+    mask_BT = parts.batch.loss_mask_BT & parts.mine(n)
+    part = parts.batch._replace(loss_mask_BT=mask_BT)
     search = o.search(stats.logp_BT, part, scale_B)
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
     # several, the bounds of the extra forward pass apply.
-    def find(ratio_BT: Array) -> Bounds:
+    def find(ratio_BT):
       of_part = search(ratio_BT)
-      if not together:
+      if not o.together:
         return of_part
       several = parts.packed.used > 1
       return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, of_part)
@@ -240,33 +243,32 @@ def _one_by_one(
     value, applied = o.loss(stats.logp_BT, part, scale_B, find)
     return value, (stats, applied)
 
-  def merge(
-    n: Array, so_far: tuple[TokenStats, Bounds], new: tuple[TokenStats, Bounds]
-  ) -> tuple[TokenStats, Bounds]:
-    of_rows = True if together else parts.mine(n)
+  def merge(n, so_far, new):
+    of_rows = True if o.together else parts.mine(n)
     bounds = jax.tree.map(lambda a, b: jnp.where(of_rows, b, a), so_far[1], new[1])
     return jax.tree.map(jnp.add, so_far[0], new[0]), bounds
 
   nothing_BT = jnp.zeros(parts.batch.tokens_BT.shape, jnp.float32)
-  if not together:
+  if not o.together:
     column = len(scale_B), 1
     bounds = jax.tree.map(lambda x: jnp.broadcast_to(x, x.shape or column), bounds)
   nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT), bounds
   return accumulation.summed(value_of, trained, parts.packed.used, nothing, merge)
 
 
-def _bounds_of_all(
-  trained: Variables, parts: MicroBatches, scale_B: Array, objective: Objective
-) -> Bounds:
+def _bounds_of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Bounds:
   """Returns bounds searched over all micro-batches, or a placeholder if not needed."""
-  o, shape = objective, parts.batch.tokens_BT.shape
-
-  def add(n: Array, logp_BT: Array) -> Array:
-    return logp_BT + parts.stats(trained, n, o).logp_BT
-
-  together = o.together and parts.packed.shape.micro_batches > 1
-  several = jnp.where(parts.packed.used > 1, parts.packed.used, 0) if together else 0
-  logp_BT = jax.lax.fori_loop(0, several, add, jnp.zeros(shape, jnp.float32))
+  o = parts.objective
   batch = parts.batch
+  packed = parts.packed
+
+  def add(n, logp_BT):
+    return logp_BT + parts.stats(trained, n).logp_BT
+
+  # Without several micro-batches, the loop and the search cover no token.
+  together = o.together and packed.shape.micro_batches > 1
+  several = jnp.where(packed.used > 1, packed.used, 0) if together else 0
+  nothing_BT = jnp.zeros(batch.tokens_BT.shape, jnp.float32)
+  logp_BT = jax.lax.fori_loop(0, several, add, nothing_BT)
   batch = batch._replace(loss_mask_BT=batch.loss_mask_BT & (several > 0))
   return o.loss_rule(logp_BT, batch, o.search(logp_BT, batch, scale_B))[1]

@@ -49,13 +49,13 @@ def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   most bfloat16 weights: their spacing is larger (Micikevicius et al., 2018).
   """
 
-  def wide(tree: Tree) -> Tree:
+  def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-  def init(params: Tree) -> Mastered:
+  def init(params) -> Mastered:
     return Mastered(wide(params), tx.init(wide(params)))
 
-  def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Mastered]:
+  def update(grads, state, params) -> tuple[Tree, Mastered]:
     updates, inner = tx.update(wide(grads), state.inner, state.master)
     master = optax.apply_updates(state.master, updates)
     rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)

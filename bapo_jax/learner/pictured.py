@@ -72,7 +72,7 @@ def embedder(
   if gallery is None:
     return None
 
-  def pixels(id_P: np.ndarray) -> Pictures:
+  def pixels(id_P) -> Pictures:
     return placed(gallery.of(id_P), mesh)
 
   if not base or 'vision' not in base:
@@ -82,7 +82,7 @@ def embedder(
   )
   size = BLOCK * sharding.row_shards(mesh)
 
-  def embedded(id_P: Array | np.ndarray) -> EmbeddedPictures:
+  def embedded(id_P) -> EmbeddedPictures:
     whole_P = exchange.whole(id_P)
     P = len(whole_P)
     padded_P = np.pad(whole_P, (0, -P % size), constant_values=-1)
@@ -173,12 +173,12 @@ def variables(
   if not isinstance(pictures, Pictures):
     return Variables(params), pictures, lambda grads: grads.params
 
-  def embed(vision: Tree) -> Array:
+  def embed(vision):
     return sequence.embedded({'vision': vision}, pictures, spec, schedule).merged_PMD
 
   merged_PMD, pull = jax.vjp(embed, params['vision'])
 
-  def gradients(grads: Variables) -> Tree:
+  def gradients(grads):
     assert grads.merged_PMD is not None
     (vision,) = pull(grads.merged_PMD.astype(merged_PMD.dtype))
     vision = jax.tree.map(lambda x: x.astype(jnp.float32), vision)

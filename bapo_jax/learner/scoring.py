@@ -6,7 +6,6 @@
    weights sampled, and measures the difference.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +46,17 @@ def packed_logprobs(
   if pictures is not None:
     seen = sequence.embedded(params, pictures, spec, schedule)
   packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
-  stats_of = functools.partial(
-    logprobs.packed_stats,
-    patch_XD=pictured.Variables(params).patches(seen),
-    schedule=schedule,
-  )
+  patch_XD = pictured.Variables(params).patches(seen)
 
-  def add(n: Array, logp_BT: Array) -> Array:
-    stats = stats_of(params, packed.cells(n), spec, temperature)
+  def add(n, logp_BT):
+    stats = logprobs.packed_stats(
+      params,
+      packed.cells(n),
+      spec,
+      temperature,
+      patch_XD=patch_XD,
+      schedule=schedule,
+    )
     return logp_BT + packed.unpack(stats.logp_BT, n)
 
   nothing_BT = jnp.zeros(tokens_BT.shape, jnp.float32)

@@ -9,12 +9,12 @@ longest one, and the kernel of ragged.py, on accelerators, each up to its length
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
@@ -26,12 +26,16 @@ FUSED = {
   'flash': f'a gpu, model.compute=bfloat16 and heads of at most {WIDEST}',
 }
 ATTENDED = 'attended'  # the name under which remat policies save splash's results
-BLOCK, MOST_BLOCKS = 64, 8  # of `blockwise`: minimum queries per block, maximum blocks
+BLOCK = 64  # of `blockwise`: minimum queries per block
+MOST_BLOCKS = 8  # of `blockwise`
 LANES = 128  # a TPU's vector unit: head width and row length are padded to multiples
 # Of `flash`: queries and keys per block of the forward pass, both in the backward pass.
 # Blocks of 32 are too small for an H100's warpgroup products, of 128 spill registers.
-FLASH_Q, FLASH_K, FLASH_BACK, FLASH_WARPS = 128, 64, 64, 8
-CUDNN_STEP, CUDNN_WIDEST = 8, 128  # heads that cuDNN takes on every GPU
+FLASH_Q = 128
+FLASH_K = 64
+FLASH_BACK = 64
+FLASH_WARPS = 8
+CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
 
 
 def resolve(
@@ -86,17 +90,33 @@ def attend(
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
   if kind == 'plain':
     return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
-  C = q_BTHC.shape[-1]
-  in_cudnn = C % CUDNN_STEP == 0 and C <= CUDNN_WIDEST
-  if kind == 'flash' and segment_BT is None and in_cudnn:
+  B, _, H, C = q_BTHC.shape
+  if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
     # cuDNN is faster, but on packed rows it needs a mask of [T, T].
     return jax.nn.dot_product_attention(
       q_BTHC, k_BTKC, v_BTKC, is_causal=is_causal, implementation='cudnn'
     )
-  kernel = functools.partial(
-    splash if kind == 'splash' else flash, is_causal=is_causal, interpret=interpret
-  )
-  return on_shards(kernel, q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  kernel = splash if kind == 'splash' else flash
+  kernel = functools.partial(kernel, is_causal=is_causal, interpret=interpret)
+  mesh = sharding.ambient()
+  if mesh is None:
+    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  # XLA cannot partition a kernel: each device runs it on its rows and heads.
+  K = k_BTKC.shape[2]
+  shards = mesh.shape['tensor']
+  rows = None if B % sharding.row_shards(mesh) else sharding.ROWS
+  heads = None if H % shards else 'tensor'
+  if heads and K % shards:
+    # Fewer key/value heads than shards: each shard gets a copy of its head.
+    copies = (shards if shards % K == 0 else H) // K
+    k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
+  by_head = P(rows, None, heads)
+  return jax.shard_map(
+    kernel,
+    in_specs=(by_head, by_head, by_head, P(rows)),
+    out_specs=by_head,
+    check_vma=False,
+  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
 def query_block(length: int) -> int:
@@ -123,10 +143,14 @@ def blockwise(
   half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
   """
   B, T, H, C = q_BTHC.shape
-  K, scale = k_BTKC.shape[2], jnp.asarray(C**-0.5, q_BTHC.dtype)
+  K = k_BTKC.shape[2]
+  scale = jnp.asarray(C**-0.5, q_BTHC.dtype)
   q_BKGTC = (q_BTHC * scale).reshape(B, T, K, -1, C).transpose(0, 2, 3, 1, 4)
-  k_BKTC, v_BKTC = k_BTKC.swapaxes(1, 2), v_BTKC.swapaxes(1, 2)
-  size, column_T, blocks = query_block(T), jnp.arange(T), []
+  k_BKTC = k_BTKC.swapaxes(1, 2)
+  v_BKTC = v_BTKC.swapaxes(1, 2)
+  size = query_block(T)
+  column_T = jnp.arange(T)
+  blocks = []
   for start in range(0, T, size):
     end = min(start + size, T)
     seen = end if is_causal else T  # keys that some query of the block attends to
@@ -145,7 +169,7 @@ def blockwise(
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
     # Softmax, normalised last. Each query attends to itself, so no maximum is -inf.
-    max_BKX1 = jax.lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
+    max_BKX1 = lax.stop_gradient(scores_BKXj.max(-1, keepdims=True))
     weight_BKXj = jnp.exp(scores_BKXj - max_BKX1)
     sum_BKXC = jnp.einsum(
       'bkxj,bkjc->bkxc',
@@ -180,44 +204,14 @@ def cached(
   scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT * C**-0.5, -jnp.inf)
   share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
   # Values are mixed per segment, so that the segments are not copied to one array.
-  mixed, start = [], 0
+  mixed = []
+  start = 0
   for _, v_SKtC in segments:
     columns = v_SKtC.shape[2]
-    share_SKGt = jax.lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
+    share_SKGt = lax.slice_in_dim(share_SKGT, start, start + columns, axis=-1)
     mixed.append(dot('skgt,sktc->skgc', share_SKGt, v_SKtC))
     start += columns
   return jnp.asarray(sum(mixed)).reshape(S, H, C).astype(q_SHC.dtype)
-
-
-def on_shards(
-  kernel: Callable[..., Array],
-  q_BTHC: Array,
-  k_BTKC: Array,
-  v_BTKC: Array,
-  segment_BT: Array | None,
-) -> Array:
-  """Runs a kernel with one shard of the rows and heads per device.
-
-  XLA cannot partition a kernel, so under a mesh `shard_map` runs it on each shard.
-  """
-  mesh = sharding.ambient()
-  if mesh is None:
-    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)
-  B, _, H, _ = q_BTHC.shape
-  K, shards = k_BTKC.shape[2], mesh.shape['tensor']
-  rows = None if B % sharding.row_shards(mesh) else sharding.ROWS
-  heads = None if H % shards else 'tensor'
-  if heads and K % shards:
-    # Fewer key/value heads than shards: each shard gets a copy of its head.
-    copies = (shards if shards % K == 0 else H) // K
-    k_BTKC, v_BTKC = (jnp.repeat(x, copies, axis=2) for x in (k_BTKC, v_BTKC))
-  by_head = P(rows, None, heads)
-  return jax.shard_map(
-    kernel,
-    in_specs=(by_head, by_head, by_head, P(rows)),
-    out_specs=by_head,
-    check_vma=False,
-  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
 def flash(
@@ -274,7 +268,8 @@ def splash(
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   _, T, H, C = q_BTHC.shape
-  pad, wide = -T % LANES, -C % LANES
+  pad = -T % LANES
+  wide = -C % LANES
   n = next(size for size in (512, 256, LANES) if (T + pad) % size == 0)
   mask = (lib.CausalMask if is_causal else lib.FullMask)((T + pad, T + pad))
   kernel: Any = lib.make_splash_mha(

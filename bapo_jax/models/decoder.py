@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.models import attention, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.models.lora import Adapted
-from bapo_jax.models.quantized import Quantized, Weight
+from bapo_jax.models.quantized import Quantized
 from bapo_jax.models.scatter import KeysValues, put, put_values
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
@@ -38,15 +37,18 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   Joined weights have two axes: XLA's CPU backend would transpose weights with three.
   """
 
-  def layer(i: int) -> Tree:
-    w = {name: _at_layer(x, i) for name, x in params['layers'].items()}
+  def layer(i):
+    w = {name: lora.layer(x, i) for name, x in params['layers'].items()}
     for path, axes in PROJECTIONS.items():
       name = path.removeprefix('layers/')
       w[name] = quantized.quantize(w[name], axes, spec.actor_dtype)
     wide = {name: x for name, x in w.items() if not isinstance(x, Quantized)}
     w |= transformer.cast(wide, spec.compute)
     if joined:
-      heads = [jax.tree.map(_merge_heads, w.pop(name)) for name in 'qkv']
+      heads = [
+        jax.tree.map(lambda x: x.reshape(*x.shape[:-2], -1), w.pop(name))
+        for name in 'qkv'
+      ]
       w['qkv'] = quantized.concatenate(*heads)
       w['gate_up'] = quantized.concatenate(w.pop('gate'), w.pop('up'))
       flat = functools.partial(jnp.reshape, shape=(-1, spec.width))
@@ -56,16 +58,6 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   rest = {name: x for name, x in params.items() if name != 'layers'}
   rest = transformer.cast(rest, spec.compute)
   return rest | {'layers': [layer(i) for i in range(spec.layers)]}
-
-
-def _at_layer(w: Weight | Adapted, i: int) -> Weight:
-  if isinstance(w, Quantized):
-    return jax.tree.map(lambda x: x[i], w)
-  return lora.layer(w, i)
-
-
-def _merge_heads(x: Array) -> Array:
-  return x.reshape(*x.shape[:-2], -1)
 
 
 def joins(mesh: Mesh) -> bool:
@@ -81,11 +73,15 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
 
   Quantised projections remain quantised, so that `actor` of the result is this actor.
   """
-  D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
+  D = spec.width
+  H = spec.heads
+  K = spec.kv_heads
+  C = spec.head_width
 
-  def layer(w: Tree) -> Tree:
+  def layer(w):
     if 'qkv' in w:
-      ends, w = (0, H * C, (H + K) * C, (H + 2 * K) * C), dict(w)
+      ends = 0, H * C, (H + K) * C, (H + 2 * K) * C
+      w = dict(w)
       for name, (start, end) in zip('qkv', itertools.pairwise(ends), strict=True):
         w[name] = jax.tree.map(
           lambda x, at=slice(start, end): x[..., at].reshape(*x.shape[:-1], -1, C),
@@ -108,7 +104,8 @@ def is_ragged(spec: ModelSpec) -> bool:
   model.attention=plain turns both off. The kernel's products need heads whose width is
   a power of two, 16 or more.
   """
-  kind, C = spec.attention, spec.head_width
+  kind = spec.attention
+  C = spec.head_width
   if kind == 'auto':
     kind = attention.resolve(kind, jax.default_backend(), spec.compute, C)
   return kind != 'plain' and C >= 16 and C.bit_count() == 1
@@ -123,7 +120,7 @@ def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segment
   columns are a multiple of attention.LANES.
   """
 
-  def zeros(*shape: int) -> Array:
+  def zeros(*shape):
     return jnp.zeros((slots, spec.kv_heads, *shape), spec.compute)
 
   C = spec.head_width
@@ -139,10 +136,11 @@ def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
 
 
 def prefill_embedded(
-  actor: Tree, x_RTD: Array, turn_RTc: tuple[Array, Array], spec: ModelSpec
+  actor: Tree, x_RTD: Array, turn_RTc: layers.Turn, spec: ModelSpec
 ) -> list[KeysValues]:
   """Prefills embedded prompts; `turn_RTc` are the rotations of their positions."""
-  x_RTD, prefilled = sharding.constrain(x_RTD, sharding.ROWS), []
+  x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
+  prefilled = []
   for w in actor['layers']:
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
@@ -158,11 +156,13 @@ def store(
   """Writes prefilled row from_A[a] to cache slot slot_A[a] for all a; skips slot S."""
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
-    start, new = 0, []
+    start = 0
+    new = []
     # Each segment takes its columns of the prompts; later segments are unchanged.
     for k_SKCt, v_SKtC in layer:
       end = start + v_SKtC.shape[2]
-      piece_k, piece_v = k_RKCT[..., start:end], v_RKTC[:, :, start:end]
+      piece_k = k_RKCT[..., start:end]
+      piece_v = v_RKTC[:, :, start:end]
       if n := piece_v.shape[2]:
         k_SKCt = k_SKCt.at[slot_A, :, :, :n].set(piece_k[from_A], mode='drop')
         v_SKtC = v_SKtC.at[slot_A, :, :n].set(piece_v[from_A], mode='drop')
@@ -195,7 +195,8 @@ def decode(
   """
   rotary_S = position_S if shift_S is None else position_S + shift_S
   turn_Sc = layers.rotations(rotary_S, spec)
-  x_SD, new = layers.embed(actor, token_S, spec), []
+  x_SD = layers.embed(actor, token_S, spec)
+  new = []
   length_S = position_S + 1
   if done_S is not None:
     length_S = jnp.where(done_S, 1, length_S)
@@ -218,7 +219,8 @@ def decode(
 def _extend(
   segments: Segments, k_SKC: Array, v_SKC: Array, position_S: Array
 ) -> Segments:
-  start, new = 0, []
+  start = 0
+  new = []
   for k_SKCt, v_SKtC in segments:
     columns = v_SKtC.shape[2]
     # A negative index would count from the end; an index past the end is dropped.

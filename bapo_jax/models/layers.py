@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import attention
+from bapo_jax.models import attention, rope
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized
-from bapo_jax.models.rope import table as frequency_table
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
@@ -50,6 +49,9 @@ REMAT = {
 }
 
 
+Turn = tuple[Array, Array]  # sine and cosine of rotary angles, [..., C / 2]
+
+
 class Schedule(NamedTuple):
   """Chooses how an update is computed; trades time for memory, with equal results."""
 
@@ -67,7 +69,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   quantised weight is scaled in float32, once per output.
   """
 
-  def times(x: Array, w: Array, axes: int) -> Array:
+  def times(x, w, axes):
     # The last axis comes first, so that sums equal those of einsum bit for bit.
     inner = list(reversed(range(axes)))
     outer = [i - axes for i in inner]
@@ -80,7 +82,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   if not isinstance(w, Adapted):
     return times(x, w, axes)
 
-  def both(x: Array, w: Adapted) -> Array:
+  def both(x, w):
     low = w.adapter.scale * times(x, w.adapter.a, axes)
     return times(x, w.base, axes) + times(low, w.adapter.b, 1)
 
@@ -91,31 +93,23 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   """Computes x / rms(x) * scale over the last axis, in float32 (RMSNorm)."""
   x32 = x.astype(jnp.float32)
-  x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+  x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
   return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def rotations(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
+def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
   """Returns (sine, cosine) [..., C / 2] of the rotary angles at positions [...].
 
   Angles are float32; bfloat16 angles would be off by a radian beyond position 256.
+
+  If `by_parts`, positions [..., 3] have three parts: time, row and column. The first
+  spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row and the
+  last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are equal, as
+  for text tokens, the result is that of positions [...], bit for bit.
   """
-  return _turns(position[..., None], spec)
-
-
-def rotations_by_parts(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns `rotations` at positions [..., 3] of three parts: time, row and column.
-
-  The first spec.mrope[0] pairs of a head rotate by time, the next spec.mrope[1] by row
-  and the last by column (Wang et al., 2024, arXiv:2409.12191). If the three parts are
-  equal, as for text tokens, the result equals that of `rotations`, bit for bit.
-  """
-  return _turns(position[..., np.repeat(np.arange(3), spec.mrope)], spec)
-
-
-def _turns(position: Array, spec: ModelSpec) -> tuple[Array, Array]:
-  """Returns (sine, cosine) of each pair's angle; positions are [..., C / 2 or 1]."""
-  frequency, factor = frequency_table(
+  part = np.repeat(np.arange(3), spec.mrope) if by_parts else None
+  position = position[..., part]
+  frequency, factor = rope.table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
   shape = (1,) * (position.ndim - 1) + frequency.shape
@@ -128,13 +122,14 @@ def rotate(x: Array, sin: Array, cos: Array) -> Array:
 
   A pair consists of coordinates i and i + C / 2, as in Hugging Face models.
   """
-  sin, cos = sin[..., None, :], cos[..., None, :]
+  sin = sin[..., None, :]
+  cos = cos[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
 def project(
-  w: Tree, x: Array, turn: tuple[Array, Array], spec: ModelSpec
+  w: Tree, x: Array, turn: Turn, spec: ModelSpec
 ) -> tuple[Array, Array, Array]:
   """Projects x [..., D] to rotated queries [..., H, C], rotated keys, and values.
 
@@ -146,10 +141,11 @@ def project(
   if 'qkv' in w:
     out = product(y, w['qkv'])
     out = out.reshape(*out.shape[:-1], -1, spec.head_width)
-    H, K = spec.heads, spec.kv_heads
+    H = spec.heads
+    K = spec.kv_heads
     joined.update(zip('qkv', jnp.split(out, (H, H + K), axis=-2), strict=True))
 
-  def heads(name: str) -> Array:
+  def heads(name):
     out = joined[name] if joined else product(y, w[name])
     bias = w.get(f'{name}_bias')
     if bias is not None:
@@ -189,7 +185,8 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
   Without `shard_map`, XLA would sum all rows in float32 on every device, then reshard.
   """
-  mesh, embed_VD = sharding.ambient(), params['embed']
+  mesh = sharding.ambient()
+  embed_VD = params['embed']
   if mesh is None or (
     tokens_BT.shape[0] % sharding.row_shards(mesh)
     or embed_VD.shape[0] % mesh.shape['tensor']
@@ -198,10 +195,10 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
 
   def look_up(embed_VD, tokens_BT):
     # Tokens of other shares give 0, so that the sum over devices is the embedding.
-    row_BT = tokens_BT - jax.lax.axis_index('tensor') * embed_VD.shape[0]
+    row_BT = tokens_BT - lax.axis_index('tensor') * embed_VD.shape[0]
     local_BT = (row_BT >= 0) & (row_BT < embed_VD.shape[0])
     x_BTD = embed_VD[jnp.where(local_BT, row_BT, 0)].astype(spec.compute)
-    return jax.lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
+    return lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
 
   rows = P(sharding.ROWS)
   return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
@@ -235,7 +232,6 @@ def forward(
   params: Tree,
   tokens_BT: Array,
   spec: ModelSpec,
-  position_BT: Array | None = None,
   segment_BT: Array | None = None,
   *,
   schedule: Schedule = Schedule(),
@@ -243,28 +239,30 @@ def forward(
   """Computes the final hidden states [B, T, D]; column t depends on tokens 0..t.
 
   Rows are padded on the right. Attention is causal, so padding never affects a token
-  before it and needs no mask. Positions are columns by default. If rows contain
-  several texts, `segment_BT` is the text index of each token (`attention.attend`).
+  before it and needs no mask. See `through` for `segment_BT`.
   """
-  if position_BT is None:
-    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   x_BTD = embed_rows(params, tokens_BT, spec)
-  turn = rotations(position_BT, spec)
+  turn = rotations(column_BT, spec)
   return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)
 
 
 def through(
   params: Tree,
   x_BTD: Array,
-  turn: tuple[Array, Array],
+  turn: Turn,
   spec: ModelSpec,
   segment_BT: Array | None = None,
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
-  """Runs embedded rows through all layers, given the `rotations` of their positions."""
+  """Runs embedded rows through all layers; `turn` are the rotations of their positions.
 
-  def layer(x_BTD: Array, w: Tree) -> tuple[Array, None]:
+  If rows contain several texts, `segment_BT` is the text index of each token
+  (`attention.attend`).
+  """
+
+  def layer(x_BTD, w):
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
     attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
@@ -272,5 +270,5 @@ def through(
     return split(add_out(w, x_BTD, attended_BTHC, spec), schedule), None
 
   x_BTD = split(x_BTD, schedule)
-  x_BTD, _ = jax.lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
+  x_BTD, _ = lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
   return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)

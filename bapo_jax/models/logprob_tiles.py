@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 # Uneven tiles have sides that are multiples of a CPU's register and of a TPU's lanes.
-COLUMN_STEP, ROW_STEP = 8, 128
+COLUMN_STEP = 8
+ROW_STEP = 128
 MASKED = -1e30  # a logit without weight; -inf would give NaN products and differences
 
 
@@ -28,14 +29,14 @@ class Tile(NamedTuple):
 
 def _gather(head_VD: Array, dtype: jax.typing.DTypeLike, sharded: bool) -> Array:
   """Gathers the part of the head that this device needs: a share of V, all of D."""
-  if not sharded or jax.lax.axis_size('fsdp') == 1:
+  if not sharded or lax.axis_size('fsdp') == 1:
     return head_VD  # cast where it is used
-  return jax.lax.all_gather(head_VD.astype(dtype), 'fsdp', axis=1, tiled=True)
+  return lax.all_gather(head_VD.astype(dtype), 'fsdp', axis=1, tiled=True)
 
 
 def _first(head_VD: Array, sharded: bool) -> int | Array:
   """Returns the first token of this device's share of the vocabulary."""
-  return jax.lax.axis_index('tensor') * head_VD.shape[0] if sharded else 0
+  return lax.axis_index('tensor') * head_VD.shape[0] if sharded else 0
 
 
 def largest(mib: int, V: int) -> Tile:
@@ -66,7 +67,7 @@ def split(n: int, most: int, step: int) -> tuple[int, int]:
 
 
 def _cut(x: Array, start: int | Array, size: int, axis: int) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+  return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 class _Block(NamedTuple):
@@ -85,13 +86,14 @@ def _block(head_VD: Array, k: Array, size: int, dtype: jax.typing.DTypeLike) -> 
   1 GiB for the 7B model.
   """
   V = head_VD.shape[0]
-  start, new_v = k * size, None
+  start = k * size
+  new_v = None
   if V % size:
     start = jnp.minimum(start, V - size)
     new_v = start + jnp.arange(size) >= k * size
   head_vD = _cut(head_VD, start, size, 0)
   if head_vD.dtype != dtype:
-    one = jax.lax.optimization_barrier(jnp.ones((), head_vD.dtype))
+    one = lax.optimization_barrier(jnp.ones((), head_vD.dtype))
     head_vD = (head_vD * one).astype(dtype)
   return _Block(head_vD, start, new_v)
 
@@ -127,10 +129,10 @@ def forward(
   # Only chunks with scored columns are computed; the count is known at run time.
   used = -(-columns // chunk)
 
-  def reduce_block(_: None, k: Array) -> tuple[None, tuple[Array, ...]]:
+  def reduce_block(_, k):
     head_vD, start, new_v = _block(head_VD, k, block, hidden_BTD.dtype)
 
-    def reduce_tile(i: Array, reduced: tuple[Array, ...]) -> tuple[Array, ...]:
+    def reduce_tile(i, reduced):
       hidden_BtD, token_Bt = (
         _cut(x, i * chunk, chunk, 1) for x in (hidden_BTD, token_BT)
       )
@@ -139,16 +141,16 @@ def forward(
         logits_Btv = jnp.where(new_v, logits_Btv, MASKED)
         token_Bt = jnp.where(token_Bt < k * block, -1, token_Bt)
       return tuple(
-        jax.lax.dynamic_update_slice_in_dim(x_BT, x_Bt, i * chunk, 1)
+        lax.dynamic_update_slice_in_dim(x_BT, x_Bt, i * chunk, 1)
         for x_BT, x_Bt in zip(
           reduced, _reduced(logits_Btv, token_Bt - start), strict=True
         )
       )
 
     zeros = jnp.zeros(token_BT.shape, jnp.float32)
-    return None, jax.lax.fori_loop(0, used, reduce_tile, (zeros,) * 6)
+    return None, lax.fori_loop(0, used, reduce_tile, (zeros,) * 6)
 
-  _, blocks_bBT = jax.lax.scan(reduce_block, None, jnp.arange(blocks))
+  _, blocks_bBT = lax.scan(reduce_block, None, jnp.arange(blocks))
   return tuple(
     jnp.where(jnp.arange(token_BT.shape[1])[None] < used * chunk, x_BT, 0)
     for x_BT in _combine(blocks_bBT, sharded)
@@ -185,7 +187,7 @@ def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
   """
   peak_bBT, sum_bBT, spread_bBT, square_bBT, square_spread_bBT, chosen_bBT = tiles
   top_BT = peak_bBT.max(0)
-  top_BT = jax.lax.pmax(top_BT, 'tensor') if sharded else top_BT
+  top_BT = lax.pmax(top_BT, 'tensor') if sharded else top_BT
   # Rescale the sums of each block from its maximum to the maximum of all blocks.
   fall_bBT = peak_bBT - top_BT[None]
   chosen_bBT = jnp.where(jnp.isinf(chosen_bBT), 0, chosen_bBT - top_BT[None])
@@ -194,12 +196,14 @@ def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
   square_spread_bBT = scale_bBT**2 * (square_spread_bBT + fall_bBT * square_bBT)
   parts = scale_bBT * sum_bBT, spread_bBT, scale_bBT**2 * square_bBT, square_spread_bBT
   sums = tuple(x.sum(0) for x in (*parts, chosen_bBT))
-  sums = jax.lax.psum(sums, 'tensor') if sharded else sums
+  sums = lax.psum(sums, 'tensor') if sharded else sums
   sum_BT, spread_BT, square_BT, square_spread_BT, chosen_BT = sums
-  log_sum_BT, mean_BT = jnp.log(sum_BT), spread_BT / sum_BT
+  log_sum_BT = jnp.log(sum_BT)
+  mean_BT = spread_BT / sum_BT
   # log pi + H of a token is (logit - top) - mean, so no second pass is needed.
   covariance_BT = (square_spread_BT - mean_BT * square_BT) / sum_BT**2
-  logp_BT, entropy_BT = chosen_BT - log_sum_BT, log_sum_BT - mean_BT
+  logp_BT = chosen_BT - log_sum_BT
+  entropy_BT = log_sum_BT - mean_BT
   return logp_BT, entropy_BT, covariance_BT, top_BT + log_sum_BT
 
 
@@ -250,7 +254,7 @@ def _add_block(
   """Adds the part of a vocabulary block; `used` counts chunks with scored columns."""
   d_hidden_BTD, d_head_VD = grads
 
-  def add_chunk(i: Array, grads: Gradients) -> Gradients:
+  def add_chunk(i, grads):
     d_hidden_BTD, d_head_vD = grads
     hidden_BtD, d_logits_Btv = columns.d_logits(i, chunk, block, temperature)
     d_hidden_BtD = _cut(d_hidden_BTD, i * chunk, chunk, 1) + jnp.einsum(
@@ -260,19 +264,19 @@ def _add_block(
       d_head_vD += jnp.einsum(
         'btv,btd->vd', d_logits_Btv, hidden_BtD, preferred_element_type=jnp.float32
       )
-    d_hidden_BTD = jax.lax.dynamic_update_slice_in_dim(
+    d_hidden_BTD = lax.dynamic_update_slice_in_dim(
       d_hidden_BTD, d_hidden_BtD, i * chunk, 1
     )
     return d_hidden_BTD, d_head_vD
 
   if d_head_VD is None:
-    return jax.lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, None))
+    return lax.fori_loop(0, used, add_chunk, (d_hidden_BTD, None))
   start = d_hidden_BTD, jnp.zeros(block.head_vD.shape, jnp.float32)
-  d_hidden_BTD, d_head_vD = jax.lax.fori_loop(0, used, add_chunk, start)
+  d_hidden_BTD, d_head_vD = lax.fori_loop(0, used, add_chunk, start)
   d_head_vD = d_head_vD.astype(d_head_VD.dtype)
   if block.new_v is not None:  # repeated rows have a gradient from the block before
     d_head_vD += _cut(d_head_VD, block.start, d_head_vD.shape[0], 0)
-  d_head_VD = jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_head_vD, block.start, 0)
+  d_head_VD = lax.dynamic_update_slice_in_dim(d_head_VD, d_head_vD, block.start, 0)
   return d_hidden_BTD, d_head_VD
 
 
@@ -304,26 +308,27 @@ def backward(
   """
   dtype = head_VD.dtype
   head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  (blocks, block), chunk = split(head_VD.shape[0], tile.rows, ROW_STEP), tile.columns
+  blocks, block = split(head_VD.shape[0], tile.rows, ROW_STEP)
+  chunk = tile.columns
   token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
   used = -(-columns // chunk)
 
-  def add_block(grads: Gradients, k: Array) -> tuple[Gradients, None]:
+  def add_block(grads, k):
     head = _block(head_VD, k, block, hidden_BTD.dtype)
     return _add_block(grads, arrays, head, temperature, chunk, used), None
 
   zeros_VD = jnp.zeros(head_VD.shape, jnp.float32 if sharded else dtype)
   zeros = jnp.zeros(hidden_BTD.shape, jnp.float32), zeros_VD if trained else None
-  (d_hidden_BTD, d_head_VD), _ = jax.lax.scan(add_block, zeros, jnp.arange(blocks))
+  (d_hidden_BTD, d_head_VD), _ = lax.scan(add_block, zeros, jnp.arange(blocks))
   d_hidden_BTD = d_hidden_BTD.astype(hidden_BTD.dtype)
   # Each device has the part from its vocabulary; hidden states need the sum of parts.
   if sharded:
-    d_hidden_BTD = jax.lax.psum(d_hidden_BTD, 'tensor')
+    d_hidden_BTD = lax.psum(d_hidden_BTD, 'tensor')
   if d_head_VD is None:
     return d_hidden_BTD, None
   if sharded:  # reverses `_gather` and sums over the rows of other devices
-    d_head_VD = jax.lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
-    d_head_VD = jax.lax.psum(d_head_VD, 'data')
+    d_head_VD = lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
+    d_head_VD = lax.psum(d_head_VD, 'data')
   return d_hidden_BTD, d_head_VD.astype(dtype)

@@ -92,27 +92,29 @@ def packed_stats(
   cells with a target to the front and projects them to the vocabulary in tiles of
   schedule.tile_mib. `patch_XD`: embedded merged patches, indexed by cells.places.
   """
+  x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
   if cells.places is None or patch_XD is None:
-    text = cells.tokens_RT, spec, cells.position_RT, cells.row_RT
-    hidden_RTD = layers.forward(params, *text, schedule=schedule)
+    turn = layers.rotations(cells.position_RT, spec)
   else:
-    x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
     x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
-    turn = layers.rotations_by_parts(cells.places.parts_BT3, spec)
-    hidden_RTD = layers.through(
-      params, x_RTD, turn, spec, cells.row_RT, schedule=schedule
-    )
-  (R, T), shards = cells.tokens_RT.shape, sharding.ambient_row_shards()
+    turn = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
+  hidden_RTD = layers.through(
+    params, x_RTD, turn, spec, cells.row_RT, schedule=schedule
+  )
+  R, T = cells.tokens_RT.shape
+  shards = sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
 
-  def of_device(x: Array) -> Array:  # [R, T, ...] -> [shards, cells, ...]
+  def of_device(x):  # [R, T, ...] -> [shards, cells, ...]
     return x.reshape(shards, -1, *x.shape[2:])
 
-  wanted_SX, target_SX = of_device(cells.wanted_RT), of_device(cells.target_RT)
+  wanted_SX = of_device(cells.wanted_RT)
+  target_SX = of_device(cells.target_RT)
   order_SX = jnp.argsort(~wanted_SX, axis=1, stable=True)
   head_VD = transformer.head(params)
   mesh = sharding.ambient()
   rows = head_VD.shape[0] // (mesh.shape['tensor'] if mesh else 1)
+  # Each device scores its cells with a target, in front, and moves the results back.
   stats = token_stats(
     jnp.take_along_axis(of_device(hidden_RTD), order_SX[..., None], 1),
     head_VD,
@@ -122,7 +124,6 @@ def packed_stats(
     columns=wanted_SX.sum(1, dtype=jnp.int32).max(),
   )
   back_SX = jnp.argsort(order_SX, axis=1)
-
   packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats)
   return TokenStats(*(jnp.where(cells.wanted_RT, x_RT, 0) for x_RT in packed))
 
@@ -155,7 +156,8 @@ _token_logprobs.defvjp(
 
 def _over_mesh(function: Callable[..., Any], tile: Tile, *args: Any) -> Any:
   """Runs a function on shards of the mesh, or on whole arrays without a mesh."""
-  mesh, (hidden_BTD, head_VD) = sharding.ambient(), args[:2]
+  mesh = sharding.ambient()
+  hidden_BTD, head_VD = args[:2]
   tiled = functools.partial(function, tile=tile)
   head = P('tensor', 'fsdp')
   if mesh is None or (

@@ -48,7 +48,8 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
     if path in PROJECTIONS and re.fullmatch(targets, path):
       # [L, *in, *out]: a product sums over the axes `in`.
       outputs_from = 1 + PROJECTIONS[path]
-      inner, outer = shape[1:outputs_from], shape[outputs_from:]
+      inner = shape[1:outputs_from]
+      outer = shape[outputs_from:]
       limit = min(math.prod(inner), math.prod(outer))
       if rank > limit:
         raise ValueError(
@@ -75,8 +76,10 @@ def init(spec: ModelSpec, key: Array, *, rank: int, alpha: float, targets: str) 
   """
   flat = {}
   for i, (path, (a, b)) in enumerate(sorted(shapes(spec, rank, targets).items())):
-    bound, of_path = math.prod(a[1:-1]) ** -0.5, jax.random.fold_in(key, i)
-    drawn = jax.random.uniform(of_path, a, minval=-bound, maxval=bound)
+    bound = math.prod(a[1:-1]) ** -0.5
+    drawn = jax.random.uniform(
+      jax.random.fold_in(key, i), a, minval=-bound, maxval=bound
+    )
     flat[path] = Adapter(drawn, jnp.zeros(b, jnp.float32), alpha / rank)
   return transformer.unflatten(flat)
 
@@ -93,10 +96,10 @@ def attach(base: Tree | None, trained: Tree) -> Tree:
   return transformer.unflatten(flat | frozen)
 
 
-def layer(w: Array | Adapted, i: int) -> Array:
+def layer(w: Tree, i: int) -> Tree:
   """Returns layer i of stacked weights; merges an adapted projection in float32."""
   if not isinstance(w, Adapted):
-    return w[i]
+    return jax.tree.map(lambda x: x[i], w)
   a, b = (x[i].astype(jnp.float32) for x in (w.adapter.a, w.adapter.b))
   return w.base[i].astype(jnp.float32) + w.adapter.scale * jnp.tensordot(a, b, 1)
 
@@ -104,7 +107,7 @@ def layer(w: Array | Adapted, i: int) -> Array:
 def merge(weights: Tree) -> Tree:
   """Merges every adapter into its weight, in float32; other weights are unchanged."""
 
-  def merge_layers(w: Array | Adapted) -> Array:  # needs memory for one more layer
+  def merge_layers(w):  # needs memory for one more layer
     if not isinstance(w, Adapted):
       return w
     return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])

@@ -8,10 +8,9 @@ Axes: a micro-batch has R bins of T cells; the batch has B rows of T tokens.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Int32
 
 from bapo_jax import sharding
@@ -70,10 +69,12 @@ class Packed(struct.PyTreeNode):
     all_cells = empty.at[self._cell_BT()].set(index_BT, mode='drop')
     # Cut out the micro-batch, then gather what its cells need by these indices.
     size = self.shape.bins * self.shape.width
-    at_RT = jax.lax.dynamic_slice_in_dim(all_cells, n * size, size)
+    at_RT = lax.dynamic_slice_in_dim(all_cells, n * size, size)
     at_RT = at_RT.reshape(self.shape[1:])
-    filled_RT, at_RT = at_RT >= 0, jnp.maximum(at_RT, 0)
-    tokens, wanted = self.tokens_BT.ravel(), self.wanted_BT.ravel()
+    filled_RT = at_RT >= 0
+    at_RT = jnp.maximum(at_RT, 0)
+    tokens = self.tokens_BT.ravel()
+    wanted = self.wanted_BT.ravel()
     cells = Cells(
       tokens_RT=jnp.where(filled_RT, tokens[at_RT], 0),
       position_RT=jnp.where(filled_RT, at_RT % T, 0),
@@ -83,7 +84,8 @@ class Packed(struct.PyTreeNode):
     )
     if self.places is None:
       return cells
-    parts_X3, merged_X = self.places.parts_BT3.reshape(-1, 3), self.places.merged_BT
+    parts_X3 = self.places.parts_BT3.reshape(-1, 3)
+    merged_X = self.places.merged_BT
     parts_RT3 = jnp.where(filled_RT[..., None], parts_X3[at_RT], 0)
     merged_RT = jnp.where(filled_RT, merged_X.ravel()[at_RT], -1)
     return cells._replace(places=Places(parts_RT3, merged_RT))
@@ -113,7 +115,10 @@ def widest(spec: ModelSpec) -> int:
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
   between tokens of different rows.
   """
-  D, H, K, C = spec.width, spec.heads, spec.kv_heads, spec.head_width
+  D = spec.width
+  H = spec.heads
+  K = spec.kv_heads
+  C = spec.head_width
   weights = 2 * D * (H + K) * C + 3 * D * spec.ffn
   return int(ATTENTION * weights / (2 * H * C))
 
@@ -171,7 +176,7 @@ def pack(
   order_B = jnp.argsort(-length_B, stable=True)
   free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
 
-  def place(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+  def place(i, state):
     free_K, bin_B, start_B = state
     row = order_B[i]
     # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
@@ -181,7 +186,7 @@ def pack(
 
   none_B = jnp.full(B, -1, jnp.int32)
   state = free_K, none_B, none_B
-  free_K, bin_B, start_B = jax.lax.fori_loop(0, B, place, state)
+  free_K, bin_B, start_B = lax.fori_loop(0, B, place, state)
   # Rows without a target were placed with length 0, but are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)

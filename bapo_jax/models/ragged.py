@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
@@ -30,7 +30,8 @@ from bapo_jax.models.scatter import KeysValues, put, put_values
 
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
-BLOCK, SPAN = 64, 2048  # columns per block and per program of the GPU kernel
+BLOCK = 64
+SPAN = 2048  # columns per block and per program of the GPU kernel
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
 
 Softmax = tuple[Array, Array, Array]  # [G, 1] maximum, [G, 1] sum, [G, C] mixed values
@@ -59,7 +60,7 @@ def blocks(length_S: Any, n: int) -> Any:
 
 def _last(length: Any, n: int) -> Any:
   """Returns the last live block, in a kernel: Python's // would ask for the device."""
-  return jax.lax.div(length - 1, np.int32(n))
+  return lax.div(length - 1, np.int32(n))
 
 
 def fold(
@@ -78,14 +79,15 @@ def fold(
   Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135).
   """
   max_G1, sum_G1, mixed_GC = softmax
-  (G, C), n = q_GC.shape, k_Cn.shape[1]
-  live_Gn = jax.lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
+  G, C = q_GC.shape
+  n = k_Cn.shape[1]
+  live_Gn = lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
   score_Gn = jnp.dot(q_GC, k_Cn, preferred_element_type=jnp.float32) * C**-0.5
   score_Gn = jnp.where(live_Gn, score_Gn, MASKED)
   new_max_G1 = jnp.maximum(max_G1, score_Gn.max(1, keepdims=True))
   weight_Gn = jnp.exp(score_Gn - new_max_G1)
   decay_G1 = jnp.exp(max_G1 - new_max_G1)
-  new_GC = jax.lax.dot_general(
+  new_GC = lax.dot_general(
     weight_Gn.astype(v.dtype),
     v,
     (((1,), (axis,)), ((), ())),
@@ -118,13 +120,11 @@ def attend(
   Returns:
     the mixed values [S, H, C], and the cache.
   """
-  S, K, _, T = cache[0].shape
-  if T % LANES:
-    raise ValueError(f'the cache has {T} columns; give a multiple of {LANES}')
+  S, K = cache[0].shape[:2]
 
   def local(q_SHC, new, *args):
     S, K, C = new[0].shape
-    mixed_SKGC, cache = jax.lax.platform_dependent(
+    mixed_SKGC, cache = lax.platform_dependent(
       q_SHC.reshape(S, K, -1, C),
       new,
       *args,
@@ -167,19 +167,21 @@ def _tpu(
   v_SKTC = put_values(cache[1], new[1], position_S)
   heads = q_SKGC.shape[2]  # rows of zeros fill the tiles
   q_SKGC = jnp.pad(q_SKGC, ((0, 0), (0, 0), (0, -heads % SUBLANES), (0, 0)))
-  (S, K, G, C), T = q_SKGC.shape, k_SKCT.shape[3]
+  S, K, G, C = q_SKGC.shape
+  T = k_SKCT.shape[3]
   n = n or block_columns(K, C, T, k_SKCT.dtype.itemsize)
-  halves, steps = 2 - S % 2, S // (2 - S % 2) * (T // n)  # most steps of a half
+  halves = 2 - S % 2
+  steps = S // (2 - S % 2) * (T // n)  # most steps of a half
   slot_N, first_S, most = _visits(length_S, halves, steps, n)
 
-  def keys(half: Array, i: Array, slot_N: Any, first_S: Any, length_S: Any) -> Any:
+  def keys(half, i, slot_N, first_S, length_S):
     slot = slot_N[half * steps + i]
     return slot, 0, 0, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
 
-  def by_slot(*at: Any) -> tuple[Any, ...]:
+  def by_slot(*at):
     return keys(*at)[0], 0, 0, 0
 
-  def values(*at: Any) -> tuple[Any, ...]:
+  def values(*at):
     return keys(*at) if turned else (*keys(*at)[:2], keys(*at)[3], 0)
 
   # XLA stores such values with the columns last (put_values), and copies nothing here.
@@ -218,7 +220,8 @@ def _visits(
   count_hS = blocks(length_S, n).reshape(halves, -1)
   end_hS = jnp.cumsum(count_hS, 1)
   # Step i of a half visits the slot after all slots that end at or before i.
-  step_N, slots = jnp.arange(steps), count_hS.shape[1]
+  step_N = jnp.arange(steps)
+  slots = count_hS.shape[1]
   slot_hN = (end_hS[:, None] <= step_N[None, :, None]).sum(2, dtype=jnp.int32)
   slot_hN = jnp.minimum(slot_hN, slots - 1)
   slot_hN += slots * jnp.arange(halves, dtype=jnp.int32)[:, None]
@@ -226,30 +229,21 @@ def _visits(
 
 
 def _tpu_step(
-  slot_N: Any,
-  first_S: Any,
-  length_S: Any,
-  q: Any,
-  k: Any,
-  v: Any,
-  out: Any,
-  *softmax: Any,
-  steps: int,
-  n: int,
-  axis: int,
+  slot_N, first_S, length_S, q, k, v, out, *softmax, steps: int, n: int, axis: int
 ) -> None:
   """Folds one block of a slot, all key heads, into the running softmax of the slot."""
   i = pl.program_id(1)
   slot = slot_N[pl.program_id(0) * steps + i]
-  block, last = i - first_S[slot], _last(length_S[slot], n)
+  block = i - first_S[slot]
+  last = _last(length_S[slot], n)
 
   @pl.when(block == 0)
-  def _start() -> None:
+  def _start():
     for x, value in zip(softmax, (MASKED, 0.0, 0.0), strict=True):
       x[...] = jnp.full(x.shape, value, x.dtype)
 
   @pl.when(block <= last)  # false for the steps of a half after its last block
-  def _fold() -> None:
+  def _fold():
     for head in range(k.shape[1]):
       state = tuple(x[head] for x in softmax)
       left = length_S[slot] - block * n
@@ -258,7 +252,7 @@ def _tpu_step(
         x[head] = value
 
   @pl.when(block == last)
-  def _finish() -> None:
+  def _finish():
     _, sum_KG1, mixed_KGC = (x[...] for x in softmax)
     out[0] = (mixed_KGC / sum_KG1).astype(out.dtype)
 
@@ -272,8 +266,6 @@ def _gpu(
   *,
   n: int = BLOCK,
   span: int = SPAN,
-  warps: int = 4,
-  stages: int = 3,
   interpret: bool = False,
 ) -> tuple[Array, KeysValues]:
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
@@ -283,12 +275,13 @@ def _gpu(
   """
   from jax.experimental.pallas import triton
 
-  (S, K, G, C), T = q_SKGC.shape, cache[0].shape[3]
+  S, K, G, C = q_SKGC.shape
+  T = cache[0].shape[3]
   spans = -(-T // span)
   # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
   rows = max(SUBLANES, pl.next_power_of_2(G))
 
-  def whole(*shape: int) -> pl.BlockSpec:
+  def whole(*shape):
     return pl.BlockSpec((None, None, *shape), lambda s, k, _: (s, k, 0, 0))
 
   by_slot = [pl.BlockSpec((None,), lambda s, *_: (s,))] * 2
@@ -315,7 +308,7 @@ def _gpu(
     input_output_aliases={3: 2, 4: 3},
     # Two blocks are loaded at a time, with two stages one, between products. Blocks of
     # 128 columns of heads of 128 would not fit RTX cards, which have 99 KiB for them.
-    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
     interpret=interpret,
     name='ragged_decode',
   )(position_S, length_S, new_SKNC, *cache)
@@ -335,7 +328,8 @@ def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
 
   position, length, new, k, v, lse, mixed, extended_k, extended_v = refs
   rows, C = mixed.shape
-  k_C, v_C = new[0, :], new[1, :]
+  k_C = new[0, :]
+  v_C = new[1, :]
   extended_k[:, position[...]] = k_C
   extended_v[position[...], :] = v_C
   start = pl.program_id(2) * span
@@ -348,12 +342,12 @@ def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
   # MASKED: the first live block, or the merging of spans, gives the column no weight.
   max_R1 = jnp.where(start == 0, score_R1, MASKED)
 
-  def body(i: Array, state: Softmax) -> Softmax:
+  def body(i, state):
     at = pl.ds(start + i * n, n)
     return fold(state, q_RC, k[:, at], v[at, :], left - i * n)
 
   live = jnp.clip(blocks(left, n), 0, span // n)
   state = max_R1, jnp.ones_like(max_R1), v_RC
-  max_R1, sum_R1, mixed_RC = jax.lax.fori_loop(0, live, body, state)
+  max_R1, sum_R1, mixed_RC = lax.fori_loop(0, live, body, state)
   triton.store(lse, max_R1 + jnp.log(sum_R1), mask=real_R1)
   triton.store(mixed, (mixed_RC / sum_R1).astype(mixed.dtype), mask=real_R1)

@@ -61,15 +61,18 @@ def yarn(
   pairs with fewer than `beta_slow` turns are divided by `factor` (Peng et al., 2023).
   """
 
-  def pair(turns: float) -> float:
+  def pair(turns):
     ratio = original_max_position_embeddings / (2 * math.pi * turns)
     return len(frequency) * math.log(ratio) / math.log(theta)
 
-  first, last = pair(beta_fast or 32), pair(beta_slow or 1)
+  first = pair(beta_fast or 32)
+  last = pair(beta_slow or 1)
   if truncate:
-    first, last = math.floor(first), math.ceil(last)
+    first = math.floor(first)
+    last = math.ceil(last)
   # As in the published models, the upper limit counts channels, not pairs.
-  first, last = max(first, 0), min(last, 2 * len(frequency) - 1)
+  first = max(first, 0)
+  last = min(last, 2 * len(frequency) - 1)
   # If both limits are the same pair, the ramp becomes a jump.
   scaled = (np.arange(len(frequency)) - first) / ((last - first) or 1e-3)
   if attention_factor is None:
@@ -106,28 +109,24 @@ def table(
     ValueError: the rule or a knob is unknown, missing, of the wrong type or out of
       range.
   """
-  supported = sorted(RULES)
-  if rule not in supported:
+  if rule not in list(RULES):
     raise ValueError(
-      f'rope_type={rule!r:.60} is not supported; choose a model with one of {supported}'
+      f'rope_type={rule!r:.60} is not supported; choose a model with one of '
+      f'{list(RULES)}'
     )
-  for name, value in knobs:
-    if not isinstance(value, int | float):
-      raise ValueError(
-        f'{name}={value!r:.60} of rope_type={rule!r} is not supported, only a number '
-        'is; choose another model'
-      )
   half = head_width // 2
   frequency = float(theta) ** (-np.arange(half) / half)
   try:
+    if not all(isinstance(value, int | float) for _, value in knobs):
+      raise TypeError('only numbers are supported')
     with np.errstate(all='ignore'):
       frequency, factor = RULES[rule](frequency, theta, **dict(knobs))
       radians = frequency.astype(np.float32)
+    if not all(0 < x < math.inf for x in (*radians.tolist(), factor)):
+      raise ValueError('a frequency or a factor is not a positive float32')
   except (ArithmeticError, TypeError, ValueError) as error:  # may name the keyword
-    raise ValueError(f'rope_type={rule!r}: {error}; correct config.json') from None
-  if not all(0 < x < math.inf for x in (*radians.tolist(), factor)):
     raise ValueError(
-      f'rope_type={rule!r} with rope_theta={theta} and {dict(knobs)!r:.200} has a '
-      'frequency or factor that is not a positive float32; correct config.json'
-    )
+      f'rope_type={rule!r} with rope_theta={theta} and {dict(knobs)!r:.200}: {error}; '
+      'correct config.json'
+    ) from None
   return radians, float(factor)

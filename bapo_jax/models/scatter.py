@@ -2,9 +2,8 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from bapo_jax.models.attention import LANES
 
@@ -20,14 +19,14 @@ def put(x: Array, new: Array, at_S: Array, axis: int = 1) -> Array:
   of a mesh that shards slots would gather all values, and XLA's TPU backend would copy
   the cache: 16.9 GB of temporaries for a cache of 16.9 GB (7B, 2048 slots of 9216).
   """
-  within_slots = jax.lax.ScatterDimensionNumbers(
+  within_slots = lax.ScatterDimensionNumbers(
     update_window_dims=tuple(range(1, x.ndim)),
     inserted_window_dims=(),
     scatter_dims_to_operand_dims=(axis,),
     operand_batching_dims=(0,),
     scatter_indices_batching_dims=(0,),
   )
-  return jax.lax.scatter(
+  return lax.scatter(
     x,
     at_S[:, None],
     jnp.expand_dims(new, axis),
@@ -46,11 +45,11 @@ def put_values(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
   padded for it, at every token; a scatter of the transposed values leaves the order.
   """
 
-  def turned(v_SKtC: Array, v_SKC: Array, at_S: Array) -> Array:
+  def turned(v_SKtC, v_SKC, at_S):
     return put(v_SKtC.swapaxes(2, 3), v_SKC, at_S, 3).swapaxes(2, 3)
 
   upright = functools.partial(put, axis=2)
-  return jax.lax.platform_dependent(
+  return lax.platform_dependent(
     v_SKtC,
     v_SKC,
     at_S,

@@ -62,10 +62,16 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
 
   A scale is the standard deviation of the initial values, 'ones' or 'zeros'.
   """
-  V, D, F, L = spec.vocab, spec.width, spec.ffn, spec.layers
-  H, K, C = spec.heads, spec.kv_heads, spec.head_width
+  V = spec.vocab
+  D = spec.width
+  F = spec.ffn
+  L = spec.layers
+  H = spec.heads
+  K = spec.kv_heads
+  C = spec.head_width
   # Output projections shrink with depth, so that the residual stream keeps its size.
-  inner, outer = D**-0.5, (2 * L) ** -0.5
+  inner = D**-0.5
+  outer = (2 * L) ** -0.5
   tree: dict[str, Initialiser] = {
     'embed': ((V, D), 0.02 if D > 512 else D**-0.5),
     'final_norm': ((D,), 'ones'),

@@ -6,7 +6,7 @@ r"""Implements the rule `math`: compares LaTeX answers by meaning.
 3. numbers and closed forms are compared by value (latex/trees.py);
 4. expressions with variables are compared by math-verify (latex/symbolic.py).
 
-docs/data_and_rewards.md lists what the rule accepts.
+docs/guide/data_and_rewards.md lists what the rule accepts.
 """
 
 import re
@@ -37,47 +37,47 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   content = answers.box_or_line(text)
   if content is None:
     return Verdict(False, 'no box and no answer line', None)
-  given = ' '.join(content.split())
-  if not given:
+  response = ' '.join(content.split())
+  if not response:
     return Verdict(False, 'an empty box', None)
-  if given == ' '.join(answer.split()):
-    return Verdict(True, 'equal character by character', given)
+  if response == ' '.join(answer.split()):
+    return Verdict(True, 'equal character by character', response)
   if len(content) > max(LONGEST_LATEX, 2 * len(answer)):
-    return Verdict(False, f'more than {LONGEST_LATEX} characters', given)
+    return Verdict(False, f'more than {LONGEST_LATEX} characters', response)
   try:
     equal = (_equal if strict else symbolic.equivalent)(answer, content)
   except MemoryError:
     raise  # the worker process must be replaced
   except Unreadable:
-    return answers.unusable(answer, 'an expression')._replace(answer=given)
+    return answers.unusable(answer, 'an expression')._replace(answer=response)
   except Exception as error:  # sympy raises many types
-    return Verdict(None, f'math-verify failed: {type(error).__name__}', given)
-  return answers.compared(equal, given)
+    return Verdict(None, f'math-verify failed: {type(error).__name__}', response)
+  return answers.compared(equal, response)
 
 
-def _equal(answer: str, given: str) -> bool:
+def _equal(answer: str, response: str) -> bool:
   """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
-  gold_text, given_text = spelling.spell(answer), spelling.spell(given)
-  (letter, gold_value), (given_letter, value) = map(
-    spelling.split_choice, (gold_text, given_text)
+  gold_text, response_text = spelling.spell(answer), spelling.spell(response)
+  (letter, gold_value), (response_letter, value) = map(
+    spelling.split_choice, (gold_text, response_text)
   )
-  if given_letter == gold_text:  # a bare letter is a choice beside another choice
+  if response_letter == gold_text:  # a bare letter is a choice beside another choice
     letter = gold_text
     gold_value = ''
-  if letter and given_letter and letter != given_letter:
+  if letter and response_letter and letter != response_letter:
     return False
   if gold_value and value:
-    gold_text, given_text = gold_value, value
-  elif letter and given_letter and (tree := trees.parse(gold_value or value)):
+    gold_text, response_text = gold_value, value
+  elif letter and response_letter and (tree := trees.parse(gold_value or value)):
     return not trees.symbols(tree)  # one has the letter alone, the other a number too
   # 1,000 is either a number or a list.
-  for commas_group in (True, False) if ',' in gold_text + given_text else (True,):
+  for commas_group in (True, False) if ',' in gold_text + response_text else (True,):
     try:
       gold = read(gold_text, commas_group)
     except ValueError as error:
       raise Unreadable(str(error)) from error
     try:
-      parsed = read(given_text, commas_group)
+      parsed = read(response_text, commas_group)
     except ValueError:
       return False
     if _same(gold, parsed):
@@ -127,6 +127,8 @@ def read(text: str, commas_group: bool) -> Answer:
   text = spelling.UNION.join(map(_upright, text.split(spelling.UNION)))
   if matrix := MATRIX.fullmatch(text):
     inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3]).strip(' ' + spelling.ROW)
+    if not inner:
+      raise ValueError('an empty part')
     rows = [row.split('&') for row in inner.split(spelling.ROW)]
     cells = tuple(Answer('row', tuple(map(_expression, row))) for row in rows)
     return Answer('matrix', cells)
@@ -213,19 +215,23 @@ def _single(text: str) -> Answer:
   return _expression(text)
 
 
-def _same(gold: Answer, given: Answer) -> bool:
-  if given.kind == 'equation':
-    return _same_equation(gold, given)
-  if gold.name and given.name and not _same_text(gold.name, given.name):
+def _same(gold: Answer, response: Answer) -> bool:
+  if response.kind == 'equation':
+    return _same_equation(gold, response)
+  if (
+    gold.name
+    and response.name
+    and gold.name.replace(' ', '') != response.name.replace(' ', '')
+  ):
     return False
-  forms = [(x.kind, x.brackets, len(x.parts)) for x in (gold, given)]
+  forms = [(x.kind, x.brackets, len(x.parts)) for x in (gold, response)]
   if forms[0] != forms[1]:
     return False
   if gold.kind == 'expression':
-    return _same_expression(gold.parts[0], given.parts[0])
+    return _same_expression(gold.parts[0], response.parts[0])
   if gold.kind not in ('list', 'union'):
-    return all(_same(a, b) for a, b in zip(gold.parts, given.parts, strict=True))
-  unpaired = list(given.parts)  # the order does not matter
+    return all(_same(a, b) for a, b in zip(gold.parts, response.parts, strict=True))
+  unpaired = list(response.parts)  # the order does not matter
   for part in gold.parts:
     partner = next((other for other in unpaired if _same(part, other)), None)
     if partner is None:
@@ -234,68 +240,70 @@ def _same(gold: Answer, given: Answer) -> bool:
   return True
 
 
-def _same_equation(gold: Answer, given: Answer) -> bool:
+def _same_equation(gold: Answer, response: Answer) -> bool:
   """Returns whether an equation states the right answer.
 
   If the right answer is an equation, math-verify compares the two. Otherwise every side
   must equal the right answer; a label may come first (`x = 4/2 = 2`). So neither
   3 = 2 nor 1 + 1 = 2 states 2.
   """
-  sides = given.parts
+  sides = response.parts
   if gold.kind == 'equation':
     if len(gold.parts) != 2 or len(sides) != 2:
       return False
     if any(x.kind != 'expression' for x in (*gold.parts, *sides)):
       return all(map(_same, gold.parts, sides))
-    texts = [[str(x.parts[0]) for x in y.parts] for y in (gold, given)]
-    gold_tree, given_tree = (('equation', *map(trees.parse, sides)) for sides in texts)
-    gold_text, given_text = map(' = '.join, texts)
-    if None in gold_tree + given_tree:
-      return _same_symbols(gold_text, given_text)
-    return _same_trees(gold_text, given_text, gold_tree, given_tree)
+    texts = [[str(x.parts[0]) for x in y.parts] for y in (gold, response)]
+    gold_tree, response_tree = (
+      ('equation', *map(trees.parse, sides)) for sides in texts
+    )
+    gold_text, response_text = map(' = '.join, texts)
+    if None in gold_tree + response_tree:
+      return _same_symbols(gold_text, response_text)
+    return _same_trees(gold_text, response_text, gold_tree, response_tree)
   label = str(sides[0].parts[0])
   if spelling.is_label(label) and len(sides) > 2:
-    if gold.name and not _same_text(gold.name, label):
+    if gold.name and gold.name.replace(' ', '') != label.replace(' ', ''):
       return False
     sides = sides[1:]
   return all(_same(gold, side) for side in sides)
 
 
-def _same_text(gold: str, given: str) -> bool:
-  return ''.join(gold.split()) == ''.join(given.split())
-
-
-def _same_expression(gold: str, given: str) -> bool:
-  gold_words, given_words = _words(gold), _words(given)
-  if gold_words is not None and gold_words == given_words:
+def _same_expression(gold: str, response: str) -> bool:
+  gold_words, response_words = _words(gold), _words(response)
+  if gold_words is not None and gold_words == response_words:
     return True
   gold, gold_unit = spelling.split_unit(gold)
-  given, given_unit = spelling.split_unit(given)
-  if gold_unit and given_unit and gold_unit != given_unit:
+  response, response_unit = spelling.split_unit(response)
+  if gold_unit and response_unit and gold_unit != response_unit:
     return False
-  if (gold_words and '\\text' in gold) or (given_words and '\\text' in given):
+  if (gold_words and '\\text' in gold) or (response_words and '\\text' in response):
     return False
-  gold_tree, given_tree = trees.parse(gold), trees.parse(given)
+  gold_tree, response_tree = trees.parse(gold), trees.parse(response)
   # Functions and words are outside the grammar. A response outside never states a
   # right answer inside the grammar. A response inside may state a right answer outside
   # the grammar, unless the response has arithmetic left to do.
   if gold_tree is None:
-    if given_tree and {'sum', 'product', 'power'} & set(trees.operations(given_tree)):
+    if response_tree and {'sum', 'product', 'power'} & set(
+      trees.operations(response_tree)
+    ):
       return False
-    return _same_symbols(gold, given)
-  return given_tree is not None and _same_trees(gold, given, gold_tree, given_tree)
+    return _same_symbols(gold, response)
+  return response_tree is not None and _same_trees(
+    gold, response, gold_tree, response_tree
+  )
 
 
-def _same_trees(gold: str, given: str, gold_tree: Tree, given_tree: Tree) -> bool:
+def _same_trees(gold: str, response: str, gold_tree: Tree, response_tree: Tree) -> bool:
   """Compares two texts whose trees are known, so products are counted there."""
-  if not trees.as_calculated(gold_tree, given_tree):
+  if not trees.as_calculated(gold_tree, response_tree):
     return False
   variables = trees.symbols(gold_tree)
-  if variables != trees.symbols(given_tree):
+  if variables != trees.symbols(response_tree):
     return False
   if variables:
-    return _same_symbols(gold, given, given.replace('*', ' '))
-  return trees.equal(gold_tree, given_tree)
+    return _same_symbols(gold, response, response.replace('*', ' '))
+  return trees.equal(gold_tree, response_tree)
 
 
 WORD = re.compile(r"[A-Za-z][A-Za-z' -]+")
@@ -316,17 +324,17 @@ def _words(text: str) -> str | None:
 DECIMAL = re.compile(r'([0-9]*)\.([0-9]+)(?![0-9]| *\\overline)')
 
 
-def _same_symbols(gold: str, given: str, parts: str | None = None) -> bool:
-  """Compares two texts by math-verify, if `parts`, else `given`, has no new parts."""
+def _same_symbols(gold: str, response: str, parts: str | None = None) -> bool:
+  """Compares by math-verify if `parts`, by default `response`, has no new parts."""
   # Back to LaTeX: math-verify does not know the normal spelling, and rounds decimals.
-  gold, given, parts = (
+  gold, response, parts = (
     DECIMAL.sub(
       lambda m: rf'\frac{{{m[1]}{m[2]}}}{{1{"0" * len(m[2])}}}',
       text.translate(LATEX_OF),
     )
-    for text in (gold, given, parts or given)
+    for text in (gold, response, parts or response)
   )
-  return symbolic.no_new_parts(gold, parts) and symbolic.equivalent(gold, given)
+  return symbolic.no_new_parts(gold, parts) and symbolic.equivalent(gold, response)
 
 
 LATEX_OF = str.maketrans(

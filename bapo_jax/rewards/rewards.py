@@ -29,7 +29,6 @@ class PendingVerdicts(NamedTuple):
   # A verdict, or the future of the verdicts of several samples and an index into them.
   verdicts: list[Verdict | tuple[Future[list[Verdict]], int]]
   samples: Sequence[Sample]
-  rule: str  # of samples that name none
 
   def result(self) -> list[Verdict]:
     """Waits for all verdicts and returns them in the order of submission."""
@@ -37,17 +36,11 @@ class PendingVerdicts(NamedTuple):
 
   def one(self, i: int) -> Verdict:
     """Waits for the verdict on samples[i] and returns it."""
-    verdict, sample = self.verdicts[i], self.samples[i]
+    verdict = self.verdicts[i]
     if isinstance(verdict, Verdict):
       return verdict
-    future, place = verdict
-    verdict = future.result()[place]
-    # A killed worker did not report the extracted answer, which votes need.
-    read = verifiers.READERS.get(sample.rule or self.rule)
-    if verdict.right is None and verdict.answer is None and read:
-      answer = read(sample.response)
-      verdict = verdict._replace(answer=answer and ''.join(answer.split()))
-    return verdict
+    future, index = verdict
+    return future.result()[index]
 
 
 class Verifier:
@@ -59,7 +52,9 @@ class Verifier:
   """
 
   def __init__(self, k: Verification):
-    self.rule, self._knobs, self._scorer = k.rule, k, Scorer(k)
+    self.rule = k.rule
+    self._knobs = k
+    self._scorer = Scorer(k)
     self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
     self._here = any(map(own_code.is_registered, self._scorer.rules))
     self._thread: ThreadPoolExecutor | None = None
@@ -74,12 +69,12 @@ class Verifier:
       groups = [[i] for i, sample in enumerate(samples) if self._slow(sample.rule)]
     requests = [[samples[i] for i in group] for group in groups]
     for group, future in zip(groups, self._futures(requests), strict=True):
-      for place, i in enumerate(group):
-        verdicts[i] = future, place
+      for index, i in enumerate(group):
+        verdicts[i] = future, index
     rest = [i for i, verdict in enumerate(verdicts) if verdict is None]
     for i, verdict in zip(rest, self._scorer([samples[i] for i in rest]), strict=True):
       verdicts[i] = verdict
-    return PendingVerdicts(verdicts, samples, self.rule)
+    return PendingVerdicts(verdicts, samples)
 
   def _futures(self, requests: list[list[Sample]]) -> list[Future[list[Verdict]]]:
     """Starts to score each request elsewhere: in the thread, or in a process."""

@@ -13,7 +13,7 @@ This module loads neither JAX nor NumPy; a user's file may.
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import own_code
@@ -43,7 +43,8 @@ class Scorer:
   """
 
   def __init__(self, k: Verification):
-    self._k, self.rules = k, k.rule.split(',')
+    self._k = k
+    self.rules = k.rule.split(',')
     self._own = {
       rule: own_code.bind(rule, k.custom) for rule in own_code.placed(k.rule)
     }
@@ -71,26 +72,23 @@ class Scorer:
     samples = [x._replace(row=_row(x)) for x in samples]
     function = self._own[rule]
     batched = _batched(function)
-    given = [list(samples)] if batched else samples
+    arguments = [samples] if batched else samples
     if own_code.is_async(function):
-      values = asyncio.run(self._all(function, given))
+      values = asyncio.run(self._await(function, arguments))
     else:
-      values = [_tried(function, x) for x in given]
+      values = [_call(function, x) for x in arguments]
     if not batched:
       return values
     (values,) = values
     if isinstance(values, Failure):
       return [values] * len(samples)
-    try:
-      values = list(values)
-    except TypeError:
-      values = [values]
+    values = list(values) if isinstance(values, Iterable) else [values]
     if len(values) != len(samples):
       reason = f'{rule} returned {len(values)} values for {len(samples)} samples'
       return [Verdict(None, reason, None)] * len(samples)
     return values
 
-  async def _all(self, function: Callable, given: Sequence[Any]) -> Values:
+  async def _await(self, function: Callable, arguments: Sequence[Any]) -> Values:
     """Awaits a function on all values, k.parallel at once, k.timeout seconds each."""
     free = asyncio.Semaphore(self._k.parallel)
 
@@ -103,11 +101,13 @@ class Scorer:
         except Exception as error:
           return error
 
-    return await asyncio.gather(*map(one, given))
+    return await asyncio.gather(*map(one, arguments))
 
   def _combined(self, values: Sequence[Any]) -> Verdict:
     """Combines what the rules return for one sample."""
-    reward, parts, first = 0.0, {}, None
+    reward = 0.0
+    parts = {}
+    first = None
     weights = self._k.weights or (1.0,) * len(values)
     for rule, weight, value in zip(self.rules, weights, values, strict=True):
       verdict = self._verdict(rule, value)
@@ -122,29 +122,29 @@ class Scorer:
 
   def _verdict(self, rule: str, value: Any) -> Verdict:
     """Converts what a rule returns; what it should not return is undecided."""
+    if isinstance(value, TimeoutError):
+      return Verdict(None, f'{rule}: {value}'[:200], None)
     if isinstance(value, Failure):
-      if isinstance(value, TimeoutError):
-        return Verdict(None, f'{rule}: {value}'[:200], None)
       reason = own_code.described(value, own_code.file_of(rule))
       return Verdict(None, f'{rule} raises {reason}'[:200], None)
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
-    right, reason, answer, reward, parts = None, '', None, value, None
-    if isinstance(value, Verdict):
-      right, reason, answer, reward, parts = value
-    elif isinstance(value, Mapping):
-      reward, parts = 0, value
-    numbers = [x for x in (right, reward) if x is not None]
-    numbers += parts.values() if isinstance(parts, Mapping) else [parts or 0]
-    if not all(map(_is_number, numbers)) or right not in (None, 0, 1):
-      return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
-    parts = parts and {str(name): float(x) for name, x in parts.items()}
-    if isinstance(value, Verdict):
-      right = None if right is None else bool(right)
-      reward = None if reward is None else float(reward)
-      return Verdict(right, str(reason), answer, reward, parts)
-    reward = math.fsum(parts.values()) if parts else float(reward)
-    return Verdict(reward >= self._k.right_from, f'{reward:.4g}', None, reward, parts)
+    try:
+      if isinstance(value, Verdict):
+        parts = value.parts and _finite(value.parts)
+        numbers = _finite({'right': value.right or 0, 'reward': value.reward or 0})
+        if numbers['right'] in (0, 1):
+          right = None if value.right is None else bool(value.right)
+          reward = None if value.reward is None else numbers['reward']
+          return Verdict(right, str(value.reason), value.answer, reward, parts)
+      else:
+        parts = _finite(value) if isinstance(value, Mapping) else None
+        reward = math.fsum((_finite({'': value}) if parts is None else parts).values())
+        right = reward >= self._k.right_from
+        return Verdict(right, f'{reward:.4g}', None, reward, parts)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+      pass
+    return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
@@ -157,19 +157,18 @@ def _batched(function: Callable) -> bool:
   return bool(own_code.declares(function).get('batched'))
 
 
-def _tried(function: Callable, given: Any) -> Any:
+def _call(function: Callable, argument: Any) -> Any:
   """Calls a user's function; returns the exception that it raises."""
   try:
-    return function(given)
+    return function(argument)
   except MemoryError:
     raise  # the worker process must be replaced
   except (Exception, SystemExit) as error:
     return error
 
 
-def _is_number(value: Any) -> bool:
-  """Returns whether a value is a finite number in float32, also one of NumPy."""
-  try:
-    return math.isfinite(value) and abs(value) < 3.4e38
-  except (TypeError, ValueError, OverflowError):
-    return False
+def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
+  """Converts numbers, also those of NumPy; raises an error unless float32 has them."""
+  if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
+    raise ValueError('not a finite number')
+  return {str(name): float(x) for name, x in numbers.items()}

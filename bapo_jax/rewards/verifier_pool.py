@@ -44,7 +44,6 @@ DEATHS = 2  # workers that one answer may cost
 GRACE_S = 5.0  # for own functions to stop at their timeout themselves
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
 MEMORY_MB = 2048  # address space of a worker, in MiB
-RECYCLE = 1000  # answers after which a worker is replaced
 CLOSED = Verdict(None, 'the pool was closed', None)
 LATE_BATCH = Verdict(None, 'its batch was due', None)
 FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
@@ -59,7 +58,8 @@ class Worker:
   def __init__(self, fork_server: socket.socket):
     ours, theirs = socket.socketpair()
     self.pid: int | None = None  # None: the worker was killed
-    self._socket, self._replies = ours, ours.makefile('rb')
+    self._socket = ours
+    self._replies = ours.makefile('rb')
     with theirs:
       socket.send_fds(fork_server, [b'+'], [theirs.fileno()])
     self._socket.settimeout(START_S)
@@ -105,7 +105,7 @@ def start(k: Verification) -> tuple[socket.socket, subprocess.Popen]:
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = str(MEMORY_MB), str(RECYCLE), json.dumps(k.model_dump())
+  arguments = str(MEMORY_MB), json.dumps(k.model_dump())
   with theirs:
     process = subprocess.Popen(
       [sys.executable, '-m', verifier_worker.__name__, *arguments],
@@ -121,7 +121,7 @@ def start(k: Verification) -> tuple[socket.socket, subprocess.Popen]:
 class Batch:
   """The budget that the requests of one `submit` share."""
 
-  left: float  # seconds of processor time that its requests may still use together
+  seconds: float  # processor time that its requests may still use together
 
 
 Task = tuple[Request, Batch, Future[list[Verdict]]]
@@ -135,7 +135,8 @@ class VerifierPool:
   """
 
   def __init__(self, k: Verification):
-    self._knobs, self._closed = k, False
+    self._knobs = k
+    self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._own = bool(own_code.placed(k.rule))
     self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -206,10 +207,10 @@ class VerifierPool:
       worker = self._worker(thread)
       if worker is None:
         return CLOSED
-      if batch.left <= 0:
+      if batch.seconds <= 0:
         return LATE_BATCH
       deadline = self._knobs.deadline * len(request)
-      seconds = min(batch.left, deadline)
+      seconds = min(batch.seconds, deadline)
       try:
         reply = worker.request(request, seconds, self._silence(request))
       except (OSError, EOFError) as error:
@@ -219,7 +220,7 @@ class VerifierPool:
           return Verdict(None, f'took over rewards.timeout={limit:g} s', None)
         continue
       with self._lock:
-        batch.left -= reply['seconds'] if reply else seconds
+        batch.seconds -= reply['seconds'] if reply else seconds
       if reply is None or reply['exits']:
         worker.end()
       if reply is not None:

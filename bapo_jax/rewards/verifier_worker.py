@@ -6,7 +6,7 @@ r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
    processor time}. If the verdicts take more than `seconds` of processor time, the
    worker sends the byte OVERDUE instead and waits to be killed.
 
-Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB RECYCLE KNOBS` with a
+Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB KNOBS` with a
 Unix socket as standard input; KNOBS is the section `rewards` of the config as JSON.
 Loads neither JAX nor NumPy, except for the files of own functions.
 """
@@ -31,11 +31,11 @@ OVERDUE = bytes([signal.SIGPROF])  # no JSON begins with this byte
 PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxrss
 
 
-def main(memory_mb: int, recycle: int, knobs: str) -> None:
+def main(memory_mb: int, knobs: str) -> None:
   """Forks a worker for every socket received; ends together with the caller.
 
   A worker may take memory_mb MiB of address space more than this process, and exits
-  after `recycle` requests. `knobs` is a Verification as JSON.
+  after it has used half of that. `knobs` is a Verification as JSON.
   """
   control = socket.socket(fileno=os.dup(0))
   os.close(0)  # a copy in a worker would hide the server's end
@@ -48,22 +48,21 @@ def main(memory_mb: int, recycle: int, knobs: str) -> None:
     try:
       request, sockets, _, _ = socket.recv_fds(control, 1, 1)
     except OSError:
-      request, sockets = b'', []
+      request = b''
+      sockets = []
     if not request:  # the caller has closed the socket, or has ended
       os.killpg(0, signal.SIGKILL)  # this process and all workers, even hanging ones
     if os.fork() == 0:
       control.close()
       try:
-        _work(socket.socket(fileno=sockets[0]), memory_mb, recycle, scorer)
+        _work(socket.socket(fileno=sockets[0]), memory_mb, scorer)
       finally:
         os._exit(0)
     os.close(sockets[0])
 
 
-def _work(
-  requests: socket.socket, memory_mb: int, recycle: int, scorer: Scorer
-) -> None:
-  """Replies to requests with verdicts, `recycle` times or until memory runs out."""
+def _work(requests: socket.socket, memory_mb: int, scorer: Scorer) -> None:
+  """Replies to requests with verdicts until half of the memory is used."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (memory_mb << 20),) * 2)
   before = _peak()  # with the modules of own functions
@@ -76,16 +75,17 @@ def _work(
   signal.set_wakeup_fd(requests.fileno())
   requests.setblocking(True)
   requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
-  for count, line in enumerate(requests.makefile('rb'), 1):
-    exits, start = count == recycle, time.process_time()
-    limit, given = json.loads(line)
-    samples = [Sample(*fields) for fields in given]
+  for line in requests.makefile('rb'):
+    exits = False
+    start = time.process_time()
+    limit, request = json.loads(line)
+    samples = [Sample(*fields) for fields in request]
     try:
       signal.setitimer(signal.ITIMER_PROF, limit)
       verdicts = scorer(samples)
     except MemoryError:
-      verdict, exits = Verdict(None, f'took over {memory_mb} MiB', None), True
-      verdicts = [verdict] * len(samples)
+      verdicts = [Verdict(None, f'took over {memory_mb} MiB', None)] * len(samples)
+      exits = True
     signal.setitimer(signal.ITIMER_PROF, 0)
     # Half of the limit: sympy's caches do not shrink.
     exits |= _peak() - before > memory_mb << 19
@@ -111,4 +111,4 @@ def _address_space() -> int:
 
 
 if __name__ == '__main__':
-  main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+  main(int(sys.argv[1]), sys.argv[2])

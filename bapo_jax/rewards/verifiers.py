@@ -84,10 +84,12 @@ def countdown(answer: str, text: str) -> Verdict:
   """
   try:
     problem = json.loads(answer)
-    numbers_given = collections.Counter(int(n) for n in problem['numbers'])
-    target = int(problem['target'])
+    numbers = collections.Counter(problem['numbers'])
+    target = problem['target']
+    if any(type(n) is not int for n in (*numbers, target)):
+      raise TypeError
   except (ValueError, KeyError, TypeError, RecursionError):
-    return answers.unusable(answer, '{"numbers": [...], "target": ...}')
+    return answers.unusable(answer, '{"numbers": [3, 5, 8], "target": 24}')
   content = answers.tagged(text)
   if content is None:
     return Verdict(False, 'no box and no <answer>', None)
@@ -96,18 +98,18 @@ def countdown(answer: str, text: str) -> Verdict:
   expression, equals, claimed = _unlatex(content).partition('=')
   if equals and expression.strip() == str(target):
     expression, claimed = claimed, expression
-  given = ''.join(expression.split())
+  spelled = ''.join(expression.split())
   if equals and claimed.strip() != str(target):
-    return Verdict(False, 'claims another number', given)
+    return Verdict(False, 'claims another number', spelled)
   try:
     value, used = calculate(expression.strip())
   except ZeroDivisionError:
-    return Verdict(False, 'divides by zero', given)
+    return Verdict(False, 'divides by zero', spelled)
   except ValueError:
-    return Verdict(False, 'not an expression of integers and + - * /', given)
-  if used != numbers_given:
-    return Verdict(False, 'not each number once', given)
-  return answers.compared(value == target, given)
+    return Verdict(False, 'not an expression of integers and + - * /', spelled)
+  if used != numbers:
+    return Verdict(False, 'not each number once', spelled)
+  return answers.compared(value == target, spelled)
 
 
 def exact(answer: str, text: str) -> Verdict:
@@ -115,11 +117,12 @@ def exact(answer: str, text: str) -> Verdict:
 
   Reads both from the last box, else the answer line, else the whole text, stripped.
   """
-  given, right = (
-    (whole if (part := answers.box_or_line(whole)) is None else part).strip()
-    for whole in (text, answer)
-  )
-  return answers.compared(given == right, given)
+  parts = []
+  for whole in (text, answer):
+    part = answers.box_or_line(whole)
+    parts.append((whole if part is None else part).strip())
+  response, right = parts
+  return answers.compared(response == right, response)
 
 
 RULES: dict[str, Callable[..., Verdict]] = {
@@ -138,14 +141,8 @@ READERS: dict[str, Callable[[str], str | None]] = {
 def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies a response by a rule.
 
-  A right answer that is not valid Unicode leaves the response undecided; a response
-  that is not valid Unicode is wrong. `strict` requires a calculated answer; otherwise
-  `math` evaluates the answer, and `gsm8k` ignores the text around a number.
+  `strict` requires a calculated answer; otherwise `math` evaluates the answer, and
+  `gsm8k` ignores the text around a number.
   """
-  for name, part, right in (('right answer', answer, None), ('response', text, False)):
-    try:
-      part.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
-      return Verdict(right, f'the {name} is not valid Unicode', None)
   options = {'strict': strict} if rule in LENIENT else {}
   return RULES[rule](answer, text, **options)

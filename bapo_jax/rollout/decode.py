@@ -88,13 +88,22 @@ def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
 
 
 def lower_sync(params: Tree, spec: ModelSpec, mesh: Mesh) -> Lowered:
-  """Lowers `sync_actor`; `out_info` of the result is the abstract actor."""
+  """Lowers `sync_actor`."""
   return _syncs(spec, mesh)[0].lower(params)
 
 
-def params_of(actor: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Returns the actor's weights in the structure and layout of the learner's."""
+def params_of(actor: Tree, spec: ModelSpec) -> Tree:
+  """Returns an actor's weights in the learner's structure and layout, on its mesh."""
+  mesh = jax.tree.leaves(actor)[0].sharding.mesh
   return _syncs(spec, mesh)[1](actor)
+
+
+def abstract_actor(spec: ModelSpec, mesh: Mesh) -> Tree:
+  """Returns the shapes, types and shardings of an actor."""
+  make = functools.partial(decoder.actor, spec=spec, joined=decoder.joins(mesh))
+  actor = jax.eval_shape(make, transformer.abstract(spec))
+  layout = sharding.shardings(actor, mesh, 'decode')
+  return jax.tree.map(lambda x, s: x.update(sharding=s), actor, layout)
 
 
 @functools.cache
@@ -107,10 +116,10 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
   def unstack(actor: Tree) -> Tree:
     return decoder.params_of(actor, spec)
 
-  actor = jax.eval_shape(copy, transformer.abstract(spec))
+  actor = abstract_actor(spec, mesh)
   params = jax.eval_shape(unstack, actor)  # with quantised projections, if any
   return (
-    jax.jit(copy, out_shardings=sharding.shardings(actor, mesh, 'decode')),
+    jax.jit(copy, out_shardings=jax.tree.map(lambda x: x.sharding, actor)),
     jax.jit(unstack, out_shardings=sharding.shardings(params, mesh)),
   )
 

@@ -75,7 +75,7 @@ def rollout(
   step: int,
   policy_version: int,
   first_uid: int = 0,
-  k: RolloutConfig = RolloutConfig(),  # noqa: B008 (frozen)
+  k: RolloutConfig = RolloutConfig(),
 ) -> Rollout:
   """Samples G responses to each of P prompts, and returns up to P verified groups.
 

@@ -14,15 +14,13 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from bapo_jax.run.series import Points
 from bapo_jax.runtime.html import element
-
-Points = tuple[np.ndarray, np.ndarray]  # (step_N, value_N), finite
 
 WIDTH, HEIGHT = 400, 210  # of a chart, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 46, 392, 8, 186  # of the plot
 STRIPS = 200  # at most this many steps show their values
 DOTS = 20  # a curve of at most this many points is drawn with dots
-COLOURS = 8  # of the page, --c0 to --c7
 
 
 class Curve(NamedTuple):
@@ -32,7 +30,7 @@ class Curve(NamedTuple):
   colour: int  # of the page, from 0
   exact: Points  # the values that hovering shows
   bold: Points  # the values drawn bold
-  pale: tuple[Points, ...] = ()  # lines drawn pale
+  pale: Sequence[Points] = ()  # lines drawn pale
   error_N: np.ndarray | None = None  # half the length of the bars at the bold points
   dashed: bool = False
 
@@ -81,9 +79,7 @@ def chart(
   y = _vertical(drawn, level, log)
   parts = [*_grid(x, y)]
   if level is not None:
-    (at,) = y(np.array([level[0]]))
-    line = {'x1': LEFT, 'x2': RIGHT, 'y1': f'{at:.1f}', 'y2': f'{at:.1f}'}
-    parts.append(element('line', class_='level', **line))
+    parts.append(_across(y, level[0], 'level'))
   for curve in drawn:
     parts.append(_lines(curve, x, y))
   cursor = element('line', class_='cursor', y1=TOP, y2=BOTTOM)
@@ -108,17 +104,17 @@ def _vertical(
   curves: Sequence[Curve], level: tuple[float, str] | None, log: bool
 ) -> Axis:
   """Returns the axis that all values, error bars and the level fit into."""
-  values = [line[1] for curve in curves for line in (curve.bold, *curve.pale)]
+  values = [np.array([] if level is None else [level[0]])]
   for curve in curves:
+    values += [line[1] for line in (curve.bold, *curve.pale)]
     if curve.error_N is not None:
       values += [curve.bold[1] - curve.error_N, curve.bold[1] + curve.error_N]
-  value_N = np.concatenate([*values, [] if level is None else [level[0]]])
+  value_N = np.concatenate(values)
   low, high = float(value_N.min()), float(value_N.max())
-  log = log and low > 0
-  if log:
-    margin = (high / low) ** 0.04 if high > low else 2.0
-    return Axis(low / margin, high * margin, BOTTOM, TOP, log)
-  return Axis(*_spread(low, high), BOTTOM, TOP)
+  if not log or low <= 0:
+    return Axis(*_spread(low, high), BOTTOM, TOP)
+  margin = (high / low) ** 0.04 if high > low else 2.0
+  return Axis(low / margin, high * margin, BOTTOM, TOP, log=True)
 
 
 def _spread(low: float, high: float) -> tuple[float, float]:
@@ -135,27 +131,31 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
+  """Returns powers of ten; their multiples by 2 and 5, too, if they are few."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-  for digits in ((1,), (1, 3), (1, 2, 5)):
-    found = [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
-    if len(found) > 2:
-      break
-  every = -(-len(found) // 6)
-  return found[::every]
+  digits = (1, 2, 5) if len(powers) < 4 else (1,)
+  marks = [digit * 10.0**power for power in powers for digit in digits]
+  marks = [mark for mark in marks if low <= mark <= high]
+  return marks[:: len(marks) // 7 + 1]
+
+
+def _across(y: Axis, value: float, kind: str) -> Element:
+  """Draws a horizontal line at a value."""
+  at = f'{float(y(np.asarray(value))):.1f}'
+  return element('line', class_=kind, x1=LEFT, x2=RIGHT, y1=at, y2=at)
 
 
 def _grid(x: Axis, y: Axis) -> Iterator[Element]:
   """Yields the lines and the numbers of both axes."""
-  found = _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high)
-  for value, at in zip(found, y(np.asarray(found)), strict=True):
-    line = {'x1': LEFT, 'x2': RIGHT, 'y1': f'{at:.1f}', 'y2': f'{at:.1f}'}
-    yield element('line', class_='grid', **line)
-    place = {'x': LEFT - 5, 'y': f'{at + 4:.1f}', 'text_anchor': 'end'}
-    yield element('text', f'{round(value, 12):g}', **place)
-  whole = [value for value in ticks(x.low, x.high) if value == int(value)]
-  for value, at in zip(whole, x(np.asarray(whole, float)), strict=True):
-    place = {'x': f'{at:.1f}', 'y': BOTTOM + 16, 'text_anchor': 'middle'}
-    yield element('text', f'{value:g}', **place)
+  for value in _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+    yield _across(y, value, 'grid')
+    at = f'{float(y(np.asarray(value))) + 4:.1f}'
+    text = f'{round(value, 12):g}'
+    yield element('text', text, x=LEFT - 5, y=at, text_anchor='end')
+  for value in ticks(x.low, x.high):
+    if value == int(value):
+      at = f'{float(x(np.asarray(value))):.1f}'
+      yield element('text', f'{value:g}', x=at, y=BOTTOM + 16, text_anchor='middle')
 
 
 def thinned(points: Points) -> Points:
@@ -195,20 +195,17 @@ def _path(points: Points, x: Axis, y: Axis) -> str:
 
 def _strips(curves: Sequence[Curve], x: Axis) -> Iterator[Element]:
   """Yields invisible strips, side by side, that name the exact values of a step."""
-  of = [dict(zip(*(v.tolist() for v in curve.exact), strict=True)) for curve in curves]
-  steps = sorted({step for values in of for step in values})
+  texts: dict[float, list[str]] = {}  # step -> values
+  for curve in curves:
+    for step, value in zip(*curve.exact, strict=True):
+      texts.setdefault(float(step), []).append(f'{curve.label} {value:.6g}'.strip())
+  steps = np.sort([*texts])
   count = min(len(steps), STRIPS)
-  steps = [steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int)]
-  at_N = x(np.asarray(steps))
+  steps = steps[np.linspace(0, len(steps) - 1, count).round().astype(int)]
+  at_N = x(steps)
   edges = [LEFT, *((at_N[1:] + at_N[:-1]) / 2), RIGHT]
-  for i, step in enumerate(steps):
-    texts = [
-      f'{curve.label} {values[step]:.6g}'.strip()
-      for curve, values in zip(curves, of, strict=True)
-      if step in values
-    ]
-    title = element('title', f'step {step:g}: {", ".join(texts)}')
-    place = {'x': f'{edges[i]:.1f}', 'width': f'{edges[i + 1] - edges[i]:.1f}'}
-    center = {'data_x': f'{at_N[i]:.1f}'}
-    strip = {'y': TOP, 'height': BOTTOM - TOP, 'class_': 'hit'}
-    yield element('rect', title, **place, **strip, **center)
+  strip = {'y': TOP, 'height': BOTTOM - TOP, 'class_': 'hit'}
+  for step, at, left, right in zip(steps, at_N, edges, edges[1:], strict=False):
+    title = element('title', f'step {step:g}: {", ".join(texts[step])}')
+    box = {'x': f'{left:.1f}', 'width': f'{right - left:.1f}', 'data_x': f'{at:.1f}'}
+    yield element('rect', title, **strip, **box)

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
-from bapo_jax import sharding
 from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
@@ -26,7 +25,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.run import report, report_page, step_record
+from bapo_jax.run import page, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
 from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
 from bapo_jax.runtime import workdir as workdirs
@@ -37,11 +36,10 @@ from bapo_jax.training import budget, build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.remote_sampler import RemoteSampler
+from bapo_jax.training.remote_sampler import ending, serve
 from bapo_jax.training.resolve import Resolved, processes_of
-from bapo_jax.training.serve import serve
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
-from bapo_jax.training.trainer import finished, sampler_programs, train_loop
+from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
@@ -115,7 +113,7 @@ def check_code(workdir: str, config: Config) -> None:
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
-    material = build.read(r.config, r.model)
+    material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
   model = hf_directory.identity(r.model.directory)
@@ -124,14 +122,13 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
   hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:
     if r.remote and not r.rollout_only:
-      stack.enter_context(ending(RemoteSampler(*build.links(r))))
+      stack.enter_context(ending(build.links(r)))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     try_own_reward(verifier, material)
     if r.rollout_only:
-      t = build.make_trainer(r, material, verifier, timer)
-      assert t.beside is not None
+      sampler = build.rollout_sampler(r, material, verifier)
       stop = stack.enter_context(stoppable())
-      return serve(t.beside, *build.links(r), stop)
+      return serve(sampler, build.links(r), stop)
     knobs = r.config.checkpoint
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
     stack.enter_context(checkpoint.closing(checkpoints))
@@ -149,31 +146,19 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     t, s = build.build(r, material, verifier, workdir, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
-    if t.lane is not None:
-      stack.callback(t.lane.close)
+    stack.callback(t.sampler.close)
     s, spent = resume(checkpoints, t, s, same)
     run = Run(t, workdir, checkpoints, identity, spent)
     run.start(s, early)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
-      if t.remote is not None:
-        t.remote.close(status)
+      t.sampler.close(status)
       if status:
         log(f'Saved. Run the same command with --workdir={workdir} to resume.')
       elif hosts.is_first():
         stop.current = 'the report'
         run.report(s)
   return status
-
-
-@contextlib.contextmanager
-def ending(remote: RemoteSampler) -> Iterator[None]:
-  """Ends the processes that sample too, if the body raises ValueError."""
-  try:
-    yield
-  except ValueError:
-    remote.close(2)
-    raise
 
 
 def saved_so_far(r: Resolved, workdir: str) -> str:
@@ -250,7 +235,7 @@ class Run:
   checkpoints: checkpoint.CheckpointManager
   identity: list[str]  # fingerprints of problems and of prompts, see same_problems
   spent: Spent  # cost before this start, from the newest checkpoint
-  busy: float = 0.0  # seconds for which the lane had sampled at the end of a step
+  busy: float = 0.0  # seconds for which other devices had sampled at the last step
   idled: bool = False  # whether a step of this start had nothing to learn
 
   def __post_init__(self):
@@ -314,7 +299,7 @@ class Run:
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
-          signal = stop.signal or (self.t.remote.signal if self.t.remote else 0)
+          signal = stop.signal or self.t.sampler.signal
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
@@ -328,14 +313,15 @@ class Run:
   def report(self, s: TrainState) -> None:
     """Writes the report of the finished run; an OSError names the file."""
     before, after = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
-    path = os.path.join(self.workdir, 'report.md')
+    path = os.path.join(self.workdir, 'report.html')
     with files.naming(path):
       # Not t.config, which may ask for fewer steps than are done.
       stored = workdirs.read_config(self.workdir)
       config, spent = config_lib.from_json(stored), self.cost()
       report.write(self.workdir, config, before, after, spent, s.step)
-      report_page.write(self.workdir)
-    log(f'Report: {path}, and report.html with curves and responses')
+      page.write(self.workdir)
+    results = before['result'], after['result']
+    log(f'{report.summary(*results, s.step, spent)}\nReport: {path}')
 
   def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
@@ -347,8 +333,8 @@ class Run:
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
-    if beside := self.t.lane or self.t.remote:
-      busy, self.busy = self.busy, beside.busy()
+    if self.t.sampler.elsewhere:
+      busy, self.busy = self.busy, self.t.sampler.busy()
       row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
       row['overlap/ended'] = time.perf_counter() - self.t.timer.began
@@ -392,9 +378,6 @@ class Run:
     ranked = 'eval/accuracy' in row and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
       return
-    with self.t.timer('wait' if s.queue else 'save'):
-      for each in s.queue:  # a checkpoint has the groups in flight
-        each.ready.result()
     with self.t.timer('save'):
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
@@ -442,14 +425,12 @@ def compiled(
   """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):
-    if t.remote:
-      t.remote.compile(t.actor(s.params) if s.actor is None else s.actor)
+    elsewhere = t.sampler.compile()
     if early is None:
       early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
     train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
-    if t.remote:
-      t.remote.wait_until_compiled()
+    elsewhere.result()
   step = functools.partial(train_step.compile(), base=t.base)
   return dataclasses.replace(t, train_step=step, compiled=others)
 
@@ -457,17 +438,13 @@ def compiled(
 def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   """Lowers the large programs of all steps, beginning with the train step."""
   yield build.lower_train_step(t, params, opt)
-  yield (sync := decode.lower_sync(t.weights(params), t.spec, t.mesh))
-  actor = sync.out_info
+  yield decode.lower_sync(t.weights(params), t.spec, t.mesh)
   yield from evaluation_engine(t).programs(
-    actor, places=len(t.held_out.id_N), refreshed=False
+    decode.abstract_actor(t.spec, t.mesh), places=len(t.held_out.id_N), refreshed=False
   )
-  # Without pictures, and if the learner scores with its own weights.
-  if t.recompute and not (t.pictures or t.config.rollout.depth or t.remote):
-    yield build.lower_recompute(t, params)
-  if t.remote is None:
-    layout = sharding.shardings(actor, t.actor_mesh, 'decode')
-    yield from sampler_programs(t.beside or t, build.placed(actor, layout))
+  # With a depth, the actor's weights score the responses.
+  depth = t.config.rollout.depth
+  yield from t.sampler.programs(None if depth else t.weights(params))
 
 
 def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:

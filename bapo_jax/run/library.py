@@ -35,8 +35,9 @@ def train(
     config: a config file, or its values as nested dicts.
     knobs: dotted name -> value, such as {'steps': 10}; overrides values of `config`.
     reward: a reward function or the name of a verifier, or a list of them; see
-      docs/library.md. A function runs in a thread of this process, without a deadline;
-      the place of a function ('my.py:score') runs in processes that can be killed.
+      docs/guide/library.md. A function runs in a thread of this process, without a
+      deadline; the path of a function ('my.py:score') runs in processes that can be
+      killed.
     rows: training problems; each row has the fields of a row in a file.
     held_out: problems for evaluation; by default the last tenth of `rows`.
     rules: slot ('loss', 'clip', 'mask', 'advantage', 'batch', 'buffer.thresholds',

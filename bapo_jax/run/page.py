@@ -1,147 +1,417 @@
-"""The look of the HTML pages: light and dark, one column on a phone.
+"""Draws runs on one HTML page: the report of one run, or the comparison of several.
 
-The script only adds comfort: under the pointer or a finger, a chart shows the values of
-the nearest step, which every strip names in its <title> anyway; a button of the legend
-hides a group.
+1. `page` lays out what was reached, the curves and the knobs; for one run also what the
+   model was asked, how the verifier read its answers, and where the time went; for
+   several their differences;
+2. `write` writes the report of a workdir to its report.html.
+
+The runs may be in progress: what is missing is left out.
 """
 
-from collections.abc import Iterable
+import datetime
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
-from bapo_jax.runtime import html
+from bapo_jax import knobs
+from bapo_jax.run import charts, comparison, look, report, run_files, samples
+from bapo_jax.run.charts import Curve
+from bapo_jax.run.comparison import Group
+from bapo_jax.run.run_files import RunFiles
+from bapo_jax.run.series import (
+  ERRORS,
+  FEW,
+  averaged,
+  errors,
+  fifths,
+  mean,
+  series,
+  smoothed,
+  spiky,
+)
+from bapo_jax.runtime import files, html
+from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.runtime.html import element
+from bapo_jax.runtime.markdown import shortened
+from bapo_jax.runtime.metrics import Row
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config, fingerprint
+from bapo_jax.types import SOURCES
 
-# One colour per metric of a chart, or per group of runs; both sets have a contrast of
-# at least 3 with their backgrounds.
-LIGHT = ('#0072b2', '#c84e00', '#00805d', '#b0528f', '#8a6d00', '#3d6fd1', '#6b4fb3')
-LIGHT += ('#5c5c5c',)
-DARK = ('#5ab4f0', '#ff9457', '#3fd0a4', '#ee9fcf', '#e6c34a', '#9db8ff', '#c3a6ff')
-DARK += ('#b8b8b8',)
-
-STYLE = """
-:root { --back: #fff; --card: #f6f7f8; --line: #d9dde1; --text: #1b1f23;
-  --soft: #59626b; --right: #00704f; --wrong: #b3400e; --mark: #ffe3a3; %s }
-@media (prefers-color-scheme: dark) { :root { --back: #14171a; --card: #1d2226;
-  --line: #363d44; --text: #e6e9ec; --soft: #a0a9b2; --right: #4fd6ab;
-  --wrong: #ff9c6b; --mark: #6b5316; %s } }
-* { box-sizing: border-box }
-html { -webkit-text-size-adjust: 100%% }
-body { margin: 0; background: var(--back); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 1180px; margin: 0 auto; padding: 20px 16px 60px }
-h1 { font-size: 26px; line-height: 1.25; margin: 8px 0 4px; overflow-wrap: anywhere }
-h2 { font-size: 19px; margin: 38px 0 8px; padding-top: 10px;
-  border-top: 1px solid var(--line) }
-h3 { font-size: 15px; margin: 16px 0 4px }
-p { margin: 6px 0; max-width: 78ch }
-.soft, figure output, .empty { color: var(--soft); font-size: 13px }
-.tiles { display: grid; gap: 12px; margin: 16px 0;
-  grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)) }
-.tile { background: var(--card); border-radius: 8px; padding: 10px 14px }
-.tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums }
-.tile small { color: var(--soft); display: block }
-.charts { display: grid; gap: 16px; grid-template-columns:
-  repeat(auto-fill, minmax(min(100%%, 340px), 1fr)) }
-figure { margin: 0; background: var(--card); border-radius: 8px; padding: 10px 12px 6px;
-  min-width: 0 }
-figcaption { display: flex; flex-wrap: wrap; gap: 0 12px; align-items: baseline }
-figcaption span { font-size: 12px; white-space: nowrap }
-figure output { display: block; min-height: 20px; font-variant-numeric: tabular-nums }
-figure .empty { padding: 60px 0; text-align: center; max-width: none }
-svg { display: block; width: 100%%; height: auto; touch-action: pan-y }
-svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums }
-svg path { fill: none; stroke: currentColor; stroke-linejoin: round }
-svg circle { fill: currentColor }
-.grid { stroke: var(--line) }
-.cursor { stroke: var(--soft); visibility: hidden }
-.hit { fill: transparent }
-.bold { stroke-width: 2 }
-.pale { stroke-width: 1; opacity: .4 }
-.bar { stroke-width: 1.4; opacity: .7 }
-.dashed .bold { stroke-dasharray: 5 4 }
-line.level { stroke: var(--text); stroke-dasharray: 3 3 }
-.key { display: inline-block; width: 16px; height: 0; margin-right: 5px;
-  vertical-align: 4px; border-top: 3px solid currentColor }
-.key.dashed { border-top-style: dashed }
-.key.level { border-top: 2px dotted var(--text) }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
-  background: currentColor; margin-right: 6px; vertical-align: -1px }
-.legend { display: flex; flex-wrap: wrap; gap: 8px; position: sticky; top: 0;
-  background: var(--back); padding: 8px 0; z-index: 1 }
-.legend button { font: inherit; font-size: 13px; color: var(--text); cursor: pointer;
-  background: var(--card); border: 1px solid var(--line); border-radius: 16px;
-  padding: 3px 12px; text-align: left; overflow-wrap: anywhere }
-.legend button[aria-pressed=false] { opacity: .45; text-decoration: line-through }
-.scroll { overflow-x: auto; margin: 10px 0 }
-table { border-collapse: collapse; font-size: 13.5px }
-th, td { padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; font-variant-numeric: tabular-nums }
-th { color: var(--soft); font-weight: 600 }
-.l { text-align: left } .r { text-align: right }
-td.l { overflow-wrap: anywhere; min-width: 100px }
-td.r { white-space: nowrap }
-td code { white-space: nowrap }
-code, pre { font: 12.5px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace }
-pre { background: var(--card); border-radius: 6px; padding: 8px 10px;
-  margin: 4px 0 10px; white-space: pre-wrap; overflow-wrap: anywhere }
-details { border: 1px solid var(--line); border-radius: 8px; margin: 10px 0;
-  padding: 0 12px }
-summary { cursor: pointer; padding: 8px 0; font-weight: 600 }
-.pair { display: grid; gap: 0 16px; grid-template-columns:
-  repeat(auto-fit, minmax(min(100%%, 420px), 1fr)) }
-.right { color: var(--right); font-weight: 600 }
-.wrong { color: var(--wrong); font-weight: 600 }
-pre.of-right { border-left: 3px solid var(--right) }
-pre.of-wrong { border-left: 3px solid var(--wrong) }
-mark { background: var(--mark); color: inherit; border-radius: 2px }
-img { max-width: 100%%; max-height: 260px; border-radius: 6px }
-%s
-@media (max-width: 600px) { main { padding: 10px 12px 40px } h1 { font-size: 22px }
-  .charts { grid-template-columns: 1fr } .tile b { font-size: 18px }
-  .meanings tr { display: grid; gap: 0 12px; padding: 5px 0;
-    grid-template-columns: minmax(0, 2fr) minmax(0, 1fr) minmax(0, 1fr);
-    border-bottom: 1px solid var(--line) }
-  .meanings :is(th, td) { border: 0; padding: 0; min-width: 0 }
-  .meanings code { white-space: normal; overflow-wrap: anywhere }
-  .meanings td:last-child { grid-column: 1 / -1; color: var(--soft) }
-  .meanings th:last-child { display: none } }
-"""
-
-SCRIPT = """
-for (const figure of document.querySelectorAll('figure')) {
-  const svg = figure.querySelector('svg');
-  if (!svg) continue;
-  const output = figure.querySelector('output'), unit = output.textContent;
-  const cursor = svg.querySelector('.cursor');
-  const show = event => {
-    const strip = event.target.closest('.hit');
-    if (!strip) return;
-    output.textContent = strip.textContent;
-    for (const end of ['x1', 'x2']) cursor.setAttribute(end, strip.dataset.x);
-    cursor.style.visibility = 'visible';
-  };
-  svg.addEventListener('pointermove', show);
-  svg.addEventListener('pointerdown', show);
-  svg.addEventListener('pointerleave', event => {
-    if (event.pointerType !== 'mouse') return;
-    output.textContent = unit;
-    cursor.style.visibility = 'hidden';
-  });
-}
-for (const button of document.querySelectorAll('.legend button'))
-  button.addEventListener('click', () => {
-    const shown = button.getAttribute('aria-pressed') !== 'true';
-    button.setAttribute('aria-pressed', shown);
-    for (const curve of document.querySelectorAll('.curve.' + button.dataset.group))
-      curve.style.display = shown ? '' : 'none';
-  });
+MAIN = """
+  rollout/reward rollout/accuracy rollout/length rollout/length_right
+  rollout/length_wrong rollout/truncated rollout/tokens_per_s rollout/logp_diff
+  batch/filled batch/learnable batch/age clip/share_start clip/share clip/low clip/high
+  clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
+  time/step
 """
 
 
-def document(title: str, body: Iterable[Element]) -> str:
-  """Returns the text of a page in this look."""
-  light, dark = (
-    ' '.join(f'--c{i}: {colour};' for i, colour in enumerate(colours))
-    for colours in (LIGHT, DARK)
+class Panel(NamedTuple):
+  """A chart with up to three metrics."""
+
+  title: str
+  unit: str  # of the vertical axis
+  labels: dict[str, str]  # metric -> its name in the legend
+  compared: int = 1  # how many of the metrics the chart of several runs has
+
+
+REWARDS = {'rollout/reward': 'fresh responses', 'eval/reward': 'held-out problems'}
+SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}
+BOUNDS = {'clip/high': 'high', 'clip/low': 'low'}
+SIGNS = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
+LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
+PANELS = (
+  Panel('Reward', 'mean reward', REWARDS, compared=2),
+  Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
+  Panel('Accuracy of the fresh responses', 'accuracy', {'rollout/accuracy': ''}),
+  Panel('Entropy of the policy', 'nats per token', {'loss/entropy': ''}),
+  Panel('KL from behaviour to current policy', 'nats per token', {'loss/kl': ''}),
+  Panel('Positive share', 'share of the gradient', SHARES),
+  Panel('Clip bounds', 'probability ratio', BOUNDS, compared=2),
+  Panel('Tokens clipped', 'share', {'clip/fraction': 'all tokens', **SIGNS}),
+  Panel('Batch by source', 'share of the seats', {f'batch/{x}': x for x in SOURCES}),
+  Panel('Gradient norm', 'norm', {'learner/grad_norm': ''}),
+  Panel('Response length', 'tokens', {'rollout/length': 'all', **LENGTHS}),
+  Panel('Groups of both verdicts', 'share of the groups', {'batch/learnable': ''}),
+  Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
+  Panel('Seconds of a step', 'seconds', {'time/step': ''}),
+)
+
+
+def write(workdir: str | os.PathLike[str]) -> str:
+  """Writes report.html to the workdir; returns its path.
+
+  Raises:
+    ValueError: the workdir has no run, or a file of the run is damaged.
+    OSError: the file cannot be written.
+  """
+  path = os.path.join(workdir, 'report.html')
+  files.write(path, page([run_files.read(os.fspath(workdir))]))
+  return path
+
+
+def page(runs: Sequence[RunFiles]) -> str:
+  """Returns the HTML page of the runs."""
+  if len(runs) == 1:
+    title = str(runs[0].values.get('title', 'A run'))
+    return look.document(title, _report(runs[0]))
+  return look.document('Runs compared', _comparison(comparison.grouped(runs)))
+
+
+def _report(run: RunFiles) -> Iterator[Element]:
+  values, rows = run.values, run.rows
+  yield element('h1', values.get('title', 'A run'))
+  state = f'step {run.last} of {values.get("steps")}'
+  facts = f'{run.name} · {state} · fingerprint of the config {fingerprint(values)}'
+  yield element('p', facts, class_='soft')
+  yield element('div', *_tiles(run), class_='tiles')
+  before, after = ((e or {}).get('result') for e in (run.before, run.after))
+  target = report.share_target(values)
+  sentences = [report.target_sentence(rows, target), report.idle_sentence(rows)]
+  if before and after:
+    sentences.insert(0, report.change_sentence(before, after))
+  yield from (element('p', text) for text in sentences if text)
+  if before and after and (cells := list(report.rewards(before, after))):
+    yield html.table(cells, report.REWARDS, 'lrrr')
+  yield from _curves([Group('', [run])], target)
+  if bars := spans(rows):
+    yield element('h2', 'Sampling beside training')
+    yield element('p', report.overlap_sentence(rows))
+    yield timeline(bars)
+  if run.groups:
+    yield from samples.asked(run)
+  if run.after is not None:
+    yield from samples.changed(run)
+  yield from _times(run)
+  yield from _progress(rows)
+  yield from _settings(run)
+
+
+def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
+  runs = [run for group in groups for run in group.runs]
+  names = [group.label for group in groups]
+  yield element('h1', f'{len(runs)} runs of {len(groups)} configs')
+  keys = []
+  for i, group in enumerate(groups):
+    seeds = f' ({len(group.runs)} seeds)' if len(group.runs) > 1 else ''
+    swatch = element('i', class_=f'swatch c{i}')
+    attributes = {'type': 'button', 'aria_pressed': 'true', 'data_group': f'c{i}'}
+    keys.append(element('button', swatch, f'{group.label}{seeds}', **attributes))
+  yield element('div', *keys, class_='legend')
+  yield element('h2', 'What differs')
+  columns = {group.label: group.runs[0].knobs for group in groups}
+  yield _knobs(columns, comparison.nuisance)
+  text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
+  yield element('p', text, class_='soft')
+  yield element('h2', 'At the end')
+  means = 'over the last fifth of the steps'
+  if start := runs[0].start:
+    means = f'over the steps after step {start}, where the runs begin to differ'
+  yield element(
+    'p',
+    f'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
+    f'the others are means {means}. Groups of several seeds: mean ± '
+    f'{100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: its '
+    'evaluation ± one standard error over the problems, without the variation between '
+    'seeds.',
+    class_='soft',
   )
-  classes = '\n'.join(f'.c{i} {{ color: var(--c{i}) }}' for i in range(len(LIGHT)))
-  return html.document(title, body, STYLE % (light, dark, classes), SCRIPT)
+  ends = {
+    name: [comparison.cell(group, name) for group in groups]
+    for name in comparison.FINAL.split()
+  }
+  yield _metrics({name: cells for name, cells in ends.items() if any(cells)}, names)
+  unit, table = comparison.differences(groups)
+  if table:
+    yield element('h2', f'Differences from {groups[0].label}, paired by {unit}')
+    yield element('p', comparison.paired_by(unit), class_='soft')
+    cells = {name: [str(x or '') for x in row] for name, row in table.items()}
+    yield _metrics(cells, names[1:])
+  yield from _curves(groups, None)
+  yield element('h2', 'Runs')
+  yield _runs(groups)
+
+
+def _metrics(cells: dict[str, list[str]], names: Sequence[str]) -> Element:
+  rows = [(element('code', name), *row) for name, row in cells.items()]
+  return html.table(rows, ('metric', *names), 'l' + 'r' * len(names))
+
+
+def _runs(groups: Sequence[Group]) -> Element:
+  """Returns a table of the runs: where they are, seed, progress, accuracy."""
+  rows = []
+  for i, group in enumerate(groups):
+    for run in group.runs:
+      swatch = element('i', class_=f'swatch c{i}')
+      accuracy = comparison.final(run, 'eval/accuracy')
+      error = comparison.final(run, 'eval/stderr')
+      rows.append(
+        (
+          element('span', swatch, run.workdir),
+          str(run.values.get('title', '')),
+          str(run.values.get('seed', '')),
+          f'{run.last} of {run.values.get("steps", "?")}',
+          f'{accuracy:.4g} ± {error:.2g}' if math.isfinite(accuracy) else '',
+        )
+      )
+  return html.table(rows, ('workdir', 'title', 'seed', 'steps', 'accuracy'), 'llrrr')
+
+
+def _tiles(run: RunFiles) -> Iterator[Element]:
+  """Yields the main numbers."""
+
+  def tile(number: str, text: str) -> Element:
+    return element('div', element('b', number), element('small', text), class_='tile')
+
+  for when, evaluation in (('before', run.before), ('after', run.after)):
+    if evaluation is not None:
+      result = evaluation['result']
+      text = f'{result["accuracy"]:.3f} ± {result["stderr"]:.3f}'
+      yield tile(text, f'held-out accuracy {when} (± standard error)')
+  steps, seconds = series(run.rows, 'time/step')
+  if len(steps):
+    took = run.facts.get('wall_s', seconds.sum())
+    text = 'wall time of the run' if run.facts else f'time of {len(steps)} steps so far'
+    yield tile(str(datetime.timedelta(seconds=round(took))), f'{text}, h:mm:ss')
+  if run.facts:
+    yield tile(f'{run.facts["peak_rss_bytes"] / 2**30:.2f} GiB', 'memory at its peak')
+  _, responses = series(run.rows, 'rollout/responses')
+  if len(responses):
+    yield tile(f'{responses[-1]:,.0f}', 'responses sampled for training')
+
+
+def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
+  """Yields a sentence on the smoothing, and a chart of each panel."""
+  runs = [run for group in groups for run in group.runs]
+  steps = {row['step'] for run in runs for row in run.rows} or {0}
+  width = len(steps - {0}) // FEW | 1
+  text = f'Bold lines are running means over {width} steps'
+  if len(runs) == 1:
+    pale = ', pale lines every value'
+    text = f'{text}{pale}' if width > 1 else 'Lines have the values of every step'
+  elif len(runs) > len(groups):
+    text += ' and over the runs of a group, pale lines its runs'
+  yield element('h2', 'Curves')
+  yield element(
+    'p',
+    f'{text}; evaluations are not smoothed and have bars of one standard error. Point '
+    'at a chart, or touch it, to read the values of a step.',
+    class_='soft',
+  )
+  limits = min(steps), max(steps)
+  drawn = [_chart(panel, groups, width, limits, target) for panel in PANELS]
+  yield element('div', *drawn, class_='charts')
+
+
+def _chart(
+  panel: Panel,
+  groups: Sequence[Group],
+  width: int,
+  limits: tuple[float, float],
+  target: float | None,
+) -> Element:
+  """Draws a metric per colour for one run, a group per colour for several.
+
+  Bold lines are means over the runs of a group, smoothed over `width` steps; pale lines
+  are its runs, or every value of a single run.
+  """
+  alone = [len(group.runs) for group in groups] == [1]
+  names = [*panel.labels][: None if alone else panel.compared]
+  unit = panel.unit
+  if len(names) > 1 and not alone:
+    unit += f' ({", dashed: ".join(panel.labels[name] for name in names)})'
+  lines, log = [], False
+  for (i, group), (j, name) in itertools.product(enumerate(groups), enumerate(names)):
+    text = panel.labels[name] if alone or len(names) > 1 else ''
+    values = [series(run.rows, name) for run in group.runs]
+    values = [points for points in values if len(points[0])]
+    exact = averaged(values)
+    evaluated = name in ERRORS
+    bold = exact if evaluated else smoothed(exact, width)
+    pale = [] if bold is exact or not alone else [exact]
+    if len(values) > 1:
+      pale = values if evaluated else [smoothed(points, width) for points in values]
+    lines.append(
+      Curve(
+        f'{group.label} {text}'.strip(),
+        colour=j if alone else i,
+        exact=exact,
+        bold=bold,
+        pale=pale,
+        error_N=errors(group.runs[0].rows, name)
+        if evaluated and len(group.runs) == 1
+        else None,
+        dashed=j > 0 and not alone,
+      )
+    )
+    log = log or spiky(name, exact[1])
+  level = None
+  if panel.title == 'Positive share' and target is not None:
+    level = target, 'target'
+  return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
+
+
+SIDES = ('sampling', 'training')
+SHOWN = 6  # steps in a timeline
+
+
+class Span(NamedTuple):
+  """A time in which sampling or training was busy with the groups of a step."""
+
+  side: int  # index into SIDES
+  step: int  # that trains on the groups
+  begin: float  # seconds since the first span
+  end: float
+
+
+def spans(rows: Sequence[Row]) -> list[Span]:
+  """Returns when the last steps were sampled and trained; [] without mesh.rollout.
+
+  A step trains from the end of the step before, without its waiting, to its own end.
+  """
+  timed = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
+  busy = []
+  for before, row in itertools.pairwise(timed):
+    ended, step = row['overlap/ended'], int(row['step'])
+    if before['overlap/ended'] > ended:
+      busy = []  # the process was resumed between the steps
+      continue
+    waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
+    busy.append(Span(0, step, row['overlap/sampling'], row['overlap/sampled']))
+    busy.append(Span(1, step, before['overlap/ended'] + waited, ended))
+  first = min((span.begin for span in busy), default=0.0)
+  return [x._replace(begin=x.begin - first, end=x.end - first) for x in busy]
+
+
+def timeline(busy: Sequence[Span]) -> Element:
+  """Draws a row of bars per side: when the last steps were sampled and trained."""
+  total = max(span.end for span in busy)
+  bars = [element('text', x, x=0, y=24 + 40 * i) for i, x in enumerate(SIDES)]
+  for span in busy:
+    x, end = (120 + 660 * s / total for s in (span.begin, span.end))
+    y = 8 + 40 * span.side
+    seconds = f'step {span.step}: {span.begin:.2f} to {span.end:.2f} s'
+    tip = element('title', f'{SIDES[span.side]}, {seconds}')
+    box = {'x': x, 'y': y, 'width': end - x, 'height': 26}
+    bars.append(element('rect', tip, **box, fill=f'var(--c{span.step % 2})'))
+    # A style, because the page's own style of texts replaces the attribute `fill`.
+    label = {'x': x + 4, 'y': y + 18, 'style': 'fill: white'}
+    bars.append(element('text', str(span.step), **label))
+  bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
+  return element('svg', *bars, viewBox='0 0 800 104', font_size=14, fill='currentColor')
+
+
+def _times(run: RunFiles) -> Iterator[Element]:
+  """Yields a table of the time by phase: of a finished run, else of its steps."""
+  spent, total = run.facts.get('phases', {}), run.facts.get('wall_s', 0.0)
+  if not spent:
+    names = {name for row in run.rows for name in row if name.startswith('time/')}
+    names -= {'time/step'}
+    spent = {name[5:]: series(run.rows, name)[1].sum() for name in names}
+    total = series(run.rows, 'time/step')[1].sum()
+  if not total:
+    return
+  spent = {name: s for name, s in spent.items() if name != 'other'}
+  longest_first = dict(sorted(spent.items(), key=lambda item: -item[1]))
+  longest_first['other'] = max(0.0, total - sum(spent.values()))
+  cells = (
+    (name, f'{s:.1f}', f'{100 * s / total:.1f}') for name, s in longest_first.items()
+  )
+  yield element('h2', 'Where the time went')
+  yield html.table(cells, ('phase', 'seconds', 'percent'), 'lrr')
+
+
+def _progress(rows: Sequence[Row]) -> Iterator[Element]:
+  """Yields a table that compares the first steps with the last."""
+  cells = []
+  for name in MAIN.split():
+    if len(series(rows, name)[0]):
+      was, now = (f'{mean(part, name):.4g}' for part in fifths(rows))
+      cells.append((element('code', name), was, now, GLOSSARY[name]))
+  if cells:
+    yield element('h2', 'First fifth against last fifth of the steps')
+    header = 'metric', 'first fifth', 'last fifth', 'meaning'
+    yield html.table(cells, header, 'lrrl', 'meanings')
+
+
+def _settings(run: RunFiles) -> Iterator[Element]:
+  """Yields the knobs that are not at their defaults, and the whole config."""
+  hidden = {'title', *config_lib.by_program(run.values)}
+  columns = {'value': run.knobs, 'default': run_files.flat(Config().model_dump())}
+  yield element('h2', 'Knobs that are not at their defaults')
+  yield _knobs(columns, hidden.__contains__, run.values.get('derived', ()))
+  config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
+  yield element('details', element('summary', 'The whole config'), config)
+
+
+def _knobs(
+  columns: Mapping[str, Mapping[str, Any]],
+  hidden: Callable[[str], bool],
+  derived: Sequence[str] = (),
+) -> Element:
+  """Returns a table of the knobs that differ between columns."""
+  meanings = {name: text for name, _, _, text in knobs.describe(Config())}
+  rows = []
+  for name in dict.fromkeys(name for column in columns.values() for name in column):
+    values = [shown(column.get(name)) for column in columns.values()]
+    if len(set(values)) > 1 and not hidden(name):
+      meaning = 'Derived. ' * (name in derived) + meanings.get(name, '')
+      rows.append((element('code', name), *values, meaning))
+  header = 'knob', *columns, 'meaning'
+  if not rows:
+    return element('p', 'No knob.')
+  return html.table(rows, header, 'l' * len(header), 'meanings')
+
+
+def shown(value: Any) -> str:
+  """Formats the value of a knob; '' for a knob that does not exist."""
+  if value is None:
+    return ''
+  if isinstance(value, float) and math.isinf(value):
+    return 'inf'
+  return shortened(value if isinstance(value, str) else json.dumps(value), 200)

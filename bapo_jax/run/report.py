@@ -1,35 +1,20 @@
-"""Writes the report of a run as text: a summary, tables and sample responses.
+"""Describes a run in sentences, and writes its main results to report.json.
 
-1. report.md is for people; report_page draws the curves;
-2. report.json has the main results, for programs.
+The page of a run shows the same sentences (run/page.py).
 """
 
 import datetime
-import itertools
-import json
 import math
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_jax.autosetup import knob_lists
-from bapo_jax.run.series import mean, series
-from bapo_jax.runtime import files, markdown, metrics
-from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.run.series import fifths, mean, series
+from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config, fingerprint
 
-MAIN = """
-  rollout/reward rollout/accuracy rollout/length rollout/length_right
-  rollout/length_wrong rollout/truncated rollout/tokens_per_s rollout/logp_diff
-  batch/filled batch/learnable batch/age clip/share_start clip/share clip/low clip/high
-  clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
-  time/step
-"""
-SAMPLES = 6  # responses in the report; eval/ has all responses
-SHOWN = 1500  # characters of a problem or a response
 IDLE = 10  # steps in a row without anything to learn that have a cause to look for
 
 
@@ -73,7 +58,7 @@ def rewards(
 ) -> Iterator[tuple[str, str, str, str]]:
   """Yields the cells of a table that compares the rewards of two evaluations.
 
-  Its header is REWARDS. Without rewards of own functions there are no rows.
+  Its header is REWARDS. Without custom reward functions there are no rows.
   """
   was, now = map(evaluate.rewards_of, (before, after))
   for name in (name for name in was if name in now):
@@ -116,7 +101,8 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
   if not count:
     return ''
   at = -1 if latest else int(idle.argmax())
-  last, longest = int(steps[at]), int(idle[at])
+  last = int(steps[at])
+  longest = int(idle[at])
   among = [row for row in rows if last - longest < row['step'] <= last]
   accuracy = mean(among, 'rollout/accuracy')
   why = 'no group had right and wrong responses'
@@ -143,62 +129,9 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
   return f'{text} {cause}'
 
 
-def _sample_blocks(
-  before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
-) -> Iterator[str]:
-  for i, pair in enumerate(itertools.zip_longest(before, after), 1):
-    yield f'### Sample {i}'
-    problem = None
-    for when, sample in zip(('Before', 'After'), pair, strict=True):
-      if sample is None:
-        continue
-      if sample['problem'] != problem:
-        problem = sample['problem']
-        yield f'Problem (answer: {markdown.inline(sample["answer"])})'
-        yield markdown.fence(problem, SHOWN)
-        for number, path in enumerate(sample.get('pictures', ()), 1):
-          yield f'![Picture {number}]({path})'
-      reward = f', reward {sample["reward"]:.3g}' if sample.get('parts') else ''
-      yield f'{when}: **{"right" if sample["correct"] else "wrong"}**{reward}'
-      yield markdown.fence(sample['response'], SHOWN)
-
-
-def _tables(
-  rows: Sequence[Row], phases: dict[str, float], wall_s: float
-) -> Iterator[str]:
-  yield '## Where the time went'
-  cells = (
-    (name, f'{s:.1f}', f'{100 * s / wall_s:.1f}')
-    for name, s in {**phases, '**wall**': wall_s}.items()
-  )
-  yield markdown.table(cells, ('phase', 'seconds', 'percent of wall'), 'lrr')
-  yield '## First fifth against last fifth of the steps'
-  cells = ((f'`{name}`', *others) for name, *others in progress(rows))
-  yield markdown.table(cells, PROGRESS, 'lrrl')
-
-
-def _rewards(before: dict[str, Any], after: dict[str, Any]) -> str:
-  cells = [(markdown.inline(name), *rest) for name, *rest in rewards(before, after)]
-  return markdown.table(cells, REWARDS, 'lrrr') if cells else ''
-
-
-PROGRESS = ('metric', 'first fifth', 'last fifth', 'meaning')
-
-
-def progress(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-  """Yields the cells of a table of means; its header is PROGRESS."""
-  first, last = fifths(rows)
-  for name in MAIN.split():
-    if len(series(rows, name)[0]):
-      was, now = (f'{mean(part, name):.4g}' for part in (first, last))
-      yield name, was, now, GLOSSARY[name]
-
-
 def overlap_sentence(rows: Sequence[Row]) -> str:
-  """Says which share of the steps each side waited for the other; '' without sides."""
+  """Says which share of the steps sampler and learner waited for the other."""
   sampler, learner = (mean(rows, f'overlap/{x}_idle') for x in ('sampler', 'learner'))
-  if math.isnan(sampler):
-    return ''
   return (
     f'Sampling and training ran beside each other: the mesh.rollout devices were idle '
     f'for {sampler:.1%} of the steps, the learner waited for groups for {learner:.1%}.'
@@ -213,61 +146,26 @@ def write(
   spent: dict[str, Any],
   steps: int,
 ) -> None:
-  """Writes report.md and report.json to a workdir with metrics.jsonl.
-
-  Strings from the config, the data and the model are escaped in report.md.
+  """Writes report.json to a workdir with metrics.jsonl.
 
   Args:
     before, after: first and last evaluation, from `evaluate.read_recorded`.
     spent: dict with wall_s, peak_rss_bytes and phases (name -> seconds).
 
   Raises:
-    OSError: one of the files cannot be written.
+    OSError: the file cannot be written.
   """
-  workdir, rows = pathlib.Path(workdir), metrics.read(workdir)
-  values, wall_s = config.model_dump(), spent['wall_s']
-  results = before['result'], after['result']
-  level = share_target(values)
-  phases = {name: s for name, s in spent['phases'].items() if name != 'other'}
-  phases = dict(sorted(phases.items(), key=lambda item: -item[1]))  # longest first
-  phases['other'] = max(0.0, wall_s - sum(phases.values()))
-  blocks = [
-    f'# {markdown.escape(f"{config.title}, {workdir.resolve().name}")}',
-    summary(*results, steps, spent),
-    target_sentence(rows, level),
-    idle_sentence(rows),
-    _rewards(*results),
-    'The curves are in report.html.',
-    overlap_sentence(rows),
-    *_tables(rows, phases, wall_s),
-    '## Responses before and after',
-    *_sample_blocks(before['samples'][:SAMPLES], after['samples'][:SAMPLES]),
-    '## Config',
-    knob_lists.table(config),
-    # Collapsed; the blank lines between the blocks enable Markdown inside.
-    f'<details>\n<summary>Fingerprint {fingerprint(values)}</summary>',
-    markdown.fence(json.dumps(values, indent=2)),
-    '</details>',
-  ]
-  files.write(workdir / 'report.md', '\n\n'.join(filter(None, blocks)) + '\n')
+  rows = metrics.read(workdir)
   wrong, right = 'rollout/length_wrong', 'rollout/length_right'
   ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
-    'eval_before': results[0],
-    'eval_after': results[1],
+    'eval_before': before['result'],
+    'eval_after': after['result'],
     **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
     'steps': steps,
-    'config_hash': fingerprint(values),
+    'config_hash': fingerprint(config.model_dump()),
     'clip_moved_fraction': mean(rows, 'clip/moved'),
     'length_ratio': dict(zip(('first_fifth', 'last_fifth'), ratios, strict=True)),
     'responses': rows[-1].get('rollout/responses') if rows else None,
   }
-  text = json.dumps(finite(facts), indent=2, allow_nan=False)
-  files.write(workdir / 'report.json', text + '\n')
-
-
-def fifths(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-  """Returns the first and last fifth of the training steps, at least one step each."""
-  steps = [r for r in rows if any(name.startswith('rollout/') for name in r)]
-  n = max(1, len(steps) // 5)
-  return steps[:n], steps[-n:]
+  files.write_json(os.path.join(workdir, 'report.json'), finite(facts))

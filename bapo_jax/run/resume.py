@@ -10,7 +10,7 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint, policy
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.submission import InFlight, Sampled
-from bapo_jax.training.trainer import finished, hard_rows, sent
+from bapo_jax.training.trainer import finished, hard_rows
 from bapo_jax.types import Groups, empty_groups
 
 Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
@@ -33,19 +33,17 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   if s.step % t.config.rollout.weight_sync_interval:
     found['actor'] = s.actor_adapters
     if s.actor_adapters is None:
-      actor, mesh = s.actor, t.actor_mesh
-      if actor is None:  # before restoring
-        actor, mesh = t.actor(s.params), t.mesh
-      weights = decode.params_of(actor, t.spec, mesh).items()
+      actor = t.actor(s.params) if s.actor is None else s.actor  # None: restoring
+      weights = decode.params_of(actor, t.spec).items()
       found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
-  return found if s.partial is None else found | {'partial': s.partial.state()}
+  partial = t.sampler.state()
+  return found | ({} if partial is None else {'partial': partial})
 
 
 def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   """Returns (fresh, re-evaluated) groups of the queue; empty groups without a queue."""
   if s.queue:
-    queue = (each.ready.result() for each in s.queue)
-    return [(x.fresh.groups, x.reevaluated.groups) for x in queue]
+    return [each.ready.result().groups for each in s.queue]
   G, T = t.engine.group_size, t.engine.length
   empty: list[tuple[Groups, Groups]] = [
     (
@@ -93,13 +91,15 @@ def resume(
   _check(t, s, meta)
   actor = found.pop('actor', None)
   if actor is not None:  # else the next step creates actor and version
-    s = s.replace(actor=sent(t, t.actor(actor)), actor_adapters=t.adapters(actor))
+    s = s.replace(
+      actor=t.sampler.place(t.actor(actor)), actor_adapters=t.adapters(actor)
+    )
   partial, groups = found.pop('partial', None), found.pop('queue', [])
   if not same:
     found['buffer'] = s.buffer
     return s.replace(**found), meta
-  if partial and s.partial is not None:
-    s.partial.restore(partial)
+  if partial:
+    t.sampler.restore(partial)
   pairs = zip(groups, meta.get('queue', []), strict=True)
   queue = tuple(_waiting(Sampled.restored(*pair)) for pair in pairs)
   return s.replace(**found, queue=queue), meta
@@ -116,7 +116,7 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
       '(checkpoint.final=weights), so training cannot resume; export the weights '
-      '(--mode=export) and start in another --workdir with model.path set to the export'
+      '(bapo export) and start in another --workdir with model.path set to the export'
     )
   if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
     path = t.config.model.path

@@ -4,7 +4,7 @@
    group, for every batch rule;
 2. `read` returns the recorded groups of a step, `newest` the last recorded step.
 
-docs/running.md explains every field. Non-finite numbers are null, and so are the
+docs/guide/running.md explains every field. Non-finite numbers are null, and so are the
 per-token fields of responses beyond the first MOST_TOKENS tokens of a file.
 """
 

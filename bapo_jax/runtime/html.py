@@ -1,21 +1,15 @@
 """Builds HTML pages from elements, so that tags match and every text is escaped.
 
-A page is one file: it contains its style, its script and its figures, and asks for
-nothing else. Characters that nobody sees (control, direction of writing) are shown as
-Python escapes, as in Markdown.
+Invisible characters (control, direction of writing) are shown as Python escapes, as in
+Markdown.
 """
 
 from collections.abc import Iterable, Sequence
-from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from bapo_jax.runtime.markdown import visible
 
 Content = str | Element | None
-
-# Nothing may be fetched, even if a text of a model slipped through the escaping.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-POLICY += "script-src 'unsafe-inline'"
 
 
 def element(tag: str, *content: Content, **attributes: str | float) -> Element:
@@ -54,23 +48,3 @@ def table(
   body = element('tbody', *(line('td', row) for row in rows))
   grid = element('table', element('thead', line('th', header)), body)
   return element('div', grid, class_=f'scroll {kind}'.strip())
-
-
-def document(title: str, body: Iterable[Element], style: str, script: str) -> str:
-  """Returns the text of a page; `style` and `script` are trusted and not escaped."""
-  raw = [Element('style'), Element('script')]
-  raw[0].text, raw[1].text = style, script
-  head = element(
-    'head',
-    element('meta', charset='utf-8'),
-    element('meta', name='viewport', content='width=device-width, initial-scale=1'),
-    Element('meta', {'http-equiv': 'Content-Security-Policy', 'content': POLICY}),
-    element('meta', name='color-scheme', content='light dark'),
-    element('link', rel='icon', href='data:,'),  # else browsers ask for favicon.ico
-    element('title', title),
-    raw[0],
-  )
-  root = element('html', head, element('body', element('main', *body), raw[1]))
-  root.set('lang', 'en')
-  text = ElementTree.tostring(root, encoding='unicode', method='html')
-  return f'<!doctype html>\n{text}\n'

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 
 # Control, format (bidirectional marks too), surrogate, line and paragraph separator.
 INVISIBLE = frozenset({'Cc', 'Cf', 'Cs', 'Zl', 'Zp'})
-# Punctuation that begins markup, and the dot that makes www.example a link.
-MARKUP = re.compile(r'[\\`*_{}\[\]<>#|!~$&@:^=]|(?<=www)\.', re.IGNORECASE)
 
 
 def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> str:
@@ -48,33 +46,9 @@ def shortened(text: str, limit: int) -> str:
   return f'{text[:half]}\n{cut}\n{text[-half:]}'
 
 
-def fence(text: str, limit: int | None = None) -> str:
-  """Formats the text as a code block that no backticks inside can close.
-
-  `limit` is the largest number of characters; the middle of a longer text is cut.
-  """
-  text = visible(text if limit is None else shortened(text, limit))
-  ticks = _ticks(text, at_least=3)
-  return f'{ticks}text\n{text}\n{ticks}'
-
-
-def inline(text: str, limit: int = 200) -> str:
-  """Formats the text as code within a line, cut off at the limit."""
-  text = visible(text if len(text) <= limit else f'{text[:limit]}...', keep='')
-  if not text.strip():
-    return '(empty)'
-  ticks = _ticks(text, at_least=1)
-  # Markdown strips one space from each end if both ends are spaces.
-  pad = ' ' if {text[0], text[-1]} & {'`', ' '} else ''
-  return f'{ticks}{pad}{text}{pad}{ticks}'
-
-
-def escape(text: str) -> str:
-  """Formats the text on one line, escaping its markup with backslashes."""
-  return MARKUP.sub(r'\\\g<0>', visible(text, keep=''))
-
-
-def _ticks(text: str, at_least: int) -> str:
-  """Returns more backticks in a row than the text has anywhere."""
+def fence(text: str) -> str:
+  """Formats the text as a code block that no backticks inside can close."""
+  text = visible(text)
   longest = max((len(run) for run in re.findall('`+', text)), default=0)
-  return '`' * max(at_least, longest + 1)
+  ticks = '`' * max(3, longest + 1)
+  return f'{ticks}text\n{text}\n{ticks}'

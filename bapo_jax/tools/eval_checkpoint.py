@@ -1,4 +1,4 @@
-"""--mode=eval: evaluates a checkpoint, or a published model, on any problem set.
+"""Evaluates a checkpoint, or a published model, on any problem set: `bapo eval`.
 
 Responses to problems.test_source are sampled as in training. Writes a table (.md) and
 one JSON line per response (.jsonl) with the prompt as the policy reads it, where a
@@ -54,7 +54,7 @@ def eval_checkpoint(
   cache.share_programs(config.cache)
   values = r.config.model_dump()
   settings = {name: values[name] for name in SETTINGS.split()}
-  knob = f'--eval_to={to}' if to else f'--workdir={workdir}'
+  knob = f'--to={to}' if to else f'--workdir={workdir}'
   name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
   to = to or os.path.join(workdir, 'eval', name)
   # Checked before the evaluation, which may take hours.
@@ -76,7 +76,8 @@ def _run(
 ) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
   """Returns (path of the weights, result, samples); step None means model.path."""
   timer, config = PhaseTimer(), r.config
-  rows, limit = sources.load(config.problems, 'test_source'), config.prompts
+  rows = sources.unique(config.problems, r.data, 'test_source')
+  limit = config.prompts
   held_out = prompts.tabulate(
     r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
   )

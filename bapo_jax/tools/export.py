@@ -1,4 +1,4 @@
-"""--mode=export: writes a checkpoint as a directory that transformers and vLLM load.
+"""Writes a checkpoint as a directory that transformers and vLLM load: `bapo export`.
 
 Tensors are read and written one parameter at a time, without a device or a second copy
 of the model in memory. The directory gets its final name only once it is complete.
@@ -43,13 +43,12 @@ def export(
   check_config(config, workdir)
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
-      '--export_as=adapter needs lora.rank >= 1 and a published model in model.path, '
-      f'but lora.rank={config.lora.rank} and model.path={config.model.path!r}; use '
-      '--export_as=merged'
+      '--adapter needs lora.rank >= 1 and a published model in model.path, but '
+      f'lora.rank={config.lora.rank} and model.path={config.model.path!r}; omit it'
     )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
-    raise ValueError(f'--export_to={to} is not empty; give a new directory')
+    raise ValueError(f'--to={to} is not empty; give a new directory')
   model = resolve.open_model(config)
   directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'

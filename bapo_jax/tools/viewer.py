@@ -1,16 +1,13 @@
-"""--mode=show: reads recorded groups and draws them on the terminal."""
+"""Prints recorded groups on the terminal: `bapo show RUN --group=3`."""
 
 import itertools
 import math
 import os
 import pathlib
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, UInt8
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -20,46 +17,23 @@ from bapo_jax.run import step_record
 from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, evaluate
-from bapo_jax.training import config as config_lib
-from bapo_jax.types import CUTS, AdvantageFunction
+from bapo_jax.types import CUTS
 
 LONG = 2000  # longest response shown in full without the view 'a', characters
+LISTED = 20  # groups of a list: a recorded step has up to 16
 LIKELY = 0.9  # the view 'p' marks tokens below this probability
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
 # The sign of the advantage is also written out, for readers who do not see colours.
+TEXT_ONLY = dict.fromkeys(('reward', 'advantage', 'pieces', 'sampler_logp', 'cut'))
 COLOURS = {1: 'green', -1: 'red', 0: 'default'}
-STEPS = {'n': 1, 'b': -1}  # groups that a key moves forward
 
 
-class Response(NamedTuple):
-  """One response to the prompt of a group; None marks values that were not recorded."""
-
-  text: str
-  correct: bool
-  reward: float
-  advantage: float
-  pieces: list[str] | None = None  # its tokens as strings
-  logp_T: Float32[np.ndarray, ' T'] | None = None  # log mu of each token, nats
-  ratio_T: Float32[np.ndarray, ' T'] | None = None  # clipped by the update
-  cut_T: UInt8[np.ndarray, ' T'] | None = None  # index into CUTS
-  length: int | None = None  # tokens
+# A group as in groups/<step>.jsonl, with `where` it was recorded, in words, and the
+# paths of its `pictures`. The groups of an evaluation have texts only.
+Recorded = Any
 
 
-class RecordedGroup(NamedTuple):
-  """The responses to one prompt."""
-
-  source: str  # where it was recorded, in words
-  prompt: str
-  answer: str
-  responses: list[Response]
-  pictures: tuple[str, ...] = ()  # paths
-  step: int | None = None  # number of the learner step, from 1; None: an evaluation
-  # The update that used the group: number in its step, from 1, and both bounds.
-  update: tuple[int, float, float] | None = None
-  taught: bool = False  # the step learned from right and from wrong responses
-
-
-def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
+def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   """Reads all groups of the newest recorded step and the newest evaluation.
 
   Ignores everything recorded after the checkpoint `which`; see checkpoint.choose.
@@ -67,70 +41,33 @@ def read(workdir: str, which: str = 'newest') -> list[RecordedGroup]:
   Raises:
     ValueError: the workdir has no run, or no recorded group.
   """
-  config = config_lib.from_json(read_config(workdir))
+  read_config(workdir)
   until = checkpoint.choose(workdir, which) if which != 'newest' else None
   until = until or math.inf
-  found = trained(workdir, step_record.newest(workdir, until))
-  found += evaluated(workdir, until, config.advantage)
-  if not found:
+  groups = trained(workdir, step_record.newest(workdir, until))
+  groups += evaluated(workdir, until)
+  if not groups:
     raise ValueError(
       f'--workdir={workdir} has no recorded group yet; an evaluation records some'
     )
-  return found
+  return groups
 
 
-def trained(workdir: str, step: int | None) -> list[RecordedGroup]:
+def trained(workdir: str, step: int | None) -> list[Recorded]:
   """Reads the groups of a step, or raises ValueError; returns [] if `step` is None."""
   rows = [] if step is None else step_record.read(workdir, step)
-  return [_of_record(workdir, row) for row in rows]
+  where = 'problem {id}, trained on in step {step}, {source}'
+  return [_group(workdir, row, where.format(**row)) for row in rows]
 
 
-def _of_record(workdir: str, row: dict[str, Any]) -> RecordedGroup:
-  """Parses a line of groups/<step>.jsonl, where null stands for nan."""
-
-  def array(values: list | None, dtype: type = np.float32) -> Any:
-    return None if values is None else np.asarray(values, dtype)
-
-  def number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-  responses = [
-    Response(
-      r['response'],
-      r['correct'],
-      number(r['reward']),
-      number(r['advantage']),
-      r['pieces'],
-      array(r['sampler_logp']),
-      array(r['ratio']),
-      array(r['cut'], np.uint8),
-      r['tokens'],
-    )
-    for r in row['responses']
-  ]
-  update = None
-  if row['update'] is not None:
-    update = row['update'], number(row['low']), number(row['high'])
-  source = f'problem {row["id"]}, trained on in step {row["step"]}, {row["source"]}'
-  return RecordedGroup(
-    source,
-    row['prompt'],
-    row['answer'],
-    responses,
-    _pictures(workdir, row),
-    row['step'],
-    update,
-    step_record.taught(row),
-  )
+def _group(workdir: str, row: dict[str, Any], where: str) -> Recorded:
+  pictures = [os.path.join(workdir, name) for name in row.get('pictures', ())]
+  responses = [SimpleNamespace(**response) for response in row['responses']]
+  more = {'where': where, 'pictures': pictures, 'responses': responses}
+  return SimpleNamespace(**row | more)
 
 
-def _pictures(workdir: str, row: dict[str, Any]) -> tuple[str, ...]:
-  return tuple(os.path.join(workdir, name) for name in row.get('pictures', ()))
-
-
-def evaluated(
-  workdir: str, until: float, rule: AdvantageFunction
-) -> list[RecordedGroup]:
+def evaluated(workdir: str, until: float) -> list[Recorded]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
   names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
   steps = (int(name) for name in names if name.isdecimal())
@@ -139,33 +76,22 @@ def evaluated(
     return []
   groups = []
   # Also by id: problems with the same text may have different verifiers.
-  for (_, problem), rows in itertools.groupby(
+  for (_, problem), samples in itertools.groupby(
     evaluate.read_recorded(workdir, step)['samples'],
     lambda sample: (sample.get('id'), sample['problem']),
   ):
-    samples = list(rows)
-    # Old records have no reward.
-    reward_PG = np.asarray([[s.get('reward', s['correct']) for s in samples]])
-    reward_PG = reward_PG.astype(np.float32)
-    adv_PG = np.zeros_like(reward_PG)
-    if len(samples) > 1:  # a single response has no advantage
-      adv_PG = np.asarray(rule(jnp.asarray(reward_PG)))
-    responses = [
-      Response(s['response'], s['correct'], reward, adv)
-      for s, reward, adv in zip(samples, reward_PG[0], adv_PG[0], strict=True)
-    ]
-    source, answer = f'evaluation at step {step}', samples[0]['answer']
-    pictures = _pictures(workdir, samples[0])
-    groups.append(RecordedGroup(source, problem, answer, responses, pictures))
+    responses = [TEXT_ONLY | sample for sample in samples]
+    row = responses[0] | {'step': None, 'prompt': problem, 'responses': responses}
+    groups.append(_group(workdir, row, f'evaluation at step {step}'))
   return groups
 
 
-def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableType:
+def page(groups: list[Recorded], at: int, views: set[str]) -> RenderableType:
   """Draws the group of index `at`; `views` are the keys of VIEWS to switch on."""
   group = groups[at]
   prompt = Text(visible(group.prompt).rstrip('\n'))
   parts: list[RenderableType] = [
-    Rule(f'group {at + 1} of {len(groups)}: {group.source}'),
+    Rule(f'group {at + 1} of {len(groups)}: {group.where}'),
     Panel(prompt, title='prompt', title_align='left'),
   ]
   parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
@@ -177,112 +103,85 @@ def page(groups: list[RecordedGroup], at: int, views: set[str]) -> RenderableTyp
   elif 'p' in views:
     parts.append(Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim'))
   if 'c' in views and group.step is not None:
-    text, style = 'No update of the step had this group.', 'yellow'
-    if group.update:
-      number, low, high = group.update
-      text = f'[] ratio of a token cut by the bounds of update {number} of step '
-      text, style = f'{text}{group.step}, {low:.2f} and {high:.2f}', 'dim'
-      text += '; masked: left out by the mask'
-    parts.append(Text(text, style))
+    text = 'No update of the step had this group.'
+    if group.update is not None:
+      text = (
+        f'[] ratio of a token cut by the bounds of update {group.update} of step '
+        f'{group.step}, {_number(group.low)} and {_number(group.high)}; masked: left '
+        'out by the mask'
+      )
+    parts.append(Text(text, style='yellow' if group.update is None else 'dim'))
   for g, response in enumerate(group.responses, 1):
     parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
   return Group(*parts)
 
 
-def _drawn(response: Response, views: set[str]) -> Text:
+def _number(value: float | None, form: str = '.2f') -> str:
+  return 'nan' if value is None else format(value, form)
+
+
+def _drawn(response: Recorded, views: set[str]) -> Text:
   """Draws verdict, reward, advantage and text; `views` add notes to the tokens."""
-  colour = COLOURS[int(np.sign(response.advantage))]
   verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
-  reward = f'  reward {response.reward:.2f}  advantage '
-  advantage = f'{response.advantage:+.2f}', f'bold {colour}'
-  head, body = Text.assemble(verdict, reward, advantage), Text()
-  ratio_T, cut_T = response.ratio_T, response.cut_T
-  p_T = np.exp(() if response.logp_T is None else response.logp_T)
+  head = Text.assemble(verdict)
+  if response.reward is not None:
+    head.append(f'  reward {response.reward:.2f}')
+  colour = 'default'
+  if response.advantage is not None:
+    colour = COLOURS[int(np.sign(response.advantage))]
+    head.append('  advantage ').append(f'{response.advantage:+.2f}', f'bold {colour}')
+  p_T = np.exp(response.sampler_logp or ())
   if len(p_T):
     head.append(f'  {len(p_T)} tokens, mean probability {p_T.mean():.2f}')
+  body = Text()
   if response.pieces is None or not views & {'p', 'c'}:
-    body.append(visible(response.text), style=colour)
+    body.append(visible(response.response), style=colour)
   else:
     for t, piece in enumerate(response.pieces):
       note = ''
       if 'p' in views and p_T[t] < LIKELY:
         note = f'⟨{p_T[t]:.2f}⟩'.replace('0.', '.')
-      if 'c' in views and ratio_T is not None and cut_T is not None and cut_T[t]:
-        why = 'masked ' if CUTS[cut_T[t]] == 'masked' else ''
-        note += f'[{why}{ratio_T[t]:.2f}]'
+      if 'c' in views and response.cut and response.cut[t]:
+        why = 'masked ' if CUTS[response.cut[t]] == 'masked' else ''
+        note += f'[{why}{_number(response.ratio[t])}]'
       body.append(visible(piece), style=f'bold {colour}' if note else colour)
       body.append(note, style='cyan')
   if len(body) > LONG and 'a' not in views:
-    left = len(body) - LONG
-    gap = Text(f'\n... {left} characters left out, a shows them ...\n', style='dim')
-    body = Text.assemble(body[: LONG // 2], gap, body[-(LONG // 2) :])
+    gap = f'\n... {len(body) - LONG} characters left out; --views=a shows them ...\n'
+    middle = Text(gap, style='dim')
+    body = Text.assemble(body[: LONG // 2], middle, body[-(LONG // 2) :])
   return Text.assemble(head, '\n', body)
 
 
 def show(
   workdir: str,
-  number: int | None,
-  views: str,
-  console: Console | None = None,
-  keys: Iterable[str] | None = None,
+  number: int | None = None,
+  views: str = '',
   which: str = 'newest',
-) -> int:
-  """Prints one recorded group, or browses all groups on a terminal; returns 0.
+  console: Console | None = None,
+) -> None:
+  """Prints a recorded group, or a list of the first groups.
 
-  `number` is the group to print, from 1; None browses all groups on a terminal, else
-  prints one. Both begin with the first group that taught something, else with the first
-  group of both verdicts. `views` are on at the start (keys of VIEWS); `keys` is the
-  input.
+  Args:
+    number: the group to print, from 1; None prints the list.
+    views: keys of VIEWS.
+    which: ignores what was recorded after this checkpoint; see checkpoint.choose.
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
-  if wrong := set(views) - set(VIEWS):
-    raise ValueError(f'--show_with={views}: unknown views {sorted(wrong)}; use {VIEWS}')
+  if unknown := set(views) - set(VIEWS):
+    raise ValueError(f'--views={views}: unknown views {sorted(unknown)}; use {VIEWS}')
   groups = read(workdir, which)
-  if number is not None and not 1 <= number <= len(groups):
-    raise ValueError(f'--show_group={number} does not exist; give 1 to {len(groups)}')
   console = console or Console()
-  if keys is None and sys.stdin.isatty():
-    keys = pressed()
-  at, on = number - 1 if number else opening(groups), set(views)
-  if number is not None or not console.is_terminal or keys is None:
-    console.print(page(groups, at, on))
-    if number is None:
-      console.print(f'--show_group=1..{len(groups)} prints another group', style='dim')
-    return 0
-  names = ', '.join(f'{key}: {name}' for key, name in VIEWS.items())
-  for key in itertools.chain([''], keys):
-    if key == 'q':
-      break
-    at = min(max(at + STEPS.get(key, 0), 0), len(groups) - 1)
-    on ^= {key} & set(VIEWS)
-    console.clear()
-    console.print(page(groups, at, on))
-    console.print(f'\nn: next, b: back, {names}, q: quit', style='dim')
-  return 0
-
-
-def opening(groups: list[RecordedGroup]) -> int:
-  """Returns the index of the group to show first."""
-
-  def interest(i: int) -> tuple[bool, bool]:
-    verdicts = {response.correct for response in groups[i].responses}
-    return groups[i].taught, len(verdicts) > 1
-
-  return max(range(len(groups)), key=interest)
-
-
-def pressed() -> Iterator[str]:
-  """Yields keys as they are pressed; restores the terminal at the end."""
-  import termios
-  import tty
-
-  terminal = sys.stdin.fileno()
-  before = termios.tcgetattr(terminal)
-  try:
-    tty.setcbreak(terminal)
-    while key := os.read(terminal, 1):
-      yield key.decode(errors='replace')
-  finally:
-    termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+  if number is None:
+    for i, group in enumerate(groups[:LISTED], 1):
+      right = sum(response.correct for response in group.responses)
+      verdicts = f'{right} of {len(group.responses)} right'
+      console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
+    text = f'--group=1 to --group={len(groups)} prints a group'
+    console.print(f'{text}; those with right and wrong responses teach', style='dim')
+  elif not 1 <= number <= len(groups):
+    raise ValueError(f'--group={number} does not exist; give 1 to {len(groups)}')
+  else:
+    console.print(page(groups, number - 1, set(views)))

@@ -3,8 +3,8 @@
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
 TPU programs. On GPUs it was up to 44 % too high where activations are most of the
 memory, as for adapters with rows of 33k tokens, and 22 % too low for one row of 3k per
-micro-batch and all weights of a 1.5B (docs/scaling.md). Of a vision tower, only weights
-are counted. On a host, Python and compiled programs take about half a GiB more.
+micro-batch and all weights of a 1.5B (docs/guide/scaling.md). Of a vision tower, only
+weights are counted. On a host, Python and compiled programs take about half a GiB more.
 --mode=plan compiles instead.
 """
 
@@ -33,10 +33,11 @@ RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.6
 # Tiles of logits: MiB on a CPU; elsewhere a share of the memory, or MiB if it is short.
 TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
-# Constants of `overhead`, fitted to layers of a 0.5B on an H100 (docs/performance.md,
-# "One H100"): the share of a forward pass that 'dots' recomputes, and the FLOPs of
-# products in the time of writing and reading a saved byte. TPUs: from the roofline of a
-# v5p. CPUs: 0, because only 'none' saves too much there, see `choices`.
+# Constants of `overhead`, fitted to layers of a 0.5B on an H100
+# (docs/notes/performance.md, "One H100"): the share of a forward pass that 'dots'
+# recomputes, and the FLOPs of products in the time of writing and reading a saved byte.
+# TPUs: from the roofline of a v5p. CPUs: 0, because only 'none' saves too much there,
+# see `choices`.
 DOTS = 0.3
 FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error

@@ -22,17 +22,19 @@ from bapo_jax.learner.pictured import Seen
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.runtime.lane import Lane
+from bapo_jax.rollout.rollout import Verification
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
-from bapo_jax.training.remote_sampler import RemoteSampler
-from bapo_jax.training.resolve import Model, Resolved, resolve
+from bapo_jax.training.remote_sampler import Links, RemoteSampler
+from bapo_jax.training.resolve import Resolved, resolve
+from bapo_jax.training.sampler import LocalSampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Tree, empty_groups
+from bapo_jax.types import Batch, ReplayBuffer, Tree
 
 
 class Material(NamedTuple):
@@ -42,13 +44,13 @@ class Material(NamedTuple):
   held_out: Problems
 
 
-def read(config: Config, model: Model) -> Material:
-  """Reads and tokenizes the training and the held-out problems.
+def tabulate(r: Resolved) -> Material:
+  """Tokenizes the training and the held-out problems.
 
-  Raises ValueError if a source cannot be read, or too few problems are left.
+  Raises ValueError if a prompt is too long, or too few problems are left.
   """
-  knobs = config.prompts, config.problems
-  return Material(*prompts.load(model.tokenizer, *knobs, model.spec.vision))
+  knobs = r.config.prompts, r.config.problems
+  return Material(*prompts.load(r.tokenizer, *knobs, r.data, r.spec.vision))
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -141,20 +143,6 @@ def _scorers(
   return jax.jit(score), jax.jit(functools.partial(scoring.recompute, score=score))
 
 
-def lower_recompute(t: Trainer, params: Tree) -> Lowered:
-  """Lowers the program that scores the fresh groups of a step."""
-  assert t.recompute is not None, 'only called if responses are scored'
-  sizes = t.config.prompts.count, t.engine.group_size, t.engine.length
-  groups = jax.eval_shape(lambda: empty_groups(*sizes))
-  rows, whole = sharding.over_rows(t.mesh, sizes[0]), sharding.replicated(t.mesh)
-  # Tokens come from the sampler, verdicts from the host.
-  groups = placed(
-    groups, jax.tree.map(lambda x: rows if x.ndim == 3 else whole, groups)
-  )
-  with sharding.current(t.mesh):
-    return t.recompute.lower(t.weights(params), groups, 0, None)
-
-
 def make_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
@@ -163,9 +151,15 @@ def make_trainer(
   train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   temperature = config.sampler.temperature
-  score, recompute = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
+  score, _ = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
-  t = Trainer(
+  here = _local_sampler(r, data, verifier, timer, mesh, gallery, base)
+  sampler = here
+  if r.remote:
+    sampler = RemoteSampler(links(r), mesh, timer)
+  elif r.rollout_mesh is not None:
+    sampler = ThreadSampler(rollout_sampler(r, data, verifier), mesh, timer)
+  return Trainer(
     config=config,
     spec=spec,
     schedule=r.schedule,
@@ -173,37 +167,65 @@ def make_trainer(
     tokenizer=r.tokenizer,
     problems=data.problems,
     held_out=data.held_out,
-    engine=make_engine(r, gallery),
+    engine=here.engine,
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
     if config.loss.needs_proximal
     else None,
-    recompute=recompute if recomputes(config) else None,
+    sampler=sampler,
     timer=timer,
     base=base,
-    pictures=pictured.embedder(gallery, spec, mesh, base, r.schedule),
+    pictures=here.pictures,
     held_out_gallery=held_out,
   )
-  if r.rollout_mesh is None:
-    return t
-  beside = dataclasses.replace(
-    t,
-    mesh=r.rollout_mesh,
-    engine=dataclasses.replace(t.engine, mesh=r.rollout_mesh),
-    timer=PhaseTimer(),
-    base=None,  # an actor has all weights
-    pictures=pictured.embedder(gallery, spec, r.rollout_mesh, None, r.schedule),
+
+
+def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> LocalSampler:
+  """Builds the sampler of the devices that do not train."""
+  assert r.rollout_mesh is not None
+  gallery, _ = pictured.galleries(data.problems, data.held_out, r.spec)
+  # Without frozen weights: an actor has all weights.
+  return _local_sampler(r, data, verifier, PhaseTimer(), r.rollout_mesh, gallery)
+
+
+def _local_sampler(
+  r: Resolved,
+  data: Material,
+  verifier: Verifier,
+  timer: PhaseTimer,
+  mesh: Mesh,
+  gallery: Gallery | None,
+  base: Tree = None,
+) -> LocalSampler:
+  config = r.config
+  shape = functools.partial(
+    rewards.shaped,
+    eos=r.tokenizer.eos,
+    rule=config.rewards.rule,
+    rules=data.problems.verifier,
+    longest=config.sampler.max_new_tokens,
+    shaping=config.rewards.shaping,
   )
-  if r.remote:
-    return dataclasses.replace(t, beside=beside, remote=RemoteSampler(*links(r)))
-  return dataclasses.replace(t, beside=beside, lane=Lane())
+  temperature = config.sampler.temperature
+  _, recompute = _scorers(config.micro_batch_rows, r.spec, r.schedule, temperature)
+  return LocalSampler(
+    engine=dataclasses.replace(make_engine(r, gallery), mesh=mesh),
+    mesh=mesh,
+    verification=Verification(data.problems, r.tokenizer, verifier, timer, shape),
+    seed=config.seed,
+    count=config.prompts.count,
+    places=config.places,
+    knobs=config.rollout,
+    score=recompute if recomputes(config) else None,
+    pictures=pictured.embedder(gallery, r.spec, mesh, base, r.schedule),
+  )
 
 
-def links(r: Resolved) -> tuple[Link, Link]:
+def links(r: Resolved) -> Links:
   """Returns the links from the processes that train to those that sample, and back."""
   assert r.rollout_mesh is not None
-  return Link(r.mesh, r.rollout_mesh), Link(r.rollout_mesh, r.mesh)
+  return Links(Link(r.mesh, r.rollout_mesh), Link(r.rollout_mesh, r.mesh))
 
 
 def recomputes(config: Config) -> bool:
@@ -268,7 +290,6 @@ def build(
     actor=None,
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
-    partial=t.partial_rollouts(),
   )
 
 
@@ -281,5 +302,5 @@ def start(
   """
   r = resolve(config)
   with timer('load'):
-    data = read(config, r.model)
+    data = tabulate(r)
   return build(r, data, verifier or make_verifier(config), workdir, timer)

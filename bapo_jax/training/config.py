@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import json
 import math
-import operator
 import re
 import typing
 import warnings

@@ -107,7 +107,7 @@ _OURS = {
 WHOLE = 'training samples from the whole distribution; only evaluations truncate it, by'
 # Why there is no such knob, and what comes closest -> foreign names.
 _NONE = {
-  'there is no entropy bonus; use loss.kl, or an own loss.rule': (
+  'there is no entropy bonus; use loss.kl, or a custom loss.rule': (
     'entropy_coeff entropy_coef ent_coef entropy_bonus'
   ),
   'a response has one reward and no value function, so there is no discount; '
@@ -139,13 +139,6 @@ def advice(name: str, known: Iterable[str]) -> str:
     known: the names of all knobs.
   """
   known = list(known)
-  slot, own, _ = name.partition('.own.')
-  has_own = any(x.startswith(f'{slot}.own.') for x in known)
-  if own and f'{slot}.rule' in known and not has_own:
-    return (
-      f'set {slot}.rule to path/to/file.py:function, whose keyword arguments are its '
-      'knobs'
-    )
   near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
   return translated(name, known) or f'the nearest are {", ".join(near)}'
 

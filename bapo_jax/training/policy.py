@@ -178,7 +178,7 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     except ValueError as error:  # the recipe is known, so repeat it
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
-    made, T = sources.sft_problems(config.problems), config.row_length
+    made, T = sources.sft_problems(config.problems, r.data), config.row_length
     params = sharding.under(mesh, sft.fit)(
       r.tokenizer, spec, mesh, T, *made, config.sft, config.sft.seed, r.schedule
     )

@@ -1,7 +1,10 @@
 """Refuses configs that cannot work: every refusal is one sentence, with the way out.
 
 1. `of_config` judges the knobs alone, before any file is read;
-2. `of_custom_rules` traces a user's rules.
+2. `of_files` judges them with the model, the tokenizer and the problems, and traces a
+   user's rules.
+
+A start raises the first refusal; --mode=check prints all.
 """
 
 import importlib.util
@@ -23,15 +26,22 @@ from bapo_jax.algorithms.replay_buffer import (
   MovingThresholds,
   ThresholdRule,
 )
+from bapo_jax.data import pictures, sources
 from bapo_jax.data.knobs import MADE
+from bapo_jax.data.row import Row
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.knobs import Range
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import POSITIONS
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.parts import Part
+from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
 from bapo_jax.types import Batch, Bounds, empty_groups
 
 if TYPE_CHECKING:
   from bapo_jax.training.config import Config
+  from bapo_jax.training.resolve import Files
 
 
 def of_config(config: 'Config') -> Iterator[str]:
@@ -226,6 +236,57 @@ def of_positions(config: 'Config', positions: int) -> Iterator[str]:
       f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
       f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
       'lower one of the two knobs'
+    )
+
+
+def of_files(config: 'Config', files: 'Files') -> Iterator[str]:
+  """Yields a sentence for each reason why a config does not fit its files."""
+  directory, tokenizer, spec = files.model
+  yield from _vocabulary(config, tokenizer, spec)
+  if directory:
+    yield from of_positions(config, spec.positions)
+    yield from _raised(hf_weights.check, directory, spec)
+  else:
+    yield from _raised(sources.sft_problems, config.problems, files.data)
+  yield from _raised(_check_rows, config, files)
+  yield from of_custom_rules(config)
+
+
+def _check_rows(config: 'Config', files: 'Files') -> None:
+  """Raises a ValueError for a row whose answer or pictures cannot be used."""
+  has_vision = files.model.spec.vision is not None
+  check = gold.check(config.rewards.rule)
+
+  def check_row(row: Row) -> None:
+    check(row)
+    pictures.check_row(row, has_vision=has_vision)
+
+  sources.check(config.problems, files.data, check_row)
+  for knob in sources.SPLITS:  # generated rows are all alike
+    pictures.check_row(files.data.of(knob)[0], has_vision=has_vision)
+
+
+def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+  """Yields the sentence of the ValueError that a function raises."""
+  try:
+    function(*arguments)
+  except ValueError as error:
+    yield str(error)
+
+
+def _vocabulary(
+  config: 'Config', tokenizer: Tokenizer, spec: ModelSpec
+) -> Iterator[str]:
+  """Yields a sentence for token ids beyond the embedding, which JAX would clamp."""
+  ids = tokenizer.backend.get_vocab()
+  last = max(ids, key=ids.__getitem__, default='')
+  worst = max([*tokenizer.eos, ids.get(last, 0)])
+  if worst >= spec.vocab:
+    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
+    yield (
+      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
+      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
+      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
     )
 
 

@@ -1,39 +1,45 @@
-"""Makes other processes sample, for the processes that train.
+"""Samples in processes that do not train.
 
-The schedule is that of one process, in `trainer.sample`. A `RemoteSampler` sends orders
-to the other side, which serve.py carries out.
+1. `RemoteSampler`, in the processes that train, sends orders over a `Link`;
+2. `serve`, in the processes that sample, carries them out. A thread samples, so that
+   weights arrive and groups leave meanwhile.
 """
 
 import collections
+import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from bapo_jax import sharding
+from bapo_jax.runtime import ahead
+from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
-from bapo_jax.training.submission import Sampled, Submission
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.runtime.signals import Stop
+from bapo_jax.training.sampler import Arriving, LocalSampler, SamplerElsewhere
+from bapo_jax.training.submission import Actor, Round, Sampled
 from bapo_jax.types import Tree
+
+
+class Links(NamedTuple):
+  """Connects the processes that train with those that sample."""
+
+  there: Link
+  back: Link
 
 
 class Order(NamedTuple):
   """Tells the processes that sample what to do next."""
 
   kind: str  # 'compile', 'submit', 'collect', 'state', 'restore' or 'end'
-  weights: Tree = None  # of the actor; None: those of the previous order
   value: Any = None
-
-
-class Due(NamedTuple):
-  """The value of the order 'submit': a `Submission` without its weights."""
-
-  step: int
-  prompt_round: int
-  version: int  # of the actor
-  hard_P: np.ndarray  # ids of the problems to re-evaluate, -1 for empty seats
-  newest: Tree = None  # weights for the hard problems, if they are not the actor's
-  newest_version: int = 0
 
 
 class Collected(NamedTuple):
@@ -47,83 +53,147 @@ class Collected(NamedTuple):
   signal: int  # that this side has received, or 0
 
 
-class Arriving(Future[Sampled]):
-  """Groups that other processes sample; `result` fetches them."""
-
-  def __init__(self, fetch: Callable[['Arriving'], None]):
-    super().__init__()
-    self._fetch = fetch
-
-  def result(self, timeout: float | None = None) -> Sampled:
-    """Returns the groups, after those of all earlier submissions are fetched."""
-    if not self.done():
-      self._fetch(self)
-    return super().result(timeout)
-
-
-class RemoteSampler:
-  """The processes that sample, as those that train see them.
+class RemoteSampler(SamplerElsewhere):
+  """Makes other processes sample.
 
   Every process that trains calls all methods, in the same order.
-
-  Args:
-    there: sends to the processes that sample.
-    back: receives from them.
   """
 
-  def __init__(self, there: Link, back: Link):
-    self._there, self._back = there, back
-    self._waiting: collections.deque[Arriving] = collections.deque()
-    self._sent = -1  # version of the actor that they have
+  def __init__(self, links: Links, mesh: Mesh, timer: PhaseTimer):
+    super().__init__(mesh, timer)
+    self._links = links
+    self._sent = -1  # version of the actor that the other side has
     self._busy = 0.0
-    self.signal = 0  # that one of them has received
-    self.ready = 0  # submissions that are sampled but not fetched
+    self._ready = 0
 
-  def compile(self, weights: Tree) -> None:
-    """Makes the other side compile its programs, and does not wait."""
-    self._there.send(Order('compile', weights))
+  def _order(self, kind: str, value: Any = None) -> None:
+    self._links.there.send(Order(kind, value))
 
-  def wait_until_compiled(self) -> None:
-    """Waits until the other side has compiled its programs."""
-    self._back.receive()
+  def compile(self) -> Future[object]:
+    """Makes the other side compile its programs; returns when it has."""
+    self._order('compile')
+    return Arriving(lambda compiled: compiled.set_result(self._links.back.receive()))
 
-  def submit(self, given: Submission) -> Future[Sampled]:
-    """Makes the other side sample a submission; its partial rollouts are there."""
-    due = Due(given.step, given.prompt_round, given.actor.version, given.hard_P)
-    if given.newest is not None:
-      newest, version = given.newest.weights, given.newest.version
-      due = due._replace(newest=newest, newest_version=version)
-    known = given.actor.version == self._sent
-    self._there.send(Order('submit', None if known else given.actor.weights, due))
-    self._sent = given.actor.version
-    self._waiting.append(Arriving(self._fetch))
-    return self._waiting[-1]
+  def _send(
+    self, prompts: Round, actor: Actor, step: int, newest: Actor | None
+  ) -> None:
+    # The other side keeps the weights of the previous submission.
+    weights = None if actor.version == self._sent else actor.weights
+    self._sent = actor.version
+    with self._timer('send'):
+      self._order('submit', (prompts, actor._replace(weights=weights), step, newest))
 
-  def _fetch(self, wanted: Arriving) -> None:
-    while not wanted.done():
-      self._there.send(Order('collect'))
-      found: Collected = self._back.receive()
-      self._busy, self.ready, self.signal = found.busy, found.ready, found.signal
-      ahead = time.perf_counter() - time.time()
-      begin, end = found.span
-      sampled = Sampled.restored(found.groups, found.described)
-      self._waiting.popleft().set_result(
-        sampled._replace(span=(begin + ahead, end + ahead))
-      )
+  def _next(self) -> Sampled:
+    self._order('collect')
+    answer: Collected = self._links.back.receive()
+    self._busy = answer.busy
+    self._ready = answer.ready
+    self.signal = answer.signal
+    ahead = time.perf_counter() - time.time()
+    span = answer.span[0] + ahead, answer.span[1] + ahead
+    return Sampled.restored(answer.groups, answer.described)._replace(span=span)
+
+  def state(self) -> Tree:
+    """Returns the partial rollouts of the other side, as `PartialRollouts.state`."""
+    self._order('state')
+    return self._links.back.receive()
+
+  def restore(self, state: Tree) -> None:
+    """Restores the partial rollouts of the other side."""
+    self._order('restore', state)
+
+  def ready(self) -> int:
+    """Returns the number of sampled submissions at the last fetch."""
+    return self._ready
 
   def busy(self) -> float:
     """Returns for how many seconds the other side had sampled at the last fetch."""
     return self._busy
 
-  def state(self) -> Tree:
-    """Returns the partial rollouts of the other side, as `PartialRollouts.state`."""
-    self._there.send(Order('state'))
-    return self._back.receive()
+  def close(self, status: int | None = None) -> None:
+    """Ends the other side with this exit status; None: leaves it alone."""
+    if status is not None:
+      self._order('end', status)
 
-  def restore(self, state: Tree) -> None:
-    """Restores the partial rollouts of the other side."""
-    self._there.send(Order('restore', value=state))
 
-  def close(self, status: int) -> None:
-    """Ends the other side, with this exit status."""
-    self._there.send(Order('end', value=status))
+@contextlib.contextmanager
+def ending(links: Links) -> Iterator[None]:
+  """Ends the processes that sample with status 2 if the body raises ValueError."""
+  try:
+    yield
+  except ValueError:
+    links.there.send(Order('end', 2))
+    raise
+
+
+def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
+  """Samples what the processes that train submit, until they end; returns the status.
+
+  A signal is passed on to the other side, which decides when to end.
+  """
+  lane = Lane()
+  tasks = collections.deque[Future[Sampled]]()
+  weights = None
+  while True:
+    order: Order = links.there.receive()
+    match order.kind:
+      case 'compile':
+        kept = ahead.compile_all(sampler.programs())  # noqa: F841 (keeps them compiled)
+        links.back.send('compiled')
+      case 'submit':
+        prompts, actor, step, newest = order.value
+        weights = weights if actor.weights is None else actor.weights
+        actor = actor._replace(weights=weights)
+        sample = functools.partial(_sample, sampler, prompts, actor, step, newest)
+        tasks.append(lane.submit(sample))
+      case 'collect':
+        sampled = tasks.popleft().result()
+        done = sum(task.done() for task in tasks)
+        answer = sampled.groups, sampled.described(), sampled.span
+        links.back.send(Collected(*answer, lane.busy(), done, stop.signal))
+      case 'state':
+        # In the thread that samples: all processes must run its programs in one order.
+        links.back.send(lane.submit(functools.partial(_state, sampler)).result())
+      case 'restore':
+        restore = functools.partial(_restore, sampler, order.value)
+        lane.submit(restore).result()
+      case 'end':
+        return order.value
+
+
+def _sample(
+  sampler: LocalSampler,
+  prompts: Round,
+  actor: Actor,
+  step: int,
+  newest: Actor | None,
+) -> Sampled:
+  """Samples a submission; its groups are whole on every device, and times are dates."""
+  sampled = sampler.sample(prompts, actor, step, newest)
+  behind = time.time() - time.perf_counter()
+  begin, end = sampled.span
+  whole = sharding.replicated(sampler.mesh)
+  groups = jax.device_put(sampled.groups, whole)
+  return sampled.with_groups(*groups)._replace(span=(begin + behind, end + behind))
+
+
+def _state(sampler: LocalSampler) -> Tree:
+  """Returns the state of partial rollouts, whole on every device."""
+  whole = sharding.replicated(sampler.mesh)
+  return jax.tree.map(
+    lambda x: x if isinstance(x, np.ndarray) else jax.device_put(x, whole),
+    sampler.state(),
+  )
+
+
+def _restore(sampler: LocalSampler, state: Tree) -> None:
+  """Restores partial rollouts from arrays that are whole on every device."""
+  sampler.restore(
+    jax.tree.map(
+      lambda x, like: (
+        x if isinstance(like, np.ndarray) else jax.device_put(x, like.sharding)
+      ),
+      state,
+      sampler.state(),
+    )
+  )

@@ -1,11 +1,13 @@
 """Decides, before anything else, all that a run can decide without its weights.
 
-Only this module reads the model's config.json and tokenizer. Later stages receive a
-`Resolved`, and look up neither files nor devices again.
+1. `read_files` reads the model's config.json, the tokenizer and all problems;
+2. `resolve` judges them (refusals.py), makes the mesh and chooses the schedule.
+
+Later stages receive a `Resolved`, and look up neither files nor devices again.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,11 +17,11 @@ from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import attention, lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
-from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import (
   MERGE,
   PRECISION,
@@ -31,7 +33,6 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
-from bapo_jax.rewards import gold
 from bapo_jax.runtime import hosts
 from bapo_jax.training import budget, refusals
 from bapo_jax.training.budget import Budget
@@ -49,16 +50,29 @@ class Model(NamedTuple):
   spec: ModelSpec
 
 
+class Files(NamedTuple):
+  """What a run reads before its weights, each file once."""
+
+  model: Model
+  data: Data
+
+
 @dataclasses.dataclass(frozen=True)
 class Resolved:
   """A run with everything decided that can be decided without its weights."""
 
   config: Config  # with every knob decided
   model: Model
+  data: Data
   mesh: Mesh
   schedule: Schedule  # of the learner
   budget: Budget  # bytes per device, and of the checkpoints
   rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
+
+  @property
+  def files(self) -> Files:
+    """What was read."""
+    return Files(self.model, self.data)
 
   @property
   def remote(self) -> bool:
@@ -93,23 +107,19 @@ def processes_of(mesh: Mesh) -> list[int]:
   return sorted({device.process_index for device in mesh.devices.flat})
 
 
-def check_available(config: Config) -> Model:
-  """Returns the opened model once its files and all problems are found.
+def read_files(config: Config) -> Files:
+  """Reads the model but its weights, the tokenizer and all problems, once.
 
   Raises ValueError with a list of everything that is missing, before anything is
   downloaded or compiled.
   """
-  path, decided = config.model.path, not config.derived
-  check = gold.check(config.rewards.rule) if decided else None
+  path = config.model.path
   directory = hf_directory.resolve(path)
   needs = list(hf_directory.MODEL_FILES)
   if config.tokenizer.path not in ('', path):  # the tokenizer is somewhere else
     needs.remove('tokenizer.json')
   lacks = hf_directory.missing(directory, needs) if path else []
-  model = None if lacks else open_model(config, directory)
-  # A model that is not downloaded yet may have a vision tower.
-  sees = model is None or model.spec.vision is not None
-  absent = check_problems(config, sees=sees, decided=decided)
+  absent = [x for knob in sources.SPLITS for x in sources.absent(config.problems, knob)]
   if lacks and (absent or not hf_directory.parse_hub_name(path)):
     hint = hf_directory.hint(path)
     absent.insert(0, f'--config.model.path={path} (no {", ".join(lacks)}){hint}')
@@ -119,27 +129,12 @@ def check_available(config: Config) -> Model:
       '--local-dir <directory>`) and the data (parquet, jsonl, csv), or set '
       'these knobs to the paths of existing files'
     )
-  if not path:
-    sources.sft_problems(config.problems)
-  for knob in sources.SPLITS:
-    sources.download(config.problems, knob, check, sees)
-  if model is None:  # downloaded only when nothing else is missing
+  # A damaged model is found before data are downloaded, and the other way round.
+  model = None if lacks else open_model(config, directory)
+  data = sources.read(config.problems)
+  if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
-  if model.directory:
-    hf_weights.check(model.directory, model.spec)
-  return model
-
-
-def check_problems(config: Config, *, sees: bool, decided: bool = True) -> list[str]:
-  """Reads all problems and checks their answers; lists the missing sources.
-
-  `sees`: the model may have a vision tower. `decided`: the verifier is known; if not,
-  answers are not checked. Raises ValueError if a row is damaged or has an answer that
-  its verifier cannot read.
-  """
-  check = gold.check(config.rewards.rule) if decided else None
-  problems = config.problems
-  return [x for k in sources.SPLITS for x in sources.missing(problems, k, check, sees)]
+  return Files(model, data)
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:
@@ -222,37 +217,29 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
 
 def resolve(
   config: Config,
-  model: Model | None = None,
+  files: Files | None = None,
   devices: Sequence[jax.Device] | None = None,
 ) -> Resolved:
-  """Opens the model, makes the mesh and chooses the schedule; returns the run.
+  """Judges the run, makes the mesh and chooses the schedule.
 
-  The config must leave no knob to be derived. A given `model` is not opened
-  again. By default the mesh has all attached devices. Raises ValueError if model,
-  tokenizer, mesh and knobs do not fit together.
+  The config must leave no knob to be derived. Reads the files unless they are given. By
+  default the mesh has all attached devices. Raises ValueError with the first refusal:
+  files, mesh and knobs do not fit together.
   """
-  directory, tokenizer, spec = model or open_model(config)
+  (directory, tokenizer, spec), data = files or read_files(config)
   # Template and types may have been derived after the model was opened.
   tokenizer = tokenizer._replace(template=config.tokenizer.template)
   spec = dataclasses.replace(spec, **config.model.types)
-  _check_vocabulary(config, tokenizer, spec)
-  if directory:
-    raise_first(refusals.of_positions(config, spec.positions))
-  raise_first(refusals.of_custom_rules(config))
+  opened = Model(directory, tokenizer, spec)
+  for refusal in refusals.of_files(config, Files(opened, data)):
+    raise ValueError(refusal)
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
   use_precision(config.model.compute, platform)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
-  opened = Model(directory, tokenizer, spec)
-  return Resolved(config, opened, mesh, schedule, counted, rollout_mesh)
-
-
-def raise_first(sentences: Iterator[str]) -> None:
-  """Raises the first refusal as a ValueError."""
-  for sentence in sentences:
-    raise ValueError(sentence)
+  return Resolved(config, opened, data, mesh, schedule, counted, rollout_mesh)
 
 
 def use_precision(compute: str, platform: str) -> None:
@@ -323,17 +310,3 @@ def _check_slots(config: Config, mesh: Mesh, axes: str) -> None:
         f'sampler.{name}={n}: rows do not divide over {shards} device shards ({axes}); '
         f'give a multiple of {shards}'
       )
-
-
-def _check_vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> None:
-  """Raises ValueError for token ids beyond the embedding, which JAX would clamp."""
-  ids = tokenizer.backend.get_vocab()
-  last = max(ids, key=ids.__getitem__, default='')
-  worst = max([*tokenizer.eos, ids.get(last, 0)])
-  if worst >= spec.vocab:
-    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
-    raise ValueError(
-      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
-      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
-    )

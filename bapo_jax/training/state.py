@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Lowered, Wrapped
+from jax.stages import Lowered
 
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
@@ -22,11 +22,9 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
-from bapo_jax.training.remote_sampler import RemoteSampler
+from bapo_jax.training.sampler import Sampler
 from bapo_jax.training.submission import InFlight
 from bapo_jax.types import Groups, ReplayBuffer, Tree
 
@@ -58,33 +56,12 @@ class Trainer:
   verifier: Verifier
   train_step: TrainStep  # jitted once
   proximal: Score | None  # scores with the weights at the step's start; None if unused
-  recompute: Wrapped | None  # `scoring.recompute` of responses; None if off
+  sampler: Sampler
   timer: PhaseTimer
   base: Tree = None  # frozen weights; None if all weights are trained
   pictures: OfProblems | None = None  # of training problems; None without
   held_out_gallery: Gallery | None = None  # of the held-out problems
-  beside: 'Trainer | None' = None  # on the devices that only sample; None: the same
-  lane: Lane | None = None  # the thread of `beside`
-  remote: RemoteSampler | None = None  # the processes of `beside`, if they are others
   compiled: Sequence[Lowered] = ()  # keeps the programs of later calls compiled
-
-  @property
-  def actor_mesh(self) -> Mesh:
-    """Returns the mesh of the state's actor: that of the devices that sample.
-
-    Other processes receive copies, so the learners keep the actor on their devices.
-    """
-    return self.beside.mesh if self.beside and self.remote is None else self.mesh
-
-  def partial_rollouts(self) -> 'PartialRollouts | RemoteSampler | None':
-    """Returns empty partial rollouts, or the processes that have them.
-
-    None: every response ends in its step.
-    """
-    if not self.config.rollout.max_off_policy_steps:
-      return None
-    sampler = self.beside or self
-    return self.remote or PartialRollouts(sampler.engine, self.config.places)
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all are texts."""
@@ -104,7 +81,7 @@ class Trainer:
 
 
 class TrainState(struct.PyTreeNode):
-  """Everything that changes in a run; a checkpoint saves this."""
+  """Everything that changes in a run, except for partial rollouts in the sampler."""
 
   params: Tree  # the trained weights or adapters
   opt: Tree
@@ -118,23 +95,5 @@ class TrainState(struct.PyTreeNode):
   updates: int = struct.field(pytree_node=False, default=0)  # applied
   consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
   idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
-  # Those of this process, or of the processes that sample.
-  partial: PartialRollouts | RemoteSampler | None = struct.field(
-    pytree_node=False, default=None
-  )
   # Submissions of the next rollout.depth steps, the next step first.
   queue: tuple[InFlight, ...] = struct.field(pytree_node=False, default=())
-
-  @property
-  def partial_here(self) -> PartialRollouts | None:
-    """Returns the partial rollouts of this process; None if others sample."""
-    return self.partial if isinstance(self.partial, PartialRollouts) else None
-
-
-class StepKeys(NamedTuple):
-  """A random key per purpose, computed from seed and step and never stored."""
-
-  fresh: Array
-  reevaluate: Array
-  batch: Array
-  update: Array

@@ -75,7 +75,7 @@ def describe(
       row['rollout/logp_diff'] = total / tokens if tokens else math.nan
       largest = max(float(diff.largest) for diff in diffs)
       row['rollout/logp_diff_max'] = largest if tokens else math.nan
-  if t.beside is not None:
+  if t.sampler.elsewhere:
     row |= _overlap(t, s, sampled)
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
@@ -84,18 +84,15 @@ def describe(
 
 def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
   """Returns when the step's groups were sampled, what is ready, and bytes sent."""
-  rows = sampled.fresh.groups, sampled.reevaluated.groups
   begin, end = (x - t.timer.began for x in sampled.span)
   actor = jax.eval_shape(t.actor, s.params)
-  ready = sum(each.ready.done() for each in s.queue)
-  if t.remote is not None:
-    ready += t.remote.ready
+  ready = sum(each.ready.done() for each in s.queue) + t.sampler.ready()
   return {
     'overlap/sampling': begin,
     'overlap/sampled': end,
     'overlap/ready': float(ready),
     'overlap/weights_bytes': float(_bytes(actor)),
-    'overlap/groups_bytes': float(_bytes(rows)),
+    'overlap/groups_bytes': float(_bytes(sampled.groups)),
   }
 
 

@@ -1,14 +1,17 @@
-"""Defines what is submitted to be sampled, and what comes back."""
+"""Defines what the learner submits to a sampler, and what it gets back."""
 
+import functools
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import EMPTY_SEAT, Rollout
-from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
+from bapo_jax.types import Groups, LogpDiff, Tree
 
 
 class Actor(NamedTuple):
@@ -19,20 +22,11 @@ class Actor(NamedTuple):
   learners: Tree = None  # the same weights in the learner's layout; None: not kept
 
 
-class Submission(NamedTuple):
-  """Holds the prompts of one learner step and the weights that sample them."""
+class Round(NamedTuple):
+  """The prompts of a submission."""
 
-  step: int  # learner step that trains on the groups
-  prompt_round: int
-  actor: Actor  # of the fresh groups
-  partial: PartialRollouts | None = None  # mutated; None: responses end in their step
-  hard: Prompts | None = None  # problems to re-evaluate; id -1 is an empty seat
-  newest: Actor | None = None  # of the hard problems; None: `actor`
-
-  @property
-  def hard_P(self) -> np.ndarray:
-    """Returns the ids of the hard problems, -1 for empty seats."""
-    return np.empty(0, int) if self.hard is None else self.hard.id_P
+  number: int  # earlier rounds of the run; determines the fresh prompts
+  hard_P: np.ndarray = np.zeros(0, np.int32)  # ids to re-evaluate; -1: an empty seat
 
 
 class Sampled(NamedTuple):
@@ -41,6 +35,18 @@ class Sampled(NamedTuple):
   fresh: Rollout
   reevaluated: Rollout
   span: tuple[float, float] = (0.0, 0.0)  # begin and end, of time.perf_counter
+
+  @property
+  def groups(self) -> tuple[Groups, Groups]:
+    """The fresh and the re-evaluated groups."""
+    return self.fresh.groups, self.reevaluated.groups
+
+  def with_groups(self, fresh: Groups, reevaluated: Groups) -> 'Sampled':
+    """Replaces the groups, for instance by copies on other devices."""
+    return self._replace(
+      fresh=self.fresh._replace(groups=fresh),
+      reevaluated=self.reevaluated._replace(groups=reevaluated),
+    )
 
   def described(self) -> list[dict[str, Any]]:
     """Returns, as plain values, what metrics need of both rollouts beside groups."""
@@ -55,7 +61,7 @@ class Sampled(NamedTuple):
 
   @classmethod
   def restored(
-    cls, groups: tuple[Groups, Groups], described: list[dict[str, Any]]
+    cls, groups: Sequence[Groups], described: list[dict[str, Any]]
   ) -> 'Sampled':
     """Returns the rollouts with these groups and this description.
 
@@ -76,3 +82,21 @@ class InFlight(NamedTuple):
 
   hard_P: np.ndarray  # ids of its hard problems, -1 for empty seats
   ready: Future[Sampled]
+
+
+class StepKeys(NamedTuple):
+  """A random key per purpose, computed from seed and step and never stored."""
+
+  fresh: Array
+  reevaluate: Array
+  batch: Array
+  update: Array
+
+
+@functools.partial(jax.jit, static_argnames='seed')
+def step_keys(seed: int, step: int) -> StepKeys:
+  """Returns the random keys of a learner step, a function of seed and step."""
+  root = jax.random.key(seed)
+  # Fresh responses are numbered across the run, so all steps share their key.
+  fresh = jax.random.fold_in(root, 2**31 - 2)
+  return StepKeys(fresh, *jax.random.split(jax.random.fold_in(root, step), 3))

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.first_contact import report, section
+from benchmarks.first_contact import figures, section
 from benchmarks.first_contact.figures import Context, Section
 
 START_S = 10  # to start Python, JAX and the devices, once per section
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     # Programs that several sections compile, and that a section compiles twice.
     shared = {'JAX_COMPILATION_CACHE_DIR': cache}
     document = contact(context, functools.partial(section.start, environment=shared))
-  print(report.table(document))
+  print(figures.table(document))
   line = json.dumps(document)
   if args.out:
     path = pathlib.Path(args.out)

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from benchmarks.first_contact import __main__ as program
-from benchmarks.first_contact import report, section
+from benchmarks.first_contact import figures, section
 from benchmarks.first_contact.figures import Context
 from benchmarks.on_gpu.sizes import IS_SMALL
 
@@ -26,7 +26,7 @@ def main() -> int:
   context = Context(small=IS_SMALL, seconds=float(seconds))
   sections = {name: section.SECTIONS[name]._replace(seconds=LEAST_S) for name in names}
   document = program.contact(context, section.start, sections)
-  print(report.table(document))
+  print(figures.table(document))
   with open(out, 'w') as file:
     json.dump(document, file)
   print(json.dumps(document))

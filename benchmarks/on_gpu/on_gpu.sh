@@ -180,7 +180,7 @@ stage_f() {
 keep() { # what is worth more than its log, in one file below the limit of 16 MiB
   local files=() each
   for each in c-parity.json c-kernels.json c-speed.json main/report.html \
-    main/report.json main/report.md main/metrics.jsonl main/config.json; do
+    main/report.json main/report.html main/metrics.jsonl main/config.json; do
     [[ -e $WORK/$each ]] && files+=("$each")
   done
   ((${#files[@]})) && tar -czf "$OUT/kept.tar.gz" -C "$WORK" "${files[@]}"

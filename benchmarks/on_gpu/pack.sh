@@ -5,7 +5,8 @@
 #   bash benchmarks/on_gpu/pack.sh       on Linux with git, pip and a package index
 #
 # The machine has Python 3.12 on x86-64, jax 0.11.2 and the packages listed in README.md.
-# Versions are those of constraints.txt, but for flax: 0.12.12 is for jax 0.11 and 0.12.
+# Versions are those of requirements/constraints.txt, except flax: 0.12.12 is for jax
+# 0.11 and 0.12.
 #
 #   FOLDER     where the wheels go                 (.whl in the project's root)
 #   PIP        the pip to use                      (python3 -m pip)

@@ -203,7 +203,7 @@ def body() -> None:
 
   def value(spec, remat, params, token, segment):
     schedule = Schedule(remat)
-    hidden = layers.forward(params, token, spec, None, segment, schedule=schedule)
+    hidden = layers.forward(params, token, spec, segment, schedule=schedule)
     return hidden.astype(jnp.float32).sum()
 
   cases = [('plain', 'dots', True)]

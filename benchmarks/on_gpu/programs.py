@@ -4,7 +4,7 @@
   python -m benchmarks.on_gpu.programs --planned > benchmarks/on_gpu/planned.json
 
 Compiles the update, the log-probability pass and a decoded token of Qwen2.5-0.5B, as
-benchmarks.on_gpu runs them, for a GPU that may be absent (requirements-plan.txt). The
+benchmarks.on_gpu runs them, for a GPU that may be absent (requirements/plan.txt). The
 last line is one JSON object. No weight is needed, no program runs, and nothing is
 autotuned: counts are those of the program, and no seconds.
 """

@@ -2,7 +2,7 @@
 
 Each is a function (prompts, lengths, batch) -> seconds: a batch at a time, stopped at
 the longest of the batch, since none of the two fills a slot again. No end token stops a
-batch early. Versions: requirements-peers.txt.
+batch early. Versions: requirements/peers.txt.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def in_torch(params: Tree, spec: ModelSpec, group: int, greedy: bool) -> Peer:
 def missing_tunix(spec: ModelSpec) -> str:
   """Returns why Tunix's sampler cannot run this model here, or ''."""
   if importlib.util.find_spec('tunix') is None:
-    return 'google-tunix is not installed: requirements-peers.txt, and its PYTHONPATH'
+    return 'google-tunix is not installed: requirements/peers.txt, and its PYTHONPATH'
   plain = dataclasses.replace(spec, qkv_bias=False, o_bias=False, qk_norm=False)
   if spec != plain or spec.rope_type != 'default' or not spec.tied:
     return 'only tied Llama models with plain rotary frequencies are carried over'

@@ -5,7 +5,7 @@
 
 Runs `configs/aime.py` once a seed, each in a process of its own, prints a table and, as
 the last line, one JSON object. There is no peer that runs on a CPU to compare with; the
-figures are compared with those of earlier commits in LOG.md.
+figures are compared with those of earlier commits in log/.
 """
 
 import argparse

@@ -17,7 +17,7 @@ their median, that of the last row of a table the median of --pairs processes. O
 the table also has the share of trained tokens that teach (advantage not 0), sampled
 tokens/s of a step, teaching tokens/s of its updates, and the rate of the FLOPs that
 these need beside the rate of a float32 product, both of the same process (`learner`).
-TRL comes from --peers or this environment, see requirements-peers.txt. A model or peer
+TRL comes from --peers or this environment, see requirements/peers.txt. A model or peer
 that is absent is a line with the reason. The last line is one JSON object.
 """
 
@@ -158,7 +158,7 @@ def peers_lacking(peers: str) -> str:
   path = [peers, *sys.path] if peers else sys.path
   found = importlib.machinery.PathFinder.find_spec
   if absent := [package for package in PEERS if not found(package, path)]:
-    return f'not installed: {", ".join(absent)} (requirements-peers.txt)'
+    return f'not installed: {", ".join(absent)} (requirements/peers.txt)'
   return ''
 
 

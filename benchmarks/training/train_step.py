@@ -7,7 +7,7 @@ A random Qwen2 with the sizes of Qwen2.5-0.5B but for its depth, float32 paramet
 AdamW; one update on a clipped surrogate, products in float32 and in bfloat16 (torch:
 autocast). Both use every core and run one after the other, each in a process of its
 own; the first step compiles and is not counted. Needs torch
-(`pip install -r requirements-parity.txt`). The last line is one JSON object.
+(`pip install -r requirements/parity.txt`). The last line is one JSON object.
 """
 
 import argparse

@@ -3,7 +3,7 @@
   python -m benchmarks.training.trl_step --model=DIR --problems=FILE --out=DIR
       --prompts=8 --group=8 --new=20 --updates=4 --steps=3 --lr=1e-6 [--chat]
 
-Needs requirements-peers.txt on PYTHONPATH. A step is `prompts` x `group` responses and
+Needs requirements/peers.txt on PYTHONPATH. A step is `prompts` x `group` responses and
 `updates` optimiser updates on them, from the end of the update before it to the end of
 its own last one. The problems, {"problem", "answer", "rule"} a line, come in the order
 of the file, and our verifiers give the rewards. The last line is one JSON object.

@@ -32,7 +32,7 @@ NAMES = (
 )
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
-# A micro-batch of 8 rows fits a core's cache; see docs/performance.md.
+# A micro-batch of 8 rows fits a core's cache; see docs/notes/performance.md.
 SPLIT = {'grad_accum_steps': 32, 'bounds_pass': 'stored'}
 
 

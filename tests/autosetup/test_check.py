@@ -18,7 +18,7 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, resolve, trainer
 from bapo_jax.training.config import Config
-from bapo_jax.training.submission import Submission
+from bapo_jax.training.submission import Round
 
 FINETUNE = 'configs/finetune.py'
 PLENTY = 10**12  # bytes
@@ -46,7 +46,7 @@ def findings(tmp_path, model, training=None, held_out=None, free=PLENTY, **overr
   """name -> kind of what is found before anything is sampled."""
   given = flags(tmp_path, model, training, held_out, **overrides)
   r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  found = check_rules.of_config(r, facts.gather(r.config, r.model, r.mesh), free)
+  found = check_rules.of_config(r, facts.gather(r.config, r.files, r.mesh), free)
   assert all(len(each.text.split('; ')[-1]) > 10 for each in found), 'the way out'
   return {each.name: each.kind for each in found}
 
@@ -86,7 +86,7 @@ def test_held_out_problems_are_not_counted_among_the_training_problems(
   def training(**overrides):
     given = flags(tmp_path, chat_model, TRAINING, SOME, **overrides)
     r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-    return len(facts.gather(r.config, r.model, r.mesh).training)
+    return len(facts.gather(r.config, r.files, r.mesh).training)
 
   assert (training(), training(**KEEP)) == (36, 40)
   assert '2.22 passes over 36 problems, 8 a step' in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_rows_with_a_system_message_need_a_chat_model(
   # 5 x the longest problem, with neither system message nor chat template.
   longest = max(len(r.tokenizer.backend(row['problem']).input_ids) for row in TRAINING)
   assert r.config.sampler.max_new_tokens == max(32, -(-5 * longest // 16) * 16)
-  (text,) = check.prompt_texts(r, build.read(r.config, r.model), 1)
+  (text,) = check.prompt_texts(r, build.tabulate(r), 1)
   problem = TRAINING[0]['problem']
   chat = f'<|system|>Add the numbers.<|end|><|user|>{problem}<|end|><|assistant|>'
   assert text == chat
@@ -232,7 +232,7 @@ def many_groups(adapter_run, one_device):
   knobs = {'prompts': {'count': 12}, 'learner': {'minibatches': 3}}
   config = adapter_run.config.with_values(**knobs)
   r = resolve.resolve(config)
-  return r, build.read(config, r.model)
+  return r, build.tabulate(r)
 
 
 def built(r, material, workdir):
@@ -243,9 +243,9 @@ def built(r, material, workdir):
 def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
   r, material = many_groups
   t, s = built(r, material, tmp_path)
-  s, key = trainer.sync_actor_if_due(t, s), trainer.step_keys(t.config.seed, 0).fresh
-  given = Submission(0, 0, trainer.actor_of(t, s))
-  groups = trainer.sample_fresh(t, given, key).groups
+  s = trainer.sync_actor_if_due(t, s)
+  sampled = t.sampler.submit(Round(0), trainer.actor_of(t, s), 0).result()
+  groups = sampled.fresh.groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))
   _, found = check.sample(*built(small, material, tmp_path))
   assert len(found.groups.id_P) == 8 < len(groups.id_P)
@@ -259,7 +259,7 @@ def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
   r = dataclasses.replace(
     r, config=r.config.with_values(loss={'kl_direction': 'squared'})
   )
-  known = facts.gather(r.config, r.model, r.mesh)
+  known = facts.gather(r.config, r.files, r.mesh)
   text = check.described(r, known, material, str(tmp_path))
   assert '\nrules      batch     ' in text
   _, idle = ' '.join(text.split()).split(' no effect ')
@@ -280,8 +280,8 @@ def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
 
     return call
 
-  for name in ('sample_fresh', 'update'):
-    monkeypatch.setattr(trainer, name, ticking(getattr(trainer, name)))
+  for where, name in ((t.sampler, 'submit'), (trainer, 'update')):
+    monkeypatch.setattr(where, name, ticking(getattr(where, name)))
   monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
   seconds, rollout = check.sample(t, s)
   text = check.measured(r, t, s, rollout, seconds)

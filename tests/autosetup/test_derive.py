@@ -265,14 +265,14 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(derive, 'derive', derived)
   monkeypatch.setattr(main, 'PLANNING', {})
-  work = tmp_path / main.WORKDIR.default  # has a run, of which nothing can be read
+  work = tmp_path / main.WORKDIR  # has a run, of which nothing can be read
   work.mkdir(parents=True)
   (work / 'metrics.jsonl').write_text('')
   (work / 'config.json').write_text('no JSON')
   paths = asked_for.model.path, *(f'{tmp_path}/{name}.jsonl' for name in 'ab')
   flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
   assert 'derived from model, problems and machine' in refused(flags)
-  named = refused([*flags, f'--workdir={main.WORKDIR.default}'])
+  named = refused([*flags, f'--workdir={main.WORKDIR}'])
   assert 'runs/default/config.json' in named
 
 

@@ -35,7 +35,6 @@ def test_knobs_of_an_own_rule_are_shown(tmp_path):
   assert knob_lists.in_force(config)['loss'] == (
     f'{place}: aggregate token, kl 0.0, tau 0.25'
   )
-  assert '| `loss.tau` | `0.25` | `0.5` |' in knob_lists.table(config)
 
 
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
@@ -51,11 +50,3 @@ def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
   switched = knob_lists.lines(parse(plain(**knobs, **{'lora.rank': 2})))
   assert 'no effect' not in switched and 'lora.rank=2' in switched
   assert 'changed' not in knob_lists.lines(parse(plain()))
-
-
-def test_the_report_lists_values_beside_their_defaults():
-  table = knob_lists.table(parse(plain(**DAPO, **{'lora.alpha': 8.0})))
-  assert '| `clip.high` | `1.28` | `1.2` |  |' in table
-  assert '| `lora.alpha` | `8.0` | `32.0` | `no effect: lora.rank=0` |' in table
-  assert len(table.splitlines()) == 2 + 4
-  assert knob_lists.table(parse(plain())) == 'Every knob has its default.'

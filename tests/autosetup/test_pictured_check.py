@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 
 def test_lengths_count_what_pictures_take(config, one_device):
-  known = facts.gather(config, resolve.open_model(config))
+  known = facts.gather(config, resolve.read_files(config))
   problems = drawn.generate(config.problems)
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (
@@ -46,7 +46,7 @@ def test_lengths_count_what_pictures_take(config, one_device):
 
 def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
   r = resolve.resolve(config)
-  material = build.read(config, r.model)
+  material = build.tabulate(r)
   shown = check.short(r, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
 
@@ -61,14 +61,13 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
     paths.append(tmp_path / f'{name}.jsonl')
     paths[-1].write_text(json.dumps(row))
 
-  model = resolve.open_model(config)
-
   def overlap(source, test_source):
     problems = {'source': str(source), 'test_source': str(test_source)}
     asked = config.model_copy(
       update={'problems': config.problems.model_copy(update=problems)}
     )
-    found = check_rules._overlap(asked, facts.gather(asked, model))
+    files = resolve.read_files(asked)
+    found = check_rules._overlap(asked, facts.gather(asked, files))
     return [finding.name for finding in found]
 
   assert overlap(*paths) == []

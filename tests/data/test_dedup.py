@@ -65,21 +65,6 @@ def test_a_problem_that_is_held_out_verbatim_is_found_in_a_mixture():
     assert dedup.overlap(held_out, training)[0] == set(range(9))
 
 
-def test_instructions_of_either_set_are_seen_through():
-  # Every text of the training set also begins with a line that is no instruction there.
-  inner = [f'Consider x = {i}.\nWhat is x+1?' for i in range(6)]
-  spoken = [f'Compute:\n{text}\nBe brief.' for text in inner]
-  both = [f'Solve this.\nCompute:\n{text}\nBe brief.\nNow.' for text in inner[3:]]
-  for training, held_out in ((spoken, both), (both, spoken), (inner, both)):
-    found, _ = dedup.overlap(
-      *(rows(*((t, '') for t in x)) for x in (training, held_out))
-    )
-    assert len(found) == 3
-  # The same last lines below different first lines are different problems.
-  one, two = (rows(*((f'{x}\n{i}', '') for i in range(3))) for x in 'ab')
-  assert dedup.overlap([*one, *two], [Row('b\n1', '')])[0] == {4}
-
-
 def test_pictures_tell_problems_of_the_same_text_apart():
   # Unlike an instruction, a picture that all problems share is part of each problem.
   texts = [f'Solve this.\n{x}' for x in ('1', '1', '2')]

@@ -1,23 +1,19 @@
 """Pictures show what their problems ask for, and nothing else tells the answer."""
 
 import collections
-import dataclasses
 import io
 import math
 
 import numpy as np
 import PIL.Image
 import pytest
-from pictured import ONE_LAYER, READER
 
-from bapo_jax.data import pictures, prompts, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import drawn
 from bapo_jax.data.made.problem import Problem
 from bapo_jax.data.row import Row
 
 KINDS = sorted(drawn.KINDS.keys() - {'blank'})
-V = dataclasses.replace(ONE_LAYER, window=28, patch=7)
 
 
 def made(count=200, seed=0, **knobs):
@@ -129,35 +125,3 @@ def test_no_two_problems_have_the_same_quantities_and_text():
   assert made(50, kind='mixed') == made(80, kind='mixed')[:50]
   with pytest.raises(ValueError, match=r'about 200 different .* train \+ test = 300'):
     made(300, shown=2, terms=1)
-
-
-def test_mixed_problems_are_of_every_kind_evenly():
-  problems = made(400, kind='mixed', wording='sentence')
-  # Only the text names the kind of a problem.
-  counts = [sum(drawn.KINDS[kind][1] in p.text for p in problems) for kind in KINDS]
-  assert sum(counts) == 400
-  # Five standard errors of a chance of 1/4.
-  assert max(abs(n - 100) for n in counts) < 5 * math.sqrt(400 * 3 / 16)
-
-
-def test_a_blank_picture_shows_nothing():
-  for problem in made(20, kind='blank'):
-    pixels_HW3 = np.asarray(pictures.read(picture(problem)))
-    assert (pixels_HW3 == pixels_HW3[0, 0]).all()
-
-
-def test_the_embedded_policy_reads_problem_picture_and_solution():
-  problems = made(40, kind='mixed', sides=(56, 112), shown=4, terms=3)
-  rows = [problem.row for problem in problems]
-  encoded = prompts.encode(READER, rows, V)
-  assert {e.grids for e in encoded} == {((8, 8),), ((16, 16),)}
-  for row, prompt in zip(rows, encoded, strict=True):
-    pictures.check_row(row, sees=True)
-    assert row.answer == str(int(row.answer))
-    count = prompt.grids[0][0] * prompt.grids[0][1] // 4
-    assert prompt.tokens[:count] == [V.image_token] * count
-    text = READER.backend.decode(prompt.tokens[count:])
-    assert text == row.problem.removeprefix('<image>') + '\n'
-  rng = np.random.default_rng(0)
-  solutions = [drawn.solve(problem, rng, 0.5, 0.5) for problem in problems]
-  tokenizer.encode(READER, solutions)  # refuses what it does not know

@@ -32,6 +32,11 @@ def lay_out(folder, files):
   return str(folder)
 
 
+def load(knobs):
+  """The rows of the training problems."""
+  return sources.read(knobs).training
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
   """A hub with the data set some/data, which has a tag v1.
@@ -67,18 +72,18 @@ def hub(monkeypatch, tmp_path):
 
 def test_a_hub_name_is_downloaded_and_read(hub):
   knobs = problems('hub:some/data:main/train')
-  assert sources.missing(knobs, 'source') == []
+  assert sources.absent(knobs, 'source') == []
   assert hub == [], 'nothing is downloaded while other things may be wrong'
-  assert sources.load(knobs, 'source') == PARSED
+  assert load(knobs) == PARSED
   assert hub == [True, False]  # the cache comes first
 
 
 def test_a_revision_is_pinned(hub):
   knobs = problems('hub:some/data@v1:main/train')
-  assert sources.missing(knobs, 'source') == []
-  assert sources.load(knobs, 'source') == PARSED[:3]
+  assert sources.absent(knobs, 'source') == []
+  assert load(knobs) == PARSED[:3]
   with pytest.raises(ValueError) as error:
-    sources.download(problems('hub:some/data@v2:main/train'), 'source')
+    sources.read(problems('hub:some/data@v2:main/train'))
   assert '--config.problems.source=hub:some/data@v2:main/train' in str(error.value)
   assert '(404: no such revision)' in str(error.value)
   assert '`hf download some/data --revision v2 --repo-type' in str(error.value)
@@ -87,11 +92,11 @@ def test_a_revision_is_pinned(hub):
 @pytest.mark.parametrize('name', ['some/data', 'some/data@v1', 'some/data.jsonl'])
 def test_a_path_is_never_looked_up_on_the_hub(hub, name, monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
-  (absent,) = sources.missing(problems(name), 'source')
+  (absent,) = sources.absent(problems(name), 'source')
   hint = '' if name.endswith('.jsonl') else f' (or hub:{name}?)'
   assert absent == f'--config.problems.source={name}{hint}'
   with pytest.raises(ValueError, match=name):
-    sources.load(problems(name), 'source')
+    load(problems(name))
   assert hub == []
 
 
@@ -120,10 +125,9 @@ class Gsm8kLike(tfds.core.GeneratorBasedBuilder):
 
   name = 'gsm8k_like'
   VERSION = tfds.core.Version('1.0.0')
-  FIELDS = ('question', 'answer')
 
   def _info(self):
-    texts = {name: tfds.features.Text() for name in self.FIELDS}
+    texts = {name: tfds.features.Text() for name in ('question', 'answer')}
     features = tfds.features.FeaturesDict(texts)
     return tfds.core.DatasetInfo(builder=self, features=features)
 
@@ -132,16 +136,6 @@ class Gsm8kLike(tfds.core.GeneratorBasedBuilder):
 
   def _generate_examples(self):
     yield from enumerate(ROWS)
-
-
-class WithPictures(Gsm8kLike):
-  """A data set whose second row has a picture."""
-
-  name = 'with_pictures'
-  FIELDS = ('question', 'answer', 'image')
-
-  def _generate_examples(self):
-    yield from enumerate([ROWS[0] | {'image': ''}, ROWS[1] | {'image': 'a.png'}])
 
 
 @pytest.fixture
@@ -164,30 +158,29 @@ def network(monkeypatch, tmp_path):
 
 
 def test_a_data_set_of_ones_own_is_prepared_and_read(network):
-  rows = sources.load(problems('tfds:gsm8k_like:train'), 'source')
+  rows = load(problems('tfds:gsm8k_like:train'))
   assert sorted(rows) == sorted(PARSED)
   with pytest.raises(ValueError, match=r"no split 'dev'; choose one of \['train'\]"):
-    sources.download(problems('tfds:gsm8k_like:dev'), 'source')
+    sources.read(problems('tfds:gsm8k_like:dev'))
 
   def check(row):
     if row.answer == '3':
       raise ValueError('not this one')
 
   with pytest.raises(ValueError, match=r'tfds:gsm8k_like:train, row \d: not this one'):
-    sources.download(problems('tfds:gsm8k_like'), 'source', check)
-  with pytest.raises(ValueError, match=r"row \d: field 'image' has pictures"):
-    sources.download(problems('tfds:with_pictures'), 'source')
+    knobs = problems('tfds:gsm8k_like')
+    sources.check(knobs, sources.read(knobs), check)
 
 
 def test_a_data_set_is_downloaded_once_and_read_without_a_network(network):
   name = problems('tfds:gsm8k_like')
   network(False)
   with pytest.raises(ValueError, match=r'the data is not in .* no network to download'):
-    sources.download(name, 'source')
+    sources.read(name)
   network(True)
-  first = sources.load(name, 'source')
+  first = load(name)
   network(False)
-  assert sources.load(name, 'source') == first
+  assert load(name) == first
 
 
 def test_only_a_tfds_source_needs_the_library(monkeypatch):
@@ -196,21 +189,21 @@ def test_only_a_tfds_source_needs_the_library(monkeypatch):
     subprocess.run([sys.executable, '-c', code.format(module)], check=True)
   monkeypatch.setitem(sys.modules, 'tensorflow_datasets', None)
   with pytest.raises(ValueError, match='tfds:sums needs tensorflow-datasets'):
-    sources.download(problems('tfds:sums'), 'source')
+    sources.read(problems('tfds:sums'))
 
 
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
   network, monkeypatch
 ):
   with pytest.raises(ValueError, match="tensorflow-datasets has no data set 'sums'"):
-    sources.download(problems('tfds:sums'), 'source')
+    sources.read(problems('tfds:sums'))
 
   def fail(self):
     raise RuntimeError('the server refused\nat length')
 
   monkeypatch.setattr(Gsm8kLike, '_generate_examples', fail)
   with pytest.raises(ValueError, match=r'cannot be prepared \(.*the server refused\)'):
-    sources.download(problems('tfds:gsm8k_like'), 'source')
+    sources.read(problems('tfds:gsm8k_like'))
 
 
 def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
@@ -224,4 +217,4 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
 )
 def test_a_name_of_no_form_is_refused(source):
   with pytest.raises(ValueError, match='write hub:owner/name:split'):
-    sources.missing(problems(source), 'source')
+    sources.absent(problems(source), 'source')

@@ -5,8 +5,10 @@ import io
 import numpy as np
 import PIL.Image
 import pytest
+from pictured import SEEING, problems
 
-from bapo_jax.data import pictures
+from bapo_jax.data import gallery, pictures
+from bapo_jax.data.gallery import Capacity
 from bapo_jax.models.vision.spec import VisionSpec
 
 V = VisionSpec(
@@ -85,16 +87,6 @@ def test_patches_are_counted_without_being_made():
   assert pictures.grid(turned, SMALL) == (8, 4)
 
 
-def test_the_first_patches_by_hand():
-  # The second patch is right of the first, the third below it, the fifth right of them.
-  pixels = np.arange(56 * 56 * 3).reshape(56, 56, 3).astype(np.uint8)
-  found = pictures.patches(PIL.Image.fromarray(pixels), V)
-  assert found.grid == (4, 4)
-  for i, (top, left) in enumerate([(0, 0), (0, 14), (14, 0), (14, 14), (0, 28)]):
-    patch = pixels[top : top + 14, left : left + 14].transpose(2, 0, 1)
-    np.testing.assert_array_equal(found.pixels_ZE[i], patch.ravel())
-
-
 @pytest.mark.parametrize('kind', pictures.FORMATS)
 def test_formats(kind):
   options = {'lossless': True} if kind == 'WEBP' else {}
@@ -127,22 +119,12 @@ def test_grey_of_16_bits_is_scaled():
   np.testing.assert_array_equal(found, expected[..., None].repeat(3, 2))
 
 
-def animation():
-  file = io.BytesIO()
-  one, two = drawn(9, 9, 1), drawn(9, 9, 2)
-  one.save(file, 'GIF', save_all=True, append_images=[two])
-  return file.getvalue()
-
-
 WHOLE = saved(drawn(30, 40))
 BROKEN = {
   'empty': (b'', "a file that starts with b'' is not a picture in PNG, JPEG, WEBP"),
   'text': (b'hello world', "a file that starts with b'hello wo' is not a picture"),
   'another format': (saved(drawn(9, 9), 'TIFF'), "a file that starts with b'II*"),
   'truncated': (WHOLE[: len(WHOLE) // 2], 'the picture cannot be decoded ('),
-  'truncated jpeg': (saved(drawn(300, 400), 'JPEG')[:900], 'cannot be decoded ('),
-  'strip': (saved(drawn(1, 201)), '201 x 1 pixels'),
-  'animation': (animation(), '2 frames'),
 }
 
 
@@ -155,15 +137,32 @@ def test_a_broken_picture_is_refused_in_one_sentence(name):
   assert '\n' not in str(error.value)
 
 
-def test_damaged_bytes_never_end_in_another_error():
-  rng = np.random.default_rng(0)
-  for kind in pictures.FORMATS:
-    whole = bytearray(saved(drawn(40, 50), kind))
-    for _ in range(40):
-      data = bytearray(whole)
-      for at in rng.integers(0, len(data), 4):
-        data[at] = rng.integers(256)
-      try:
-        assert pictures.read(bytes(data)).mode == 'RGB'
-      except ValueError as error:
-        assert '\n' not in str(error)
+# --- the gallery: pictures by the ids of problems -------------------------------------
+
+TOWER = SEEING.vision
+
+
+def test_every_problem_has_its_own_pictures_and_no_others():
+  _, held = problems()
+  ids = [4, -1, 1, 2, 1]
+  found = held.of(ids)
+  assert found.pixels_PZE.shape == (5, held.room.patches, TOWER.numbers)
+  assert found.grid_PI2.shape == (5, 2, 2) and held.room == Capacity(32, 2, 3)
+  assert found.grid_PI2[:, :, 0].tolist() == [[2, 0], [0, 0], [2, 6], [0, 0], [2, 6]]
+  for p, i in enumerate(ids):
+    if i < 0:
+      assert not found.pixels_PZE[p].any()
+      continue
+    patches_ZE = np.zeros((held.room.patches, TOWER.numbers), np.uint8)
+    if files := held.rows[i].pictures:
+      decoded = [pictures.patches(pictures.read(x), TOWER).pixels_ZE for x in files]
+      patches_ZE[: sum(map(len, decoded))] = np.concatenate(decoded)
+    np.testing.assert_array_equal(found.pixels_PZE[p], patches_ZE)
+  assert held.of([]).pixels_PZE.shape == (0, 32, TOWER.numbers)
+
+
+def test_the_capacity_is_that_of_the_largest_in_whole_windows():
+  # 2 x 4 + 3 x 4 = 20 patches are more than one window of 16 and take two; three small
+  # pictures have three windows.
+  assert gallery.capacity([[(2, 4), (3, 4)], [(2, 2)] * 3, []], TOWER) == (32, 3, 3)
+  assert gallery.capacity([[], []], TOWER) == (0, 0, 0)

@@ -1,14 +1,13 @@
 """Prompts are a pure function of (seed, step), with room for their pictures."""
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 from making import SEEING
-from pictured import CHAT, ONE_LAYER, READER, WORDS, png, reader
+from pictured import CHAT, ONE_LAYER, WORDS, png, reader
 
-from bapo_jax.data import prompts, tokenizer
+from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.row import Row
 
@@ -132,7 +131,9 @@ def load(tmp_path, capsys):
       path.write_text('\n'.join(map(json.dumps, lines)))
       knobs[knob] = str(path)
     own = PromptsConfig(count=count, max_prompt_tokens=width, overlong=overlong)
-    tables = prompts.load(TOKENIZER, own, ProblemsConfig(**knobs), vision)
+    own_problems = ProblemsConfig(**knobs)
+    data = sources.read(own_problems)
+    tables = prompts.load(TOKENIZER, own, own_problems, data, vision)
     return *tables, capsys.readouterr().out.splitlines()
 
   return call
@@ -212,22 +213,6 @@ def test_problems_with_pictures_are_loaded_as_texts_are(load):
     load(train, test, width=5, **knobs)
 
 
-def test_texts_are_the_same_to_a_model_with_a_tower_and_to_one_without(load):
-  for one, other in zip(load()[:2], load(vision=ONE_LAYER)[:2], strict=True):
-    for name, x, y in zip(one._fields, one, other, strict=True):
-      np.testing.assert_array_equal(x, y, err_msg=name)
-
-
-def test_blank_pictures_leave_out_no_problem(capsys):
-  # Few texts and one background: blank problems look alike, and have other answers.
-  source = {'source': 'drawn', 'test_source': 'drawn', 'drawn': {'kind': 'blank'}}
-  problems = ProblemsConfig(**source, train=500, test=300)
-  knobs = PromptsConfig(count=2, max_prompt_tokens=40)
-  training, held_out = prompts.load(READER, knobs, problems, ONE_LAYER)
-  assert (len(training.text), len(held_out.text)) == (500, 300)
-  assert capsys.readouterr().out == ''
-
-
 V = SEEING.vision
 
 
@@ -274,8 +259,3 @@ def test_pictures_stand_in_a_template_without_a_chat():
 def test_another_number_of_picture_tokens_is_refused(problem, chat, count):
   with pytest.raises(ValueError, match=f'has {count} <image_pad> for 1 pictures'):
     prompts.encode(reader(chat=chat), [row(problem, (56, 56))], V)
-
-
-def test_a_tokenizer_without_the_token_of_pictures_is_refused():
-  with pytest.raises(ValueError, match='no token with id 99'):
-    prompts.encode(reader(), [row('Find')], dataclasses.replace(V, image_token=99))

@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pytest
 from pictured import ONE_LAYER, READER, png
+from runs import tiny
 
-from bapo_jax.data import pictures, prompts, sources
+from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import drawn, synthetic
+from bapo_jax.training import refusals, resolve
 
 SHORT = {'wording': 'short'}
 
@@ -18,6 +21,11 @@ def problems(source='synthetic', **knobs):
   return ProblemsConfig(
     **{'source': source, 'test_source': source, 'train': 20, 'test': 10} | knobs
   )
+
+
+def load(knobs, knob='source', **options):
+  """The rows of a source, without repeats."""
+  return sources.unique(knobs, sources.read(knobs), knob, **options)
 
 
 def write(tmp_path, name, *pairs):
@@ -52,7 +60,7 @@ def test_made_problems_come_in_the_order_of_recorded_runs(knobs, count, recorded
   knobs = problems(**knobs | {'train': count[0], 'test': count[1]})
   found = []
   for knob in sources.SPLITS:
-    rows = sources.load(knobs, knob)
+    rows = load(knobs, knob)
     table = prompts.tabulate(READER, rows, 40, ONE_LAYER, drop=True)
     assert table.text == [row.problem for row in rows]
     found.append(prompts.fingerprint(table._replace(pictures=())))
@@ -72,7 +80,7 @@ SOLVED = [  # knobs, the digest of 20 problems and noisy solutions
 @pytest.mark.parametrize(('knobs', 'recorded'), SOLVED)
 def test_worked_solutions_are_those_of_recorded_runs(knobs, recorded):
   knobs = problems(**knobs)
-  imitated, solve = sources.sft_problems(knobs)
+  imitated, solve = sources.sft_problems(knobs, sources.read(knobs))
   digest = hashlib.sha256()
   for i, problem in enumerate(imitated):
     solution = solve(problem, np.random.default_rng(i), 0.3, 0.3)
@@ -84,71 +92,63 @@ def test_files_are_read_in_order_and_repeats_counted_over_all(tmp_path, capsys):
   a = write(tmp_path, 'a.jsonl', ('1+1', 2), ('1+2', 3))
   b = write(tmp_path, 'b.jsonl', ('1+2', 3), ('1+3', 4))
   knobs = problems(f'{a},{b}')
-  assert [row.answer for row in sources.load(knobs, 'source')] == ['2', '3', '4']
+  assert [row.answer for row in load(knobs)] == ['2', '3', '4']
   assert '4 rows contain 3 different problems' in capsys.readouterr().out
-  sources.load(knobs, 'source', quiet=True)
+  load(knobs, quiet=True)
   assert capsys.readouterr().out == ''
   knobs = problems(f'{a},{b}', duplicates='keep')
-  assert [row.answer for row in sources.load(knobs, 'source')] == ['2', '3', '3', '4']
+  assert [row.answer for row in load(knobs)] == ['2', '3', '3', '4']
   assert 'problems.duplicates=keep' in capsys.readouterr().out
 
 
 def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
   good = write(tmp_path, 'a.jsonl', ('1+1', 2))
-  assert sources.missing(problems(f'{good},x.jsonl,y.jsonl'), 'source') == [
+  assert sources.absent(problems(f'{good},x.jsonl,y.jsonl'), 'source') == [
     '--config.problems.source=x.jsonl',
     '--config.problems.source=y.jsonl',
   ]
-  assert sources.missing(problems(good), 'source') == []
+  assert sources.absent(problems(good), 'source') == []
   bad = write(tmp_path, 'b.jsonl', ('1+1', None))
   with pytest.raises(ValueError, match=r"b\.jsonl, line 1: field 'answer'"):
-    sources.missing(problems(f'{good},{bad}'), 'source')
+    sources.read(problems(f'{good},{bad}'))
   with pytest.raises(ValueError, match=r'fewer than train \+ test = 510'):
-    sources.missing(problems(level=1, train=500), 'source')
+    sources.read(problems(level=1, train=500))
 
   def check(row):
     raise ValueError(f'no {row.answer}')
 
   with pytest.raises(ValueError, match=r'a\.jsonl, line 1: no 2'):
-    sources.missing(problems(good), 'source', check)
-  assert sources.missing(problems(), 'source', check) == []  # right by construction
+    sources.check(problems(good), sources.read(problems(good)), check)
+  # right by construction
+  sources.check(problems(), sources.read(problems()), check)
 
 
-def test_pictures_are_read_if_the_model_has_a_tower(tmp_path):
+def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
   (tmp_path / '0.png').write_bytes(png(56, 56))
   row = {'problem': '<image>1', 'answer': '3', 'images': ['0.png']}
   (tmp_path / 'a.jsonl').write_text(json.dumps(row))
   source = str(tmp_path / 'a.jsonl')
-  for knobs, place in ((problems(source), 'line 1: '), (problems('drawn'), '')):
-    assert sources.missing(knobs, 'source', sees=True) == []
-    with pytest.raises(ValueError, match=place + '.*text-only'):
-      sources.missing(knobs, 'source')
+
+  def refused(source, layers):
+    sizes = {'model.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
+    names = {'problems.source': source, 'problems.test_source': source}
+    config = tiny(**sizes, **names)
+    return ' '.join(refusals.of_files(config, resolve.read_files(config)))
+
+  for source_, place in ((source, 'line 1: '), ('drawn', '')):
+    assert refused(source_, 1) == ''
+    assert re.search(place + '.*text-only', refused(source_, 0))
   (tmp_path / 'a.jsonl').write_text(json.dumps(row | {'problem': '1'}))
-  with pytest.raises(ValueError, match='has 0 <image> for 1 pictures'):
-    sources.missing(problems(source), 'source', sees=True)
-
-
-def test_a_picture_is_decoded_once_however_often_it_is_read(tmp_path, monkeypatch):
-  lines = []
-  for i in range(3):
-    (tmp_path / f'{i}.png').write_bytes(png(56, 56, i))
-    lines += [{'problem': f'<image>{i}', 'answer': '3', 'image': f'{i}.png'}]
-  (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  knobs = problems(str(tmp_path / 'a.jsonl'))
-  pictures.checked.cache_clear()
-  read, decoded = pictures.read, []
-  monkeypatch.setattr(pictures, 'read', lambda data: decoded.append(data) or read(data))
-  for _ in range(2):
-    sources.missing(knobs, 'source', sees=True)
-    rows = sources.load(knobs, 'source')
-    prompts.tabulate(READER, rows, 40, ONE_LAYER, drop=False)
-  assert len(decoded) == len(set(decoded)) == 3
+  assert 'has 0 <image> for 1 pictures' in refused(source, 1)
 
 
 def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():
   for source, made in (('drawn', drawn), ('own.jsonl', synthetic)):
     knobs = problems(source)
-    assert sources.sft_problems(knobs)[0] == made.generate(knobs)[:20]
+    generated = {source: made.generate(knobs)}
+    imitated, _ = sources.sft_problems(knobs, sources.Data([], [], generated))
+    assert imitated == made.generate(knobs)[:20]
   for source in ('countdown', 'drawn'):
     with pytest.raises(ValueError, match=f'problems.{source}.wording'):
-      sources.sft_problems(problems(source, **{source: {'wording': 'sentence'}}))
+      knobs = problems(source, **{source: {'wording': 'sentence'}})
+      sources.sft_problems(knobs, sources.read(knobs))

@@ -179,14 +179,6 @@ def test_solutions_that_do_not_stop_are_equally_long_right_or_wrong():
   assert 0.85 < wrong_to_right(pairs(stops=False), **how) < 1
 
 
-def test_a_wrong_reduction_seldom_fakes_a_solution():
-  solutions = [solve(p, seed, slip=1.0) for seed, p in enumerate(pairs())]
-  answered = [BOX in solution for solution in solutions]
-  assert np.mean(answered) < 0.1  # a coincidence of both equations, and then right
-  for problem, solution in zip(pairs(), solutions, strict=True):
-    assert BOX not in solution or solution.endswith(f'{BOX}{problem.answer}}}')
-
-
 def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
   knobs = ProblemsConfig(family='pair', train=999, test=1, pair={'hard': 0.3})
   made = synthetic.generate(knobs)
@@ -194,7 +186,7 @@ def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
   assert 0.25 < len(hard) / len(made) < 0.35
   assert all(100 < n <= 160 for a, b, *_ in hard for n in (a, b))
   assert {m for _, _, m, *_ in hard} == {8, 9}, 'the new digit counts'
-  imitated, solve = synthetic.to_imitate(knobs)
+  imitated, solve = synthetic.to_imitate(knobs, made)
   assert list(imitated) == [p for p in made[:999] if max(coefficients(p)[:2]) <= 60]
   assert solve.keywords == {'stops': True, 'answer': 'x'}
 
@@ -215,30 +207,12 @@ def test_a_wrong_reduction_is_never_right_where_all_is_stated():
   assert met > 3, 'none met the right x by a coincidence of both equations'
 
 
-GOLDEN = {  # (family, level) -> the first problems of seed 0, and their answers
-  ('trial', 1): '9x+6=5 mod 5 -> 1, 7x+1=9 mod 5 -> 4, 4x+7=3 mod 5 -> 4',
-  ('trial', 2): '20x+2=6 mod 7 -> 3, 9x+5=13 mod 7 -> 4, 18x+3=9 mod 7 -> 5',
-  ('trial', 3): '13x+10=29 mod 8 -> 7, 3x+36=7 mod 7 -> 2, 29x+25=5 mod 9 -> 8',
-  ('trial', 4): '80x+41=61 mod 11 -> 3, 82x+82=57 mod 11 -> 6, 99x+66=4 mod 13 -> 2',
-  ('pair', 1): '33x=39 mod 9|2x=7 -> 8, 3x=24 mod 9|4x=5 -> 8, 39x=3 mod 9|2x=2 -> 1',
-  ('pair', 2): '10x=6 mod 8|5x=3 -> 7, 14x=38 mod 8|5x=5 -> 1, 12x=16 mod 8|3x=4 -> 4',
-  ('pair', 3): '52x=36 mod 10|7x=1 -> 3, 42x=14 mod 8|3x=1 -> 3',
-  ('pair', 4): '24x=56 mod 16|5x=3 -> 7, 82x=82 mod 16|5x=13 -> 9',
-  ('chain', 1): '6*9-4 mod 10 -> 0, 8+9*2 mod 10 -> 4, 2+4*4 mod 10 -> 4',
-  ('chain', 2): '9+4-3 mod 100 -> 10, 6*3-2 mod 100 -> 16, 2+9+9 mod 100 -> 20',
-  ('chain', 3): '6*9*7+6 mod 100 -> 84, 4*4-7+4 mod 100 -> 13',
-  ('chain', 4): '5*5+8-6 mod 1000 -> 27, 5+8+3-7 mod 1000 -> 9',
-}
-
-
 @EVERY_LEVEL
-def test_problems_are_all_different_and_those_of_recorded_runs(family, level):
+def test_problems_are_all_different(family, level):
   first = generate(family, level, 0, 60)
   assert first[:30] == generate(family, level, 0, 30)
   assert first != generate(family, level, 1, 60)
   assert len({p.text for p in first}) == 60
-  made = [f'{p.text} -> {p.answer}' for p in first]
-  assert ', '.join(made).startswith(GOLDEN[family, level] + ', ')
 
 
 def test_all_problems_there_are_can_be_drawn():
@@ -251,15 +225,3 @@ def test_all_problems_there_are_can_be_drawn():
   assert sorted(draw_distinct(draw, 499, '', '')) == list(range(1, 500))
   with pytest.raises(ValueError, match='about 499 different problems'):
     draw_distinct(draw, 500, '', '')
-
-
-def test_drawing_stops_early_where_most_is_missing():
-  draws = iter(range(10_000_000))
-
-  def draw():
-    n = next(draws) % 100
-    return n, n
-
-  with pytest.raises(ValueError, match='about 100 different problems'):
-    draw_distinct(draw, 100_000, '', '')
-  assert next(draws) < 1200

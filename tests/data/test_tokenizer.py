@@ -107,72 +107,45 @@ def test_an_unknown_character_is_named(problem, character):
   assert wrong in str(error.value)
 
 
-@pytest.mark.parametrize('pattern', ['(1+)+x', '[1 +]+?([1 +]+)+x'])
-def test_a_regular_expression_that_backtracks_is_one_sentence(pattern, tmp_path):
-  TOKENIZER.backend.save_pretrained(tmp_path)
-  file = tmp_path / 'tokenizer.json'
-  values = json.loads(file.read_text())
-  split = {'type': 'Split', 'behavior': 'Isolated', 'invert': False}
-  values['pre_tokenizer'] = split | {'pattern': {'Regex': pattern}}
-  file.write_text(json.dumps(values))
-  loaded = tokenizer_lib.load(str(tmp_path), '{problem}')
-  # Some texts are short enough. The library raises a BaseException for the others.
-  assert tokenizer_lib.encode(loaded, ['1+1']) == [[7, 16, 7]]
-  problem = '1' * 40
-  with pytest.raises(ValueError, match=rf"fails to encode.*retry-limit.*'{problem}'"):
-    tokenizer_lib.encode(loaded, ['1+1', problem])
-  loaded.backend.chat_template = '{{ messages[1].content }}' + problem
-  with pytest.raises(ValueError, match='correct the regular expressions'):
-    tokenizer_lib.turn_end(loaded)
-
-
-@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'nosuch', 'empty'])
+@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'empty'])
 def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
   def refuse(host, *args, **kwargs):
-    looked_up.append(host)
-    raise socket.gaierror(f'{host} is out of reach')
+    raise AssertionError(f'{host} is looked up')
 
-  looked_up = []
   monkeypatch.setattr(socket, 'getaddrinfo', refuse)
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.load(name, '{problem}')
-  assert looked_up == []
-  message = str(error.value)
-  assert '\n' not in message and 'tokenizer.json' in message
   reason = f'cannot load {name!r}' if name == 'empty' else f'no directory {name!r}'
-  assert message.startswith(f'tokenizer.path: {reason}')
+  with pytest.raises(ValueError, match=f'tokenizer.path: {reason}.*tokenizer.json'):
+    tokenizer_lib.load(name, '{problem}')
 
 
-def test_the_ends_are_the_tokenizers_and_the_generation_configs(tmp_path):
-  TOKENIZER.backend.save_pretrained(tmp_path)
-  for listed, ends in (([4, 1, 3], (1, 4, 3)), (4, (1, 4)), (None, (1,))):
-    text = json.dumps({'eos_token_id': listed})
-    (tmp_path / 'generation_config.json').write_text(text)
-    assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
-
-
-def test_the_config_of_the_model_names_the_end_if_no_other_file_does(tmp_path):
+@pytest.mark.parametrize(
+  ('own', 'generation', 'config', 'ends'),
+  [
+    (True, [4, 1, 3], 5, (1, 4, 3)),
+    (True, 4, 5, (1, 4)),
+    (True, None, 5, (1,)),
+    (False, 4, [3, 1], (4,)),
+    (False, None, [3, 1], (3, 1)),
+  ],
+)
+def test_the_ends_are_named_by_the_first_file(tmp_path, own, generation, config, ends):
   backend = tokenizer_lib.characters()
-  backend.eos_token = None
+  if not own:
+    backend.eos_token = None
   backend.save_pretrained(tmp_path)
-  (tmp_path / 'config.json').write_text('{"eos_token_id": [3, 1]}')
-  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (3, 1)
-  (tmp_path / 'generation_config.json').write_text('{"eos_token_id": 4}')
-  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == (4,)
-  (tmp_path / 'generation_config.json').write_text('{}')
-  (tmp_path / 'config.json').write_text('{"eos_token_id": -1}')
-  with pytest.raises(ValueError, match=r'/config\.json: eos_token_id=-1 is not'):
-    tokenizer_lib.load(str(tmp_path), '{problem}')
+  for name, value in (('generation_config', generation), ('config', config)):
+    (tmp_path / f'{name}.json').write_text(json.dumps({'eos_token_id': value}))
+  assert tokenizer_lib.load(str(tmp_path), '{problem}').eos == ends
 
 
-def with_ends(path, start='<|user|>', end=' <|end|>'):
+def with_ends(path, end=' <|end|>'):
   """A published tokenizer that writes BOS before and EOS after a text."""
   backend = foreign.tokenizer('qwen2')
   ids = [(token, backend.convert_tokens_to_ids(token)) for token in foreign.SPECIAL]
   backend.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-    single=f'{start} $A{end}', special_tokens=ids
+    single=f'<|user|> $A{end}', special_tokens=ids
   )
   backend.save_pretrained(path)
   return str(path), dict(ids)
@@ -193,11 +166,6 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(end, tmp_path):
     assert found[0] == ids['<|user|>'] and found.count(ids['<|user|>']) == 1
   # A solution or a response is no prompt.
   assert tokenizer_lib.encode(plain, ['1'])[0][0] != ids['<|user|>']
-  two, _ = with_ends(tmp_path / 'b', start='<|system|> <|user|>')
-  (found,) = tokenizer_lib.encode_prompts(
-    tokenizer_lib.load(two, '{problem}'), rows_of('1')
-  )
-  assert found[:2] == [ids['<|system|>'], ids['<|user|>']]
 
 
 @pytest.mark.parametrize('template', ['{problem}<|assistant|>', 'chat:{problem}'])
@@ -213,24 +181,16 @@ def test_a_special_token_in_a_row_is_text(template, tmp_path):
   ]
   ids_N = tokenizer_lib.encode_prompts(loaded, rows)
   special = set(loaded.backend.convert_tokens_to_ids(foreign.SPECIAL))
-  written = [[i for i in ids if i in special] for ids in ids_N]
   # Those of the template alone, whatever the row.
-  assert written[0] == written[1] == written[2] and len(written[0]) == (
-    5 if chat else 1
-  )
+  assert [sum(i in special for i in ids) for ids in ids_N] == [5 if chat else 1] * 3
   whole = '<|system|>{1}<|end|><|user|>{0}<|end|><|assistant|>'
   whole = whole if chat else '{0}<|assistant|>'
   texts = [loaded.backend.decode(ids) for ids in ids_N]
   assert texts == [whole.format(row.problem, row.system) for row in rows]
-  # A row without special tokens is encoded as a whole.
-  assert ids_N[1] == loaded.backend(whole.format('1 + 2', 'Add.'))['input_ids']
   # So is one that a Unigram tokenizer would find in its vocabulary.
   tokenizer = tokenizer_lib.Tokenizer(byte_fallback(), (1,), '{problem}')
   (ids,) = tokenizer_lib.encode_prompts(tokenizer, rows_of('1</s>2'))
   assert 1 not in ids and tokenizer.backend.decode(ids) == '1</s>2'
-  # A token without the characters of its name cannot be text.
-  with pytest.raises(ValueError, match="no token for '<' in '1<'"):
-    tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1<eos>'))
 
 
 def test_a_prompt_does_not_depend_on_the_day():
@@ -241,32 +201,6 @@ def test_a_prompt_does_not_depend_on_the_day():
     '{%- set date = strftime_now( "%d-%H" ) %}{%- endif %}{%- endif %}{{- date }}'
   )
   assert texts(chat(asking), rows_of('1')) == ['26-00']
-
-
-def unigram(path, *tokens):
-  """A Unigram tokenizer of these words that removes blanks before punctuation."""
-  scores = [('<unk>', 0.0), ('</s>', 0.0), *((f'▁{token}', -1.0) for token in tokens)]
-  backend = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
-  backend.decoder = tokenizers.decoders.Metaspace()
-  transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend,
-    eos_token='</s>',
-    unk_token='<unk>',
-    clean_up_tokenization_spaces=True,
-  ).save_pretrained(path)
-  return tokenizer_lib.load(str(path), '{problem}')
-
-
-def test_the_text_of_tokens_is_what_the_policy_wrote(tmp_path):
-  loaded = unigram(tmp_path, '3', '.', '5', '?')
-  assert loaded.backend.decode([2, 3, 4]) == '3. 5', 'transformers would clean up'
-  tokens_BT = np.asarray([[2, 3, 4, 5, 1]])
-  written = tokenizer_lib.decode_responses(loaded, tokens_BT, tokens_BT > 0)
-  assert written == ['3 . 5 ?']
-  assert tokenizer_lib.decode_prompts(loaded, tokens_BT, [3]) == ['3 . 5']
-  found = tokenizer_lib.pieces(loaded, [2, 3, 4, 5, 1])
-  assert found == ['3', ' .', ' 5', ' ?', '</s>']
 
 
 def byte_fallback():
@@ -280,6 +214,19 @@ def byte_fallback():
   return transformers.PreTrainedTokenizerFast(
     tokenizer_object=backend, eos_token='</s>', unk_token='<unk>'
   )
+
+
+def test_the_text_of_tokens_is_what_the_policy_wrote():
+  backend = byte_fallback()
+  backend.clean_up_tokenization_spaces = True
+  loaded = tokenizer_lib.Tokenizer(backend, (), '{problem}')
+  ids = [3, 4, 2, 5]
+  assert backend.decode(ids) == 'a 1.', 'transformers would clean up'
+  tokens_BT = np.asarray([ids])
+  mask_BT = np.ones(tokens_BT.shape, bool)
+  written = tokenizer_lib.decode_responses(loaded, tokens_BT, mask_BT)
+  assert written == tokenizer_lib.decode_prompts(loaded, tokens_BT, [len(ids)])
+  assert written == [''.join(tokenizer_lib.pieces(loaded, ids))] == ['a 1 .']
 
 
 @pytest.mark.parametrize('kind', ['qwen2', 'llama', 'bytes'])

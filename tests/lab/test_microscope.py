@@ -12,7 +12,6 @@ from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
 from lab.microscope_page import RULES as RULES_OF_PAGE
-from tests import making
 
 
 @functools.cache
@@ -72,14 +71,9 @@ def test_probabilities_of_all_responses_sum_to_one():
   np.testing.assert_allclose(seen_N.reshape(PROMPTS, -1).sum(1), 1, rtol=1e-4)
 
 
-@pytest.mark.parametrize('name', ['accuracy', 'entropy'])
-def test_gradients_agree_with_finite_differences(name):
-  params, value = weights()[1], getattr(microscope, name)
-  make = {
-    'accuracy': microscope.true_gradient,
-    'entropy': microscope.entropy_gradient,
-  }[name]
-  slope = make(slopes(), microscope.table(params, task()), task())
+def test_the_gradient_agrees_with_finite_differences():
+  params, value = weights()[1], microscope.accuracy
+  slope = microscope.true_gradient(slopes(), microscope.table(params, task()), task())
   # Along the gradient itself, where rounding of float32 matters least, and at random.
   size = microscope.dot(slope, slope) ** 0.5
   for direction in (slope / size, *directions(2)):
@@ -92,12 +86,30 @@ def test_gradients_agree_with_finite_differences(name):
     assert found == pytest.approx(microscope.dot(slope, direction), abs=0.02 * size)
 
 
+def expected(rule, task, tables):
+  """The expected weight of each token [N, T]: a sum over verdicts of the others.
+
+  The advantage of a response depends on how many of the others in its group of 8 are
+  right, which is binomial.
+  """
+  chance_QG = microscope.binomial(microscope.rates(task, tables))
+  right, wrong = microscope.advantages(rule.advantage)
+  index_N, total_NT = jnp.arange(len(task.right_N)), 0.0
+  for k in range(8):
+    adv_N = jnp.where(task.right_N, right[k], wrong[k])
+    batch = microscope.batch_of(task, tables, index_N, adv_N)
+    weight_NT = jax.jit(microscope.weights_of, static_argnums=0)(
+      rule, tables.logp_NT, batch
+    )
+    chance_N = jnp.asarray(chance_QG, jnp.float32)[task.prompt_N, k]
+    total_NT += chance_N[:, None] * weight_NT
+  return tables.seen(task)[:, None] * total_NT / PROMPTS
+
+
 def test_on_policy_grpo_follows_the_gradient_of_its_own_objective():
   """The update is sum over prompts of (a_right - a_wrong) grad J_q, exactly."""
   found = tables(stale=False)
-  update = microscope.gradient(
-    slopes(), task(), microscope.expected(GRPO, task(), found)
-  )
+  update = microscope.gradient(slopes(), task(), expected(GRPO, task(), found))
   seen_N, right = found.seen(task()), np.asarray(task().right_N)
   rate_Q = np.where(right, np.asarray(seen_N), 0).reshape(PROMPTS, -1).sum(1)
   gap_Q = []
@@ -145,7 +157,7 @@ def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   def along(weight_NT):
     return np.asarray(chosen @ microscope.gradient(slopes(), task(), weight_NT))
 
-  exact_V = along(microscope.expected(rule, task(), found))
+  exact_V = along(expected(rule, task(), found))
   (drawn,) = microscope.sampled(
     [rule], task(), found, slopes(), chosen, 16, minibatches
   )
@@ -184,9 +196,7 @@ def test_moments_agree_with_the_expected_update_and_with_sampling():
   chosen = jnp.stack([*directions(1)])
   drawn = microscope.sampled(rules, task(), found, slopes(), chosen, 8, minibatches)
   for rule, update_P, square, each in zip(rules, *exact, drawn, strict=True):
-    wanted_P = microscope.gradient(
-      slopes(), task(), microscope.expected(rule, task(), found)
-    )
+    wanted_P = microscope.gradient(slopes(), task(), expected(rule, task(), found))
     np.testing.assert_allclose(update_P, wanted_P, atol=1e-4 * np.abs(wanted_P).max())
     error = each.square_M.std(ddof=1) / minibatches**0.5
     assert error < 0.05 * square
@@ -209,7 +219,5 @@ def test_weights_grow_with_the_size_of_the_advantage(name):
 
 def test_bounds_of_the_minibatch_have_no_exact_update():
   rule = Rule(clip=clip.Balanced(), whole_batch=True)
-  with pytest.raises(ValueError, match='use sampled'):
-    microscope.expected(rule, task(), tables())
   with pytest.raises(ValueError, match='use sampled'):
     microscope.moments([rule], task(), tables(), slopes())

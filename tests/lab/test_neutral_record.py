@@ -9,7 +9,7 @@ import pytest
 
 from bapo_jax.run import step_record
 from lab import counterfactual, neutral_record
-from notebooks import save_trl_record
+from notebooks import make
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '5_trl.jsonl'
@@ -229,7 +229,7 @@ def test_what_trl_wrote_is_cut_as_trl_cut_it():
   # One of four is right in the first group, so the advantages are 3 and -1 over the
   # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
   assert one.adv_B[:4] == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
-  # What save_trl_record.py printed: TRL's clip_ratio of the updates 3 and 4.
+  # What notebooks.make printed: TRL's clip_ratio of the updates 3 and 4.
   printed = {
     3: (0.2075471729040146, 0.5094339847564697),
     4: (0.1071428582072258, 0.3452380895614624),
@@ -283,7 +283,7 @@ class Trainer:
 
 def trl_writes(names):
   names['trl'] = types.SimpleNamespace(GRPOTrainer=Trainer)
-  exec(save_trl_record.documented('TRL'), names)
+  exec(make.documented('TRL'), names)
   inputs = {'prompt_ids': PROMPT, 'prompt_mask': PROMPT, 'advantages': tensor([1, -1])}
   rows = {'completion_ids': ROWS['ids'], 'completion_mask': ROWS['mask']}
   inputs |= rows | {'old_per_token_logps': ROWS['old']}
@@ -293,7 +293,7 @@ def trl_writes(names):
 
 def verl_writes(names):
   names['RayPPOTrainer'] = Trainer
-  exec(save_trl_record.documented('verl'), names)
+  exec(make.documented('verl'), names)
   batch = {
     'responses': ROWS['ids'],
     'response_mask': ROWS['mask'],
@@ -318,7 +318,7 @@ def openrlhf_writes(names):
     rollout_log_probs=np.pad(ROWS['old'], ((0, 0), (1, 0))),
   )
   names['action_log_probs'] = np.pad(ROWS['new'], ((0, 0), (1, 0)))
-  exec(save_trl_record.documented('OpenRLHF'), names)
+  exec(make.documented('OpenRLHF'), names)
   return 'batch-3.jsonl', 0
 
 

@@ -29,7 +29,8 @@ LOSSES = loss.LossRule.rules.at_defaults()
 T = 8
 # So long a step that where the parameters started is rounded away: it is the gradient.
 LONG = optax.sgd(2.0**24)
-START, LAST = np.float32([0.6, 1.2]).tolist(), np.float32([0.9, 3.0]).tolist()
+START = np.float32([0.6, 1.2]).tolist()
+LAST = np.float32([0.9, 3.0]).tolist()
 
 
 class Direct(objective_lib.Objective):
@@ -61,7 +62,8 @@ def placed(logp_BT, batch):
   def behind(x):
     return np.pad(x, ((0, 0), (1, 0))) if np.ndim(x) == 2 else x
 
-  logp_BT, batch = behind(logp_BT), jax.tree.map(behind, batch)
+  logp_BT = behind(logp_BT)
+  batch = jax.tree.map(behind, batch)
   return jnp.float32(logp_BT), jax.tree.map(jnp.asarray, batch)
 
 
@@ -82,7 +84,8 @@ def stale(seed, B=16, mean=-0.1):
 
 def sides(grads_BT, batch):
   """(P, N): what tokens with A > 0 and with A < 0 have in this gradient."""
-  size_BT, adv_B1 = jnp.abs(grads_BT), batch.adv_B[:, None]
+  size_BT = jnp.abs(grads_BT)
+  adv_B1 = batch.adv_B[:, None]
   return tuple(jnp.where(on_B1, size_BT, 0).sum() for on_B1 in (adv_B1 > 0, adv_B1 < 0))
 
 
@@ -102,7 +105,8 @@ def compiled(chosen):
 
 def path_of(k):
   """The points of Algorithm 1's path, upper bound first."""
-  lows, highs = clip.points(k.low, k.low_step), clip.points(k.high, k.high_step)
+  lows = clip.points(k.low, k.low_step)
+  highs = clip.points(k.high, k.high_step)
   return [(lows[0], high) for high in highs] + [(low, highs[-1]) for low in lows[1:]]
 
 
@@ -182,7 +186,8 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
   }.get(loss_rule, {})
   if loss_rule == 'sequence':  # the mean over a response hardly leaves 1
     values |= {'clip.low': (0.7, 1.0), 'clip.high': (1.0, 1.5)}
-  chosen, outcomes = objective(**values), set()
+  chosen = objective(**values)
+  outcomes = set()
   path = path_of(chosen.clip_rule)
   for seed in range(12):
     data = stale(seed, mean=0.1 * (seed - 8))
@@ -220,7 +225,8 @@ def outcome(data, **values):
   return float(P / (P + N)), metrics
 
 
-FOR, AGAINST = (1, 1, 1, 0), (-1, 1, 1, 0)
+FOR = (1, 1, 1, 0)
+AGAINST = (-1, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,10 @@ from bapo_jax.learner import learner, optimizer, scoring
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import logprobs
 
-P, G, T, TEMPERATURE = 4, 4, 12, 0.8
+P = 4
+G = 4
+T = 12
+TEMPERATURE = 0.8
 B = P * G
 # Summed in a gradient, through all layers.
 PRODUCTS = B * T * making.SPEC.width * making.SPEC.layers
@@ -112,7 +115,8 @@ def gradient(**knobs):
 
 def test_micro_batches_make_the_same_update_and_record_the_same_tokens(params):
   # All positive tokens in one half: a search per micro-batch would see shares 1 and 0.
-  batch, opt = rows(params, noise=0.4), PLAIN.init(params)
+  batch = rows(params, noise=0.4)
+  opt = PLAIN.init(params)
   batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), B // 2))
   (after, _, metrics, tokens), (summed, _, other, other_tokens) = (
     learn('balanced', grad_accum_steps=n)(params, opt, batch) for n in (1, 2)
@@ -167,14 +171,16 @@ def updated(groups, source_P, key, train_step, params=None, **knobs):
 
 def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
   groups = making.groups(range(8), [i % 5 for i in range(8)], [0] * 8, G, T)
-  scored, seen = [], []
+  scored = []
+  seen = []
   knobs = {'spec': making.SPEC, 'temperature': TEMPERATURE}
 
   def proximal(params, groups, pictures):
     scored.append(params)
     return scoring.score(params, groups, rows=8, **knobs)
 
-  source_P, key = jnp.zeros(8, jnp.int32), jax.random.key(0)
+  source_P = jnp.zeros(8, jnp.int32)
+  key = jax.random.key(0)
   knobs_of = {'epochs': 2, 'minibatches': 4, 'proximal': proximal}
   updated(groups, source_P, key, seen.append, params, **knobs_of)
   assert scored == [params] and len(seen) == 8
@@ -199,7 +205,8 @@ def test_without_a_group_nothing_changes(params):
 @pytest.mark.parametrize('field', ['adv_B', 'behavior_logp_BT'])
 def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   # One number is enough to spoil all weights; nothing of it may stay in the moments.
-  batch, opt = rows(params), ADAM.init(params)
+  batch = rows(params)
+  opt = ADAM.init(params)
   params, opt, metrics, _ = learn('balanced', ADAM)(params, opt, batch)
   assert not metrics['learner/skipped']
   # Infinite advantage; or an importance ratio that overflows.
@@ -220,7 +227,8 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
 
 
 def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
-  batch, opt = rows(params), ADAM.init(params)
+  batch = rows(params)
+  opt = ADAM.init(params)
   after, opt_after, metrics, _ = learn('fixed', ADAM)(params, opt, batch)
   assert not runs.same(after, params) and metrics['clip/fraction'] == 0
   for rule in RULES:
@@ -235,7 +243,8 @@ def test_optimizer_warms_up_and_limits_the_norm():
   # warm-up updates the first takes a fifth of lr, the fifth all of it.
   weights = {'w': jnp.ones(3)}
   tx = optimizer.adamw(lr=0.5, warmup=4, b1=0.0, b2=0.0)
-  opt, sizes = tx.init(weights), []
+  opt = tx.init(weights)
+  sizes = []
   for _ in range(6):
     step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
     sizes.append(float(jnp.abs(step['w']).max()))
@@ -248,10 +257,12 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
   kinds = {'embed': jnp.bfloat16, 'final_norm': jnp.float32}
   params = {n: jnp.asarray(rng.standard_normal(50), kind) for n, kind in kinds.items()}
   knobs = {'lr': 1e-3, 'warmup': 3, 'weight_decay': 0.1}
-  ours, plain = optimizer.adamw(master=True, **knobs), optimizer.adamw(**knobs)
+  ours = optimizer.adamw(master=True, **knobs)
+  plain = optimizer.adamw(**knobs)
   state = ours.init(params)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-  moments, first = plain.init(exact), params
+  moments = plain.init(exact)
+  first = params
 
   @jax.jit
   def step(params, state, grads):

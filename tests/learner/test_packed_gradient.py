@@ -22,7 +22,8 @@ LOSSES = loss.LossRule.rules.at_defaults()
 SPEC = transformer.ModelSpec(
   vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
 )
-B, T = 32, 30
+B = 32
+T = 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
 CLIPS = {
   'clipped': clip.Balanced(target=0.45),
@@ -39,7 +40,8 @@ CLIPS = {
 @functools.cache
 def example():
   """(params, batch): rows of all lengths, half of them without an advantage."""
-  params, rng = making.params(SPEC), np.random.default_rng(3)
+  params = making.params(SPEC)
+  rng = np.random.default_rng(3)
   tokens_BT = jnp.asarray(rng.integers(1, 24, (B, T)), jnp.int32)
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
@@ -62,7 +64,8 @@ def objective(loss_rule, aggregate, tied=True, **knobs):
 
 @functools.cache
 def gradient(*rules, mesh=None, **knobs):
-  chosen, (params, batch) = objective(*rules, **knobs), example()
+  chosen = objective(*rules, **knobs)
+  params, batch = example()
   if not chosen.spec.tied:
     params = params | {'head': params['embed'][::-1]}
   run = functools.partial(objective_lib.gradient, objective=chosen)
@@ -74,7 +77,8 @@ def gradient(*rules, mesh=None, **knobs):
 
 def check(loss_rule, aggregate, tied=True, **knobs):
   """Value, gradient and bounds under these knobs are those of all rows, padded."""
-  rules, batch = (loss_rule, aggregate, tied), example()[1]
+  rules = (loss_rule, aggregate, tied)
+  batch = example()[1]
   mask = {name: x for name, x in knobs.items() if name == 'mask_rule'}
   value, wanted, (stats, bounds) = gradient(*rules, pack=False, **mask)
   found_value, found, (found_stats, found_bounds) = gradient(*rules, **knobs)
@@ -157,7 +161,7 @@ def test_what_waits_saves_one_forward_pass():
 
   def forward(params, batch):
     found = objective_lib.micro_batches(batch, of('again'))
-    return found.stats(pictured.Variables(params), 0, of('again'))
+    return found.stats(pictured.Variables(params), 0)
 
   again, stored = (
     products(functools.partial(objective_lib.gradient, objective=of(name)))

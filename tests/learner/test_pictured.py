@@ -22,8 +22,11 @@ from bapo_jax.training import sft
 
 PROMPTS, GALLERY = problems()
 P, WIDTH = PROMPTS.tokens_PT.shape
-G, NEW, TEMPERATURE = 4, 8, 0.8
-B, T = P * G, WIDTH + NEW
+G = 4
+NEW = 8
+TEMPERATURE = 0.8
+B = P * G
+T = WIDTH + NEW
 PARAMS = oracles.noisy(SEEING, 0)
 PIXELS = GALLERY.of(PROMPTS.id_P)
 FROZEN = {'vision': PARAMS['vision']}
@@ -181,7 +184,8 @@ def test_minibatches_have_the_pictures_of_their_groups():
 
   made = making.groups(range(P), [1] * P, [0] * P, G, T)
   tokens_PGT = np.repeat(np.pad(PROMPTS.tokens_PT, ((0, 0), (0, NEW)))[:, None], G, 1)
-  made, source_P = made._replace(tokens_PGT=tokens_PGT), jnp.zeros(P, jnp.int32)
+  made = made._replace(tokens_PGT=tokens_PGT)
+  source_P = jnp.zeros(P, jnp.int32)
   learner.update(
     *(None, None, made, source_P, jax.random.key(0)),
     train_step=train_step,

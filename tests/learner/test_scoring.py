@@ -13,7 +13,9 @@ from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, optimizer, scoring
 from bapo_jax.types import Groups, Prompts
 
-P, G, T = 8, 8, 24
+P = 8
+G = 8
+T = 24
 SPEC = dataclasses.replace(making.SPEC, compute='bfloat16')
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 import runs
@@ -19,7 +18,8 @@ from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import LoraConfig
 
-WEIGHTS, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
 NORM = 'model.norm.weight'
 
 
@@ -66,17 +66,6 @@ def indexed(file):
   """An index that names another file for one tensor."""
   listed = {'weight_map': {'a': WEIGHTS, NORM: file}}
   return written(INDEX, json.dumps(listed).encode())
-
-
-def moved(file):
-  """An index that names the weights at another place, where they are."""
-
-  def damage(path):
-    (path / file).parent.mkdir()
-    (path / WEIGHTS).rename(path / file)
-    (path / INDEX).write_text(json.dumps({'weight_map': {NORM: file}}))
-
-  return damage
 
 
 def stale(path):
@@ -134,11 +123,6 @@ def renamed(old, new):
   return tensors(change)
 
 
-def rope(**options):
-  return edited('config.json', rope_scaling=options, rope_theta=None)
-
-
-LISTS = {'short_factor': [1.0] * 4, 'long_factor': [2.0] * 4}
 CRITIC = {'v_head.summary.weight': np.ones((1, 16), np.float32)}
 STEP = '_CHECKPOINT_METADATA'
 
@@ -149,27 +133,8 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
   'more layers': (edited('config.json', num_hidden_layers=3), 'layers.2'),
   'rope is a list': (edited('config.json', rope_parameters=[1]), 'config.json'),
-  '10^9 layers': (edited('config.json', num_hidden_layers=10**9), 'num_hidden_layers'),
-  'a head of 10^9': (edited('config.json', head_dim=10**9), 'head_dim=1000000000'),
-  'a head of 2^20': (edited('config.json', hidden_size=1 << 20), 'hidden_size'),
-  'longrope': (rope(rope_type='longrope', **LISTS), "rope_type='longrope'"),
-  'longrope of transformers 5': (
-    edited('config.json', rope_parameters={'rope_type': 'longrope', **LISTS}),
-    "rope_type='longrope'",
-  ),
-  'a list in a scaling': (rope(type='yarn', factor=[2.0]), 'factor=[2.0]'),
-  'a list of scalings': (rope(type=['yarn'], factor=2.0), "rope_type=['yarn']"),
-  'a scaling by 0': (rope(type='linear', factor=0), "'factor': 0"),
-  'theta is 0': (
-    edited('config.json', rope_parameters=None, rope_theta=0),
-    'rope_theta=0',
-  ),
   'another head': (repeats(with_last(7.0)), 'lm_head.weight'),
   'a head of another size': (repeats(lambda array: array[1:]), 'lm_head.weight'),
-  'quantized by GPTQ': (
-    edited('config.json', quantization_config={'quant_method': 'gptq', 'bits': 4}),
-    'quantized weights',
-  ),
   'a critic': (tensors(lambda held: held.update(CRITIC)), 'critic'),
   'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
   'no language-model head': (renamed('model.', ''), 'language-model head'),
@@ -178,9 +143,8 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
     'adapters',
   ),
   'adapters beside a config.json': (adapted, 'adapters'),
-  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), '--mode=export'),
-  'checkpoints of a run': (instead(f'4/{STEP}'), '--mode=export'),
-  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), '--mode=export'),
+  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), 'bapo export'),
+  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
   'a checkpoint of DeepSpeed': (
     instead('config.json', 'zero_to_fp32.py', 'global_step5/mp_rank_00.pt'),
@@ -198,7 +162,6 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'weights are missing': (lambda path: (path / WEIGHTS).unlink(), 'safetensors'),
   'weights are a pickle': (pickled, 'safetensors'),
   'weights are cut': (truncated(WEIGHTS, 9000), WEIGHTS),
-  'the header is cut': (truncated(WEIGHTS, 100), WEIGHTS),
   'a header of 8 GB': (written(WEIGHTS, (8 * 10**9).to_bytes(8, 'little')), WEIGHTS),
   'a tensor is missing': (tensors(lambda held: held.pop(NORM)), NORM),
   'NaN': (tensors(lambda held: held[NORM].fill(np.nan)), NORM),
@@ -208,12 +171,7 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   ),
   'the index is damaged': (written(INDEX, b'{"weight_map": {}}'), INDEX),
   'a file of the index is missing': (indexed('c.safetensors'), 'c.safetensors'),
-  'an index leads out': (moved(f'../other/{WEIGHTS}'), f'../other/{WEIGHTS}'),
-  'an index leads down': (moved(f'other/{WEIGHTS}'), f"'other/{WEIGHTS}'"),
-  'an index leads out with backslashes': (indexed('..\\a.safetensors'), INDEX),
-  'an index names /etc/passwd': (indexed('/etc/passwd'), "'/etc/passwd'"),
-  'an index names an absolute path': (indexed('/a.safetensors'), "'/a.safetensors'"),
-  'an index names the directory': (indexed('..'), INDEX),
+  'an index leads out': (indexed(f'../other/{WEIGHTS}'), f'../other/{WEIGHTS}'),
   'an index names a list': (indexed([WEIGHTS]), INDEX),
   'an index of another model': (stale, INDEX),
   'tokenizer.json is missing': (
@@ -255,6 +213,7 @@ def extra(*files):
   return lambda path: [(path / file).touch() for file in files]
 
 
+FREQUENCIES = {'model.layers.0.self_attn.rotary_emb.inv_freq': np.zeros(2, np.float32)}
 ACCEPTED = {
   'a checkpoint of the Trainer': extra(
     'trainer_state.json', 'optimizer.pt', 'scheduler.pt', 'rng_state.pth'
@@ -264,6 +223,7 @@ ACCEPTED = {
   'an index of one file': written(
     INDEX, json.dumps({'weight_map': {NORM: WEIGHTS}}).encode()
   ),
+  'rotary frequencies': tensors(lambda held: held.update(FREQUENCIES)),
   'a head that repeats the embedding': repeats(lambda array: array),
   'a head that repeats it in float32': repeats(lambda array: array.astype(np.float32)),
 }
@@ -277,7 +237,8 @@ def test_a_directory_with_more_than_a_model_is_read(name, tmp_path):
 
 
 def test_a_head_that_differs_is_read_if_the_weights_are_not_tied(tmp_path):
-  path, mesh = runs.source(tmp_path / 'model'), sharding.make(data=2, fsdp=2, tensor=2)
+  path = runs.source(tmp_path / 'model')
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
   repeats(with_last(7.0))(tmp_path / 'model')
   with pytest.raises(ValueError, match='differs from the embedding'):
     hf_weights.load(path, hf_config.read_spec(path, 'float32'), mesh)
@@ -306,31 +267,16 @@ def advised(error):
 
 
 @pytest.mark.nightly  # torch, twice
-def test_the_command_for_a_critic_leaves_the_model(tmp_path):
-  pytest.importorskip('torch')
-  path = runs.source(tmp_path / 'model')
-  spec = hf_config.read_spec(path, 'float32')
-  before = hf_weights.load(path, spec, sharding.make())
-  tensors(lambda held: held.update(CRITIC))(tmp_path / 'model')
-  with pytest.raises(ValueError, match='critic') as error:
-    entered(path)
-  advised(error)
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    hf_weights.load(path, spec, sharding.make()),
-    before,
-  )
-
-
-@pytest.mark.nightly  # torch, twice
 def test_the_command_for_adapters_merges_them(tmp_path):
   pytest.importorskip('peft')
-  base, path = runs.source(tmp_path / 'base'), tmp_path / 'adapters'
+  base = runs.source(tmp_path / 'base')
+  path = tmp_path / 'adapters'
   path.mkdir()
   spec = hf_config.read_spec(base, 'float32')
   knobs = LoraConfig(rank=2, alpha=6.0, targets='layers/gate')
   rng = np.random.default_rng(0)
-  a_LDr, b_LrF = rng.normal(size=(2, 16, 2)), rng.normal(size=(2, 2, 24))
+  a_LDr = rng.normal(size=(2, 16, 2))
+  b_LrF = rng.normal(size=(2, 2, 24))
   get = {'layers/gate/a': a_LDr, 'layers/gate/b': b_LrF}.__getitem__
   hf_weights.save_adapters(str(path), get, spec, knobs, base, 'float32')
   with pytest.raises(ValueError, match='peft') as error:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 
 import making
 import pytest
@@ -176,11 +175,6 @@ def test_a_written_config_is_read_back(read):
   assert hf_config.spec_of(written, read.compute, pixels) == read
 
 
-def test_a_mixture_of_architectures_is_refused():
-  with pytest.raises(ValueError, match='qkv_bias=True, o_bias=False'):
-    hf_config.config_of(dataclasses.replace(spec(), qkv_bias=True, qk_norm=True))
-
-
 def test_the_published_vision_model():
   found = vision()
   v = found.vision
@@ -294,39 +288,29 @@ REFUSED = [
   ("model_type='gemma'", {'model_type': 'gemma'}),
   ('architectures', {'architectures': ['LlamaForSequenceClassification']}),
   ("hidden_act='gelu'", {'hidden_act': 'gelu'}),
-  ('mlp_bias=True', {'mlp_bias': True}),
   ('attention_dropout=0.1', {'attention_dropout': 0.1}),
   ('quantization_config', {'quantization_config': {'bits': 4}}),
   ('dynamic', {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}),
   ('factor', {'rope_scaling': {'rope_type': 'linear'}}),
   ('full_attention', {'rope_parameters': {'full_attention': {'rope_type': 'default'}}}),
-  ('partial_rotary_factor', {'rope_parameters': {'partial_rotary_factor': 0.5}}),
   ('partial_rotary_factor=0.5', {'partial_rotary_factor': 0.5}),
-  ('vocab_size', {'vocab_size': None}),
   ("hidden_size='16'", {'hidden_size': '16'}),
   ('rms_norm_eps', {'rms_norm_eps': None}),
   ('num_key_value_heads=3', {'num_key_value_heads': 3}),
   ('head_dim=15', {'head_dim': 15}),
-  ('rms_norm_eps=True', {'rms_norm_eps': True}),
   ("rope_type='longrope'", {'rope_scaling': {'type': 'longrope', **LISTS}}),
-  ("rope_type='longrope'", {'rope_parameters': {'rope_type': 'longrope', **LISTS}}),
-  ('factor=[1.0]', {'rope_scaling': {'type': 'linear', 'factor': [1.0]}}),
-  ("factor='4'", {'rope_parameters': {'rope_type': 'linear', 'factor': '4'}}),
+  ("'factor': [1.0]", {'rope_scaling': {'type': 'linear', 'factor': [1.0]}}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
   ('sliding_window=32', MISTRAL | {'sliding_window': 32}),
-  ('sliding_window=32', MISTRAL | WINDOW | {'use_sliding_window': False}),
   ('sliding_window=4096', MISTRAL | {'max_position_embeddings': 32768}),
   ('sliding_window=32', WINDOW | {'layer_types': ['full', 'sliding_attention']}),
 ]
 REFUSED_VISION = [
-  ('architectures', {'architectures': ['Other']}),
   ("image_token_id='a'", {'image_token_id': 'a'}),
   ('mrope_section', {'rope_scaling': None}),
   ('mrope_section=[16, 24, 23]', {'rope_scaling': {'mrope_section': [16, 24, 23]}}),
-  ('mrope_section', {'rope_scaling': {'mrope_section': [16, 24, 24, 0]}}),
   ("hidden_act='gelu' in vision_config", {'tower': {'hidden_act': 'gelu'}}),
   ('in_chans=1', {'tower': {'in_chans': 1}}),
-  ("depth='32'", {'tower': {'depth': '32'}}),
   ('num_heads=7', {'tower': {'num_heads': 7}}),
   ('out_hidden_size=99', {'tower': {'out_hidden_size': 99}}),
   ('fullatt_block_indexes', {'tower': {'fullatt_block_indexes': [32]}}),
@@ -335,18 +319,14 @@ REFUSED_VISION = [
   ('image_mean', {'pixels': {'image_mean': [0.5]}}),
   ('image_std', {'pixels': {'image_std': [0.1, 0, 0.1]}}),
   ('max_pixels=-3', {'pixels': {'max_pixels': -3}}),
-  ('longest_edge', {'pixels': {'size': {'shortest_edge': 9}}}),
   ('do_resize=False', {'pixels': {'do_resize': False}}),
   ('rescale_factor=1', {'pixels': {'rescale_factor': 1}}),
   ('patch_size=16', {'pixels': {'patch_size': 16}}),
 ]
 
 
-THETAS = [0, -1.0, 0.5, 1e-300, 1e300, 10**400, math.nan, math.inf, '1e4', True, [1]]
-
-
-@pytest.mark.parametrize('theta', THETAS, ids=lambda theta: f'{theta!r:.9}')
-def test_a_rope_theta_that_no_model_has_is_refused(theta):
+@pytest.mark.parametrize('theta', [0, math.nan, '1e4', True])
+def test_a_rope_theta_that_is_no_positive_number_is_refused(theta):
   """In every place that a file may have it, also the tower's."""
   for make, changes in (
     (spec, {'rope_theta': theta}),
@@ -355,40 +335,8 @@ def test_a_rope_theta_that_no_model_has_is_refused(theta):
     (vision, {'rope_theta': theta}),
     (vision, {'tower': {'rope_parameters': {'rope_theta': theta}}}),
   ):
-    with pytest.raises(ValueError, match='rope_theta=') as error:
+    with pytest.raises(ValueError, match='rope_theta='):
       make(**changes)
-    assert len(str(error.value)) < 200
-
-
-def test_sizes_beyond_any_model_are_refused_before_they_are_counted():
-  began = time.perf_counter()
-  for option in hf_config.FIELDS.values():
-    for size in (10**12, 10**400):
-      with pytest.raises(ValueError, match=f'{option}=10'):
-        spec(**{option: size})
-  for option in hf_config.SIZES.values():
-    with pytest.raises(ValueError, match=f'{option[0]}=10'):
-      vision(tower={option[0]: 10**12})
-  # A width without heads' widths, and layers that would be walked one by one.
-  for changes in ({'hidden_size': 1 << 15}, {'num_hidden_layers': 10**9}):
-    with pytest.raises(ValueError, match=r'1024'):
-      spec(num_attention_heads=1, num_key_value_heads=1, **changes)
-  assert time.perf_counter() - began < 5
-
-
-def test_the_largest_models_are_accepted():
-  llama = spec(  # Llama 3.1, 405 B parameters
-    vocab_size=128256,
-    hidden_size=16384,
-    num_hidden_layers=126,
-    num_attention_heads=128,
-    num_key_value_heads=8,
-    intermediate_size=53248,
-    max_position_embeddings=131072,
-  )
-  assert round(transformer.count(llama) / 1e9) == 406
-  gemma_words = spec(vocab_size=262144, max_position_embeddings=10_485_760)
-  assert gemma_words.positions == 10_485_760
 
 
 @pytest.mark.parametrize(

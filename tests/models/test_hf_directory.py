@@ -28,19 +28,6 @@ def test_missing_files_of_a_directory_are_listed(tmp_path):
   assert hf_directory.missing(str(tmp_path), needs=('tokenizer.json',)) == []
 
 
-def test_pickles_are_refused_with_a_command(tmp_path):
-  (tmp_path / 'training_args.bin').touch()  # not weights
-  assert '*.safetensors' in hf_directory.missing(str(tmp_path))
-  (tmp_path / 'pytorch_model-00002-of-00002.bin').touch()
-  (tmp_path / 'pytorch_model-00001-of-00002.bin').touch()
-  with pytest.raises(ValueError, match=r'only in pytorch_model-00001-of') as error:
-    hf_directory.missing(str(tmp_path))
-  assert f"save_pretrained('{tmp_path}')" in str(error.value)
-  assert hf_directory.missing(str(tmp_path), needs=('training_args.bin',)) == []
-  (tmp_path / 'model.safetensors').touch()
-  hf_directory.missing(str(tmp_path))
-
-
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
   """An empty cache of the hub and no network; the hosts that were looked up."""
@@ -141,3 +128,9 @@ def test_only_what_is_needed_is_downloaded(monkeypatch, tmp_path):
   with pytest.raises(ValueError, match=r'tokenizer\.json, \*\.safetensors'):
     hf_directory.find('hub:some/model', 'model.path')
   assert asked[-1] == (False, True)
+
+
+@pytest.mark.parametrize('name', ['hub:', 'hub:a', 'hub:a/b/c', 'hub:a/b@', 'hub:a /b'])
+def test_a_malformed_name_is_refused_with_the_way_out(name):
+  with pytest.raises(ValueError, match='hub:owner/name@revision'):
+    hf_directory.parse_hub_name(name)

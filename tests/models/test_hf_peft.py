@@ -1,6 +1,6 @@
 """An exported directory of adapters is one that peft loads, with the same logits.
 
-The comparison needs peft (`pip install -r requirements-parity.txt`); without it that
+The comparison needs peft (`pip install -r requirements/parity.txt`); without it that
 test is skipped.
 """
 
@@ -27,14 +27,8 @@ from bapo_jax.run import experiment
 from bapo_jax.tools import export
 
 KNOBS = LoraConfig(rank=3, alpha=6.0)
-SPEC, SEEING = making.SPEC, making.SEEING
-
-
-def adapters(spec, knobs=KNOBS):
-  """Adapters in which neither A nor B is zero, as host arrays."""
-  made = lora.init(spec, jax.random.key(0), **knobs.model_dump())
-  rng = np.random.default_rng(0)
-  return jax.tree.map(lambda x: np.float32(x + rng.normal(0, 0.3, x.shape)), made)
+SPEC = making.SPEC
+SEEING = making.SEEING
 
 
 def reader(tree):
@@ -45,7 +39,7 @@ def reader(tree):
 
 def test_names_shapes_and_config_are_those_of_peft(tmp_path):
   knobs = LoraConfig(rank=2, alpha=3.0, targets='layers/(o|k)')
-  get = reader(adapters(SPEC, knobs))
+  get = reader(making.adapters(**knobs.model_dump()))
   model = 'hub:owner/name@main'
   hf_weights.save_adapters(str(tmp_path), get, SPEC, knobs, model, 'bfloat16')
   config = json.loads((tmp_path / 'adapter_config.json').read_text())
@@ -65,16 +59,18 @@ def test_names_shapes_and_config_are_those_of_peft(tmp_path):
 
 @pytest.mark.parametrize('kind', ['qwen2', 'qwen2_5_vl'])
 def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
-  torch = pytest.importorskip('torch', reason='needs requirements-parity.txt')
-  peft = pytest.importorskip('peft', reason='needs requirements-parity.txt')
+  torch = pytest.importorskip('torch', reason='needs requirements/parity.txt')
+  peft = pytest.importorskip('peft', reason='needs requirements/parity.txt')
   import transformers
 
   options = {'qkv_bias': True, 'head_width': 8}
   if kind == 'qwen2_5_vl':
     options = {'head_width': 4, 'mrope': SEEING.mrope, 'vision': SEEING.vision}
   spec = dataclasses.replace(SPEC, heads=4, kv_heads=2, ffn=24, vocab=20, **options)
-  params, made = making.params(spec), adapters(spec)
-  model, adapter = str(tmp_path / 'model'), str(tmp_path / 'adapter')
+  params = making.params(spec)
+  made = making.adapters(spec)
+  model = str(tmp_path / 'model')
+  adapter = str(tmp_path / 'adapter')
   os.mkdir(model)
   os.mkdir(adapter)
   hf_weights.save(model, transformer.flatten(params).__getitem__, spec)
@@ -100,13 +96,15 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
 
 
 def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
-  path, workdir = source(tmp_path / 'source'), tmp_path / 'run'
+  path = source(tmp_path / 'source')
+  workdir = tmp_path / 'run'
   config = tiny(**{'model.path': path, 'lora.rank': 2, 'sampler.max_new_tokens': 8})
   experiment.claim(str(workdir), config)
   spec = hf_config.read_spec(path, 'float32')
-  made = adapters(spec, config.lora)
+  made = making.adapters(spec, **config.lora.model_dump())
   saved(workdir, made)
-  alone, merged = str(tmp_path / 'alone'), str(tmp_path / 'merged')
+  alone = str(tmp_path / 'alone')
+  merged = str(tmp_path / 'merged')
   assert export.export(config, str(workdir), alone, 'float32', 10**9, adapter=True) == 0
   assert export.export(config, str(workdir), merged, 'float32', 10**9) == 0
   found = safetensors.numpy.load_file(f'{alone}/adapter_model.safetensors')
@@ -127,6 +125,6 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
 def test_adapters_of_the_embedded_policy_are_not_exported_alone(tmp_path):
   config = tiny(**{'lora.rank': 2})
   experiment.claim(str(tmp_path), config)
-  saved(tmp_path, adapters(SPEC))
+  saved(tmp_path, making.adapters())
   with pytest.raises(ValueError, match='and a published model in'):
     export.export(config, str(tmp_path), '', 'float32', 10**9, adapter=True)

@@ -60,7 +60,9 @@ def test_any_devices_read_each_byte_once_in_any_blocks(
 ):
   mesh = sharding.make(*shape, devices=jax.devices()[: math.prod(shape)])
   spec = dataclasses.replace(SPEC, tied=False, heads=8)
-  params, read, sizes = oracles.noisy(spec, 0), safetensors_io.read, []
+  params = oracles.noisy(spec, 0)
+  read = safetensors_io.read
+  sizes = []
 
   def counting(*where):
     rows = read(*where)
@@ -152,23 +154,21 @@ def test_the_published_32b_checkpoint_is_covered_exactly():
   assert total == transformer.count(spec)
 
 
-def test_extra_tensors_of_old_and_tied_checkpoints_are_ignored(tmp_path):
-  params = oracles.noisy(SPEC, 0)
-  extra = {
-    'lm_head.weight': np.asarray(params['embed']),
-    'model.layers.0.self_attn.rotary_emb.inv_freq': np.zeros(2, np.float32),
-  }
-  save_file(by_hand(params) | extra, tmp_path / 'model.safetensors')
-  found = hf_weights.load(str(tmp_path), SPEC, sharding.make())
-  jax.tree.map(np.testing.assert_array_equal, found, params)
-
-
-@pytest.mark.parametrize(('kind', 'value'), [('float32', np.inf), ('bfloat16', np.nan)])
-def test_a_number_that_is_not_finite_is_refused_with_its_tensor(tmp_path, kind, value):
+@pytest.mark.parametrize(
+  ('kind', 'value', 'dtype'),
+  [
+    ('float32', np.inf, 'float32'),
+    ('bfloat16', np.nan, 'float32'),
+    ('float32', 3.4e38, 'bfloat16'),  # whose largest number is 3.39e38
+  ],
+)
+def test_a_number_that_is_not_finite_is_refused_with_its_tensor(
+  tmp_path, kind, value, dtype
+):
+  spec = dataclasses.replace(SPEC, dtype=dtype)
   arrays = random_checkpoint(tmp_path, SPEC, jnp.dtype(kind), files=1)
   for name in (
     'model.embed_tokens.weight',
-    'model.norm.weight',
     'model.layers.1.self_attn.k_proj.bias',
     'model.layers.0.mlp.down_proj.weight',
   ):
@@ -176,17 +176,7 @@ def test_a_number_that_is_not_finite_is_refused_with_its_tensor(tmp_path, kind, 
     broken[name].ravel()[-1] = value
     save_file(broken, tmp_path / 'part-0.safetensors')
     with pytest.raises(ValueError, match=name):
-      hf_weights.load(str(tmp_path), SPEC, sharding.make(2, 2, 2))
-
-
-def test_a_number_too_large_for_the_dtype_of_the_run_is_refused(tmp_path):
-  arrays = random_checkpoint(tmp_path, SPEC, np.dtype('float32'), files=1)
-  arrays['model.layers.0.mlp.up_proj.weight'][0, 0] = 3.4e38  # bfloat16: 3.39e38
-  save_file(arrays, tmp_path / 'part-0.safetensors')
-  hf_weights.load(str(tmp_path), SPEC, sharding.make())
-  narrow = dataclasses.replace(SPEC, dtype='bfloat16')
-  with pytest.raises(ValueError, match=r'layers\.0\.mlp\.up_proj\.weight'):
-    hf_weights.load(str(tmp_path), narrow, sharding.make())
+      hf_weights.load(str(tmp_path), spec, sharding.make(2, 2, 2))
 
 
 @pytest.mark.parametrize('kind', ['float32', 'float16', 'bfloat16'])

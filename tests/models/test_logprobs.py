@@ -14,7 +14,10 @@ from bapo_jax.models import logprob_tiles, logprobs
 from bapo_jax.models.logprob_tiles import Tile
 from bapo_jax.tools.plan import hlo
 
-B, T, D, V = 8, 7, 16, 20
+B = 8
+T = 7
+D = 16
+V = 20
 CHUNKS = pytest.mark.parametrize(('chunk', 'block'), [(1, 4096), (3, 5), (T + 5, 7)])
 
 
@@ -61,7 +64,8 @@ def test_gradients_equal_the_oracle(chunk, block):
 
 def test_temperature_by_hand():
   # Logits 0 and ln 3: 1/4 and 3/4; at temperature 1/2 they double: 1/10 and 9/10.
-  hidden_BTD, head_VD = jnp.ones((1, 2, 1)), jnp.array([[0.0], [math.log(3)]])
+  hidden_BTD = jnp.ones((1, 2, 1))
+  head_VD = jnp.array([[0.0], [math.log(3)]])
   token_BT = jnp.array([[0, 1]])
   for temperature, p in ((1.0, (1 / 4, 3 / 4)), (0.5, (1 / 10, 9 / 10))):
     logp_BT, entropy_BT, _ = logprobs.token_stats(
@@ -74,10 +78,12 @@ def test_temperature_by_hand():
 
 def test_the_covariance_by_hand_and_without_a_gradient():
   # pi = (.9, .1): H = .32508; sum of pi^2 (log pi + H) is .81 .21972 - .01 1.97750.
-  head_VD, token_BT = jnp.log(jnp.array([[0.9], [0.1]])), jnp.zeros((1, 2), jnp.int32)
+  head_VD = jnp.log(jnp.array([[0.9], [0.1]]))
+  token_BT = jnp.zeros((1, 2), jnp.int32)
 
   def covariance(head_VD):
-    hidden_BTD, tile = jnp.ones((1, 2, 1)), Tile(rows=1)
+    hidden_BTD = jnp.ones((1, 2, 1))
+    tile = Tile(rows=1)
     stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, tile=tile)
     return stats.covariance_BT.sum()
 
@@ -135,7 +141,8 @@ def test_no_tile_waits_for_another_device():
 
 def test_a_bfloat16_head_gets_the_sum_that_float32_would_give():
   # 512 equal contributions: added up in bfloat16 they would stop growing at 256.
-  hidden_BTD, head_VD = jnp.ones((1, 512, 1), jnp.bfloat16), jnp.zeros((2, 1))
+  hidden_BTD = jnp.ones((1, 512, 1), jnp.bfloat16)
+  head_VD = jnp.zeros((2, 1))
   token_BT = jnp.zeros((1, 512), jnp.int32)
 
   def total(head_VD):
@@ -151,7 +158,8 @@ def test_a_bfloat16_head_gets_the_sum_that_float32_would_give():
 def test_the_logits_never_exist():
   # 2 x 512 x 1000 logits are 4 MB; a chunk of 16 columns 128 kB, forward and backward.
   like = jax.ShapeDtypeStruct
-  hidden, head = like((2, 512, 8), jnp.float32), like((1000, 8), jnp.float32)
+  hidden = like((2, 512, 8), jnp.float32)
+  head = like((1000, 8), jnp.float32)
 
   def loss(hidden_BTD, head_VD, token_BT):
     stats = logprobs.token_stats(hidden_BTD, head_VD, token_BT, 1.0, tile=Tile(16))

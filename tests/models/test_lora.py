@@ -11,7 +11,6 @@ import making
 import numpy as np
 import oracles
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, knobs, layers, logprobs, lora, transformer
@@ -25,12 +24,6 @@ def start(spec, rank):
   """New adapters of all projections, with alpha / rank = 2."""
   key = jax.random.key(0)
   return lora.init(spec, key, rank=rank, alpha=2.0 * rank, targets=ALL)
-
-
-def adapters(spec=SPEC):
-  """Adapters in which neither A nor B is zero."""
-  made, rng = jax.eval_shape(lambda: start(spec, 3)), np.random.default_rng(0)
-  return jax.tree.map(lambda x: jnp.float32(rng.normal(0, 0.4, x.shape)), made)
 
 
 @functools.partial(jax.jit, static_argnames='spec')
@@ -67,8 +60,10 @@ def test_new_adapters_add_nothing_and_a_has_the_variance_of_peft():
 
 
 def test_merged_weights_and_a_mesh_give_the_logits_of_unmerged_ones():
-  params, made = making.params(SPEC), adapters(SPEC)
-  weights, tokens_BT = lora.attach(params, made), jnp.arange(24).reshape(4, 6) % 12
+  params = making.params(SPEC)
+  made = making.adapters(SPEC)
+  weights = lora.attach(params, made)
+  tokens_BT = jnp.arange(24).reshape(4, 6) % 12
   unmerged = logits(weights, tokens_BT)
   assert np.abs(unmerged - logits(params, tokens_BT)).max() > 0.1
   oracles.close(logits(lora.merge(weights), tokens_BT), unmerged, 128)
@@ -81,7 +76,7 @@ def test_merged_weights_and_a_mesh_give_the_logits_of_unmerged_ones():
 
 
 def test_decoding_reads_merged_weights():
-  weights = lora.attach(making.params(SPEC), adapters())
+  weights = lora.attach(making.params(SPEC), making.adapters(SPEC))
   for joined in (False, True):
     merged = decoder.params_of(decoder.actor(weights, SPEC, joined), SPEC)
     for path, w in transformer.flatten(lora.merge(weights)).items():
@@ -90,7 +85,8 @@ def test_decoding_reads_merged_weights():
 
 def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once():
   spec = dataclasses.replace(SPEC, compute='bfloat16', dtype='bfloat16')
-  base, made = transformer.cast(making.params(spec), 'bfloat16'), adapters(spec)
+  base = transformer.cast(making.params(spec), 'bfloat16')
+  made = making.adapters(spec)
   found = decoder.actor(lora.attach(base, made), spec, joined=False)['layers'][1]['up']
   up = transformer.flatten(made)['layers/up']
   wide = base['layers']['up'][1].astype('float32') + up.scale * up.a[1] @ up.b[1]
@@ -154,22 +150,10 @@ def test_no_product_of_the_gradient_is_as_large_as_a_frozen_weight(tied):
   }
   full = products(jax.grad(loss), base)
   unmerged = products(
-    jax.grad(lambda made: loss(lora.attach(base, made))), adapters(spec)
+    jax.grad(lambda made: loss(lora.attach(base, made))), making.adapters(spec)
   )
   if not tied:
     del shapes['embed']  # read by row: without a product
   for path, shape in shapes.items():
     assert shape in full, path
     assert shape not in unmerged, path
-
-
-def test_adapters_lie_on_the_mesh_as_the_sides_of_their_weight_do():
-  mesh = sharding.make(2, 2, 2)
-  layout = sharding.shardings(jax.eval_shape(adapters), mesh)
-  flat = transformer.flatten(layout)
-  assert flat['layers/q'].a.spec == P(None, 'fsdp')
-  assert flat['layers/q'].b.spec == P(None, None, 'tensor')
-  assert flat['layers/o'].a.spec == P(None, 'tensor')
-  assert flat['layers/o'].b.spec == P(None, None, 'fsdp')
-  assert flat['layers/down'].a.spec == P(None, 'tensor')
-  assert flat['layers/up'].b.spec == P(None, None, 'tensor')

@@ -75,24 +75,10 @@ def test_every_wanted_token_is_predicted_once_from_all_before_it(drawn):
   np.testing.assert_array_equal(total_BT, np.where(wanted_BT, tokens_BT + 1, 0))
 
 
-def test_a_packed_batch_is_an_argument_of_a_compiled_function():
-  wanted_BT = wanted_of([(1, 5), (3, 4), (2, 6)], 6)
-  tokens_BT = np.arange(wanted_BT.size, dtype=np.int32).reshape(wanted_BT.shape)
-  packed = packing.pack(jnp.asarray(tokens_BT), jnp.asarray(wanted_BT), 2, width=12)
-  assert packed.shape == packing.shape_of(3, 6, 2, width=12)
-  assert len(jax.tree.leaves(packed)) == 6, 'the shape is no array'
-  # The number of the micro-batch and all arrays are traced; the shape is static.
-  cells = jax.jit(packing.Packed.cells)
-  for n in range(packed.shape.micro_batches):
-    jax.tree.map(np.testing.assert_array_equal, cells(packed, n), packed.cells(n))
-  assert cells._cache_size() == 1
-  more = packing.pack(jnp.asarray(tokens_BT), jnp.asarray(wanted_BT), 3, width=12)
-  assert cells(more, 0).tokens_RT.shape == more.shape[1:]
-
-
 def first_fit_decreasing(lengths, width):
   """Bin of each row and its start, one row after the other."""
-  bins, found = [], {}
+  bins = []
+  found = {}
   for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
     if lengths[row]:
       at = next((i for i, full in enumerate(bins) if full + lengths[row] <= width), -1)
@@ -107,7 +93,8 @@ def first_fit_decreasing(lengths, width):
 @pytest.mark.parametrize('seed', range(2))
 def test_rows_go_to_the_first_bin_with_room_the_longest_first(seed):
   rng = np.random.default_rng(seed)
-  T, B = 200, 24
+  T = 200
+  B = 24
   lengths = rng.integers(0, T, B)
   wanted_BT = wanted_of([(max(n, 1), n + 1) for n in lengths], T)
   packed = packing.pack(jnp.zeros((B, T), int), jnp.asarray(wanted_BT), 4, width=500)
@@ -142,9 +129,12 @@ def test_the_widest_bin_by_hand():
 @pytest.mark.parametrize('variant', ['jitted', 'sharded'], indirect=True)
 @pytest.mark.parametrize(('micro_batches', 'packed'), [(3, True), (1, False)])
 def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
-  params, rng = making.params(), np.random.default_rng(0)
-  B, T = 16, 21
-  first_B, last_B = rng.integers(1, 9, B), rng.integers(5, T + 1, B)
+  params = making.params()
+  rng = np.random.default_rng(0)
+  B = 16
+  T = 21
+  first_B = rng.integers(1, 9, B)
+  last_B = rng.integers(5, T + 1, B)
   wanted_BT = wanted_of(zip(first_B, last_B, strict=True), T)
   wanted_BT &= (rng.random(B) < 0.7)[:, None]
   tokens_BT = rng.integers(0, making.SPEC.vocab, (B, T), np.int32)

@@ -1,6 +1,6 @@
 """The same weights give the same log-probabilities here and in transformers.
 
-Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
+Needs torch (`pip install -r requirements/parity.txt`); without it the file is skipped.
 """
 
 import json
@@ -22,7 +22,7 @@ from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.types import Prompts
 
 torch = pytest.importorskip(
-  'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+  'torch', reason='parity needs torch: pip install -r requirements/parity.txt'
 )
 
 SIZES = {
@@ -63,7 +63,8 @@ MODELS = {
 MODELS['mistral'] = 'Mistral', {'head_dim': 8, 'sliding_window': None}
 # A Mistral without a window is a Llama, and is exported as one without its config.json.
 TWINS = {transformers.MistralForCausalLM: transformers.LlamaForCausalLM}
-LENGTH_P, NEW = np.asarray([17, 1, 40, 3], np.int32), 8
+LENGTH_P = np.asarray([17, 1, 40, 3], np.int32)
+NEW = 8
 T = 40
 # Rope of Llama 3.2 and of Qwen2.5, and what no published model has together.
 PUBLISHED = {

@@ -10,7 +10,11 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import attention, ragged
 
-S, H, K, C, T = 8, 14, 2, 32, 384
+S = 8
+H = 14
+K = 2
+C = 32
+T = 384
 EPS = 2.0**-23  # of float32
 LENGTHS = np.asarray([1, 384, 128, 129, 127, 256, 300, 77], np.int32)
 BLOCK = {'tpu': 128, 'gpu': 64}
@@ -52,40 +56,31 @@ def poisoned(k_SKCT, v_SKTC, length_S, n):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize(('C', 'slots'), [(32, S), (128, 5)])
+@pytest.mark.parametrize(
+  ('C', 'slots', 'done'), [(32, S, False), (128, 5, False), (32, S, True)]
+)
 @pytest.mark.parametrize('kernel', KERNELS)
 def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
-  kernel, C, slots, dtype
+  kernel, C, slots, done, dtype
 ):
-  # Heads of 128 have another layout of the values; 5 slots are no two equal halves.
+  # Heads of 128 have another layout of the values; 5 slots are no two equal halves. A
+  # slot that is done reads one block, and writes its column.
   q, new, cache = example(dtype, slots, C=C)
-  length_S = LENGTHS[:slots]
-  expected = plain(q, new, cache, length_S)
+  position_S = LENGTHS[:slots] - 1
+  length_S = np.ones_like(position_S) if done else position_S + 1
+  expected = plain(q, new, cache, position_S + 1)
   run = jax.jit(KERNELS[kernel])
-  q_SKGC, cache = (
-    q.reshape(slots, K, H // K, C),
-    poisoned(*cache, length_S, BLOCK[kernel]),
-  )
-  found, written = run(q_SKGC, new, cache, length_S - 1, length_S)
+  q_SKGC = q.reshape(slots, K, H // K, C)
+  cache = poisoned(*cache, length_S, BLOCK[kernel])
+  found, written = run(q_SKGC, new, cache, position_S, length_S)
   assert found.dtype == expected.dtype
   # The weights of bfloat16 are rounded before they are normalised, here, and after.
   limit = 32 * EPS if dtype == 'float32' else 4 * 2.0**-8
-  pair = found.reshape(q.shape), expected
-  np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in pair), atol=limit)
-  for pair in zip(written, extended(new, cache, length_S - 1), strict=True):
+  if not done:
+    pair = found.reshape(q.shape), expected
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in pair), atol=limit)
+  for pair in zip(written, extended(new, cache, position_S), strict=True):
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
-
-
-@pytest.mark.parametrize('kernel', KERNELS)
-def test_a_finished_slot_only_rewrites_its_column(kernel):
-  # Its length of 1 is not that of its position: it reads a block at most.
-  q, new, cache = example(seed=2)
-  position_S, length_S = LENGTHS - 1, np.ones(S, np.int32)
-  cache = poisoned(*cache, length_S, BLOCK[kernel])
-  q_SKGC = q.reshape(S, K, H // K, C)
-  _, written = jax.jit(KERNELS[kernel])(q_SKGC, new, cache, position_S, length_S)
-  for x, y in zip(written, extended(new, cache, position_S), strict=True):
-    np.testing.assert_array_equal(x, y)
 
 
 def test_every_length_is_masked_in_the_right_column():
@@ -106,7 +101,8 @@ def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
   q, new, cache = example(K=kv_heads)
   mesh = sharding.make(data=2, fsdp=2, tensor=2)
   with sharding.current(mesh):
-    rows, heads = sharding.over_rows(mesh), sharding.over_cache(mesh, kv_heads)
+    rows = sharding.over_rows(mesh)
+    heads = sharding.over_cache(mesh, kv_heads)
     by_slot = jax.device_put((q, new, LENGTHS - 1, LENGTHS), rows)
     spread = jax.device_put(cache, heads)
     found, written = jax.jit(ragged.attend)(*by_slot[:2], spread, *by_slot[2:])
@@ -133,7 +129,9 @@ def test_columns_per_block():
 
 @pytest.mark.parametrize('slots', [64, 63])
 def test_the_steps_of_the_grid_read_every_live_block_once(slots):
-  T, n, halves = 9216, 512, 2 - slots % 2
+  T = 9216
+  n = 512
+  halves = 2 - slots % 2
   length_S = np.random.default_rng(0).geometric(4 / T, slots).clip(1, T)
   length_S[:2] = 1, T
   steps = slots // halves * (T // n)
@@ -160,7 +158,8 @@ def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
     jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
     for shape in ((7, 128), (128,), (128,), (128, 4096), (4096, 128))
   )
-  new, cache = tuple(arrays[:2]), tuple(arrays[2:])
+  new = tuple(arrays[:2])
+  cache = tuple(arrays[2:])
   slots = jax.ShapeDtypeStruct((4,), jnp.int32)
   mesh = sharding.make(devices=topology(f'{gpu}:1'))
   device = sharding.replicated(mesh)
@@ -171,9 +170,3 @@ def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
     lowered = run.lower(q, new, cache, slots, slots)
   # The kernel writes the column in place: nothing of the size of the cache is made.
   assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**20
-
-
-def test_a_cache_without_whole_tiles_is_refused():
-  q, new, (k, v) = example()
-  with pytest.raises(ValueError, match='383 columns; give a multiple of 128'):
-    ragged.attend(q, new, (k[..., :383], v[:, :, :383]), LENGTHS - 1, LENGTHS)

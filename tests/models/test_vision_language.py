@@ -1,6 +1,6 @@
 """Texts with pictures: the same weights give the same here and in transformers.
 
-Needs torch (`pip install -r requirements-parity.txt`); without it the file is skipped.
+Needs torch (`pip install -r requirements/parity.txt`); without it the file is skipped.
 """
 
 import dataclasses
@@ -30,10 +30,12 @@ from bapo_jax.training.resolve import Model
 from bapo_jax.types import Pictures
 
 torch = pytest.importorskip(
-  'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+  'torch', reason='parity needs torch: pip install -r requirements/parity.txt'
 )
 
-IMAGE, START, END = 5, 6, 7
+IMAGE = 5
+START = 6
+END = 7
 ROPE = {'rope_type': 'default', 'rope_theta': 100.0, 'mrope_section': [2, 3, 1]}
 TEXT = {
   'vocab_size': 40,
@@ -60,7 +62,10 @@ TOWER = {
   'window_size': 24,
 }
 GRIDS = [[(4, 6)], [(8, 2), (4, 4)], [], [(2, 2), (2, 8), (6, 6)]]
-PATCHES, PICTURES, NEW, T = 64, 3, 4, 48
+PATCHES = 64
+PICTURES = 3
+NEW = 4
+T = 48
 
 
 @pytest.fixture(scope='module')
@@ -92,22 +97,29 @@ def trio(tmp_path_factory):
 def rows(v):
   """(tokens [B, T], length_B, pictures) of texts with random pictures."""
   rng = np.random.default_rng(1)
-  B, E = len(GRIDS), v.numbers
+  B = len(GRIDS)
+  E = v.numbers
   tokens_BT = np.zeros((B, T), np.int32)
   pixels_BZE = np.zeros((B, PATCHES, E), np.uint8)
   grid_BI2 = np.zeros((B, PICTURES, 2), np.int32)
   length_B = []
   for b, pictures in enumerate(GRIDS):
-    row, z = rng.integers(8, 30, 3 + 2 * b).tolist(), 0
+    row = rng.integers(8, 30, 3 + 2 * b).tolist()
+    z = 0
     for i, (high, wide) in enumerate(pictures):
       n = high * wide
       pixels_BZE[b, z : z + n] = rng.integers(0, 256, (n, E))
-      grid_BI2[b, i], z = (high, wide), z + n
+      grid_BI2[b, i] = (high, wide)
+      z = z + n
       row += [START, *[IMAGE] * (n // v.merge**2), END]
       row += rng.integers(8, 30, i + 1).tolist()
     tokens_BT[b, : len(row)] = row
     length_B.append(len(row))
-  return tokens_BT, np.asarray(length_B), Pictures(pixels_BZE, grid_BI2)
+  return (
+    tokens_BT,
+    np.asarray(length_B),
+    Pictures(pixels_BZE, grid_BI2, np.ones((B, 8), bool)),
+  )
 
 
 def inputs(tokens_T, pictures, b, v):
@@ -183,7 +195,8 @@ def test_positions_are_those_of_transformers(trio):
 def test_greedy_decoding(trio):
   theirs, spec, params, _ = trio
   tokens_BT, length_B, pictures = rows(spec.vision)
-  row_B, head_DV = np.arange(len(length_B)), transformer.head(params).T
+  row_B = np.arange(len(length_B))
+  head_DV = transformer.head(params).T
   actor = decoder.actor(params, spec)
   keys_values, shift_B = jax.jit(sequence.prefill, static_argnames='spec')(
     actor, tokens_BT, pictures, spec
@@ -192,7 +205,8 @@ def test_greedy_decoding(trio):
   cache = decoder.store(cache, keys_values, row_B, row_B)
   decode = jax.jit(decoder.decode, static_argnames='spec')
   # Starts from the last token of each prompt.
-  grown_BT, hidden = np.pad(tokens_BT, ((0, 0), (0, NEW))), []
+  grown_BT = np.pad(tokens_BT, ((0, 0), (0, NEW)))
+  hidden = []
   for t in range(NEW):
     position_B = length_B - 1 + t
     hidden_BD, cache = decode(
@@ -267,7 +281,8 @@ def test_names_of_transformers_modules_are_read(trio, tmp_path):
 
   _, spec, params, path = trio
   tensors = load_file(f'{path}/model.safetensors')
-  longer, renamed = {'model': 'model.language_model', 'visual': 'model.visual'}, {}
+  longer = {'model': 'model.language_model', 'visual': 'model.visual'}
+  renamed = {}
   for name, x in tensors.items():
     head, _, tail = name.partition('.')
     renamed[f'{longer.get(head, head)}.{tail}'] = x

@@ -7,16 +7,12 @@ from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import gold, verifiers
 
-DEEP = r'\frac{' * 101 + '1' + '}{2}' * 101
 USABLE = {
   'aime': ['0', '007', '999'],
   'gsm8k': ['18', '-1,234.50', 'Half of 8 is 4.\n#### 4', '$42'],
   'countdown': ['{"numbers": [3, 5, 8], "target": 24}'],
   'exact': ['two words', '1e999'],
-  'math': [
-    *[r'\frac{1}{2}', r'\left\{ x = 1 \right.', '[0, 1)', '9' * 5000],
-    DEEP[6:-4],  # a hundred
-  ],
+  'math': [r'\frac{1}{2}', r'\left\{ x = 1 \right.', '[0, 1)', '9' * 5000],
 }
 UNUSABLE = {
   'aime': ['1000', '1/2', '1e999', '9' * 5000],
@@ -30,9 +26,7 @@ UNUSABLE = {
     '{"numbers": [3, 5], "target": NaN}',
     '{"numbers": [3, 5], "target": ' + '9' * 5000 + '}',
     '[' * 5000 + ']' * 5000,
-    '{"numbers": [' + '1, ' * 100 + '1], "target": 3}',  # over 200 characters
   ],
-  'math': [DEEP],
 }
 
 

@@ -1,14 +1,13 @@
 """Own reward functions: what they may return, and what happens if they misbehave."""
 
+import contextlib
 import json
-import math
 import pathlib
 import textwrap
 
 import pytest
 
 from bapo_jax import own_code
-from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
@@ -23,15 +22,13 @@ BAD = GOOD._replace(response='41', tokens=(1,))
 @pytest.fixture
 def verifier():
   """Makes verifiers, and ends their processes."""
-  made = []
+  with contextlib.ExitStack() as stack:
 
-  def make(rule, **knobs):
-    made.append(Verifier(Verification.model_validate({'rule': rule} | knobs)))
-    return made[-1]
+    def make(rule, **knobs):
+      made = Verifier(Verification.model_validate({'rule': rule} | knobs))
+      return stack.enter_context(contextlib.closing(made))
 
-  yield make
-  for each in made:
-    each.close()
+    yield make
 
 
 def scored(rule, *samples, **knobs):
@@ -82,14 +79,11 @@ def test_a_registered_function_runs_in_a_thread(verifier):
   [
     ('True', True, 1.0),
     ('0.4', False, 0.4),
-    ('-3', False, -3.0),
     ('Verdict(True, "by hand", "7", 0.2)', True, 0.2),
     ('{"a": 0.5, "b": 0.25}', True, 0.75),
     ('np.float32(0.5)', True, 0.5),
-    ('Verdict(1, "by hand", None)', True, 1.0),
     ('Verdict(0, "by hand", None)', False, 0.0),
     ('Verdict(np.bool_(True), "by hand", None, np.float32(0.5))', True, 0.5),
-    ('Verdict(np.bool_(False), "by hand", None)', False, 0.0),
     ('Verdict(np.int64(1), "by hand", None, np.int64(2))', True, 2.0),
     ('Verdict(None, "by hand", None, -1)', None, -1.0),
     ('{}', False, 0.0),
@@ -106,19 +100,14 @@ def test_what_a_function_may_return(tmp_path, value, right, reward):
   [
     ('return None', 'returned None'),
     ('return float("nan")', 'returned nan, not a finite number'),
-    ('return float("inf")', 'returned inf, not a finite number'),
-    ('return "right"', "returned 'right', not a finite number"),
     ('return {"a": None}', "returned {'a': None}, not a finite number"),
     ('return [1.0]', 'returned [1.0], not a finite number'),
     ('return "1.0"', "returned '1.0', not a finite number"),
     ('return 1e39', 'returned 1e+39, not a finite number'),  # inf in float32
     ('return Verdict(True, "r", None, math.nan)', ', not a finite number'),
-    ('return Verdict(True, "r", None, math.inf)', ', not a finite number'),
-    ('return Verdict(None, "r", None, math.nan)', ', not a finite number'),
     ('return Verdict(True, "r", None, 1, {"a": math.nan})', ', not a finite number'),
     ('return Verdict(True, "r", None, 1, [1.0])', ', not a finite number'),
     ('return Verdict("yes", "r", None)', ', not a finite number'),
-    ('return Verdict(2, "r", None)', ', not a finite number'),
     ('return Verdict(np.ones(2), "r", None)', ', not a finite number'),
     ('return {"a": math.nan}', "returned {'a': nan}, not a finite number"),
     ('raise KeyError("solution")', "raises KeyError: 'solution' (own.py, line 4)"),
@@ -170,20 +159,15 @@ called, partial, alone = Together(), functools.partial(together), Alone()
 """
 
 
-@pytest.mark.parametrize('name', ['together', 'called', 'partial'])
-def test_an_async_function_may_be_batched(verifier, tmp_path, name):
+@pytest.mark.parametrize('name', ['together', 'called', 'partial', 'alone'])
+def test_an_async_function_may_be_batched_or_an_object(verifier, tmp_path, name):
   path = tmp_path / 'own.py'
   path.write_text(ASYNC)
   made = verifier(f'{path}:{name}')
-  assert not made.starts_early(['exact'])  # it waits for the whole batch
+  batched = name != 'alone'
+  assert made.starts_early(['exact']) != batched  # it waits for the whole batch
   verdicts = made.submit([GOOD, BAD, GOOD]).result()
-  assert [v.reward for v in verdicts] == [3.0] * 3
-
-
-def test_an_object_may_be_an_async_function(tmp_path):
-  path = tmp_path / 'own.py'
-  path.write_text(ASYNC)
-  assert [v.reward for v in scored(f'{path}:alone', GOOD, BAD)] == [3.0, 1.0]
+  assert [v.reward for v in verdicts] == [3.0, 3.0 if batched else 1.0, 3.0]
 
 
 def test_a_function_that_hangs_is_killed_and_the_next_is_scored(verifier, tmp_path):
@@ -218,8 +202,3 @@ def test_eight_gigabytes_are_refused_and_the_run_goes_on(verifier, tmp_path):
   verdicts = verifier(written(tmp_path, body)).submit([GOOD, BAD, GOOD]).result()
   assert [v.right for v in verdicts] == [True, None, True]
   assert verdicts[1].reason in ('took over 2048 MiB', '2 workers died of it')
-
-
-def test_an_undecided_verdict_is_rewarded_like_a_wrong_one():
-  assert Verdict(None, 'late', None).earned == Verdict(False, 'wrong', None).earned == 0
-  assert math.isclose(Verdict(True, 'right', None).earned, 1.0)

@@ -1,9 +1,10 @@
 r"""Verdicts: what counts as an answer, and that no text stalls or fools a rule.
 
 tests/verdicts/*.jsonl contain the cases, one per line: rule, answer, response, expected
-verdict (null: undecided; 'not right': wrong or undecided) and why. They were worked out
-from docs/data_and_rewards.md before a rule was run. A response is a text, or a list of
-[text, repetitions].
+verdict (null: undecided; 'not right': wrong or undecided) and why; if it differs from
+the default, `strict`; and the spelling of the answer for votes, if it is tested. They
+were worked out from docs/guide/data_and_rewards.md before a rule was run. A response is
+a text, or a list of [text, repetitions].
 """
 
 import builtins
@@ -36,14 +37,13 @@ DEADLINE = 2.0
 
 
 def table():
-  """(file, rule, answer, response, expected) of each case."""
+  """The cases of all files, with the whole response."""
   for path in sorted(TESTS.glob('verdicts/*.jsonl')):
     for line in path.read_text().splitlines():
       case = json.loads(line)
-      response = case['response']
-      if isinstance(response, list):
-        response = ''.join(text * n for text, n in response)
-      yield path.stem, case['rule'], case['answer'], response, case['expected']
+      if isinstance(case['response'], list):
+        case['response'] = ''.join(text * n for text, n in case['response'])
+      yield case | {'file': path.stem}
 
 
 CASES = list(table())
@@ -64,20 +64,18 @@ def verify():
     verifier.close()
 
 
-@pytest.mark.parametrize(
-  ('file', 'rule', 'answer', 'response', 'expected'),
-  CASES,
-  ids=[f'{case[0]}-{i}' for i, case in enumerate(CASES)],
-)
-def test_the_verdict_is_a_readers(verify, file, rule, answer, response, expected):
+@pytest.mark.parametrize('case', CASES, ids=lambda case: case['response'][:30])
+def test_the_verdict_is_a_readers(verify, case):
   start = time.process_time()  # the pool's own tests bound the time of its workers
-  verdict = verify(rule, answer, response)
+  rule, answer, response = case['rule'], case['answer'], case['response']
+  verdict = verify(rule, answer, response, case.get('strict', True))
   assert time.process_time() - start < DEADLINE
   assert verdict.reason
-  if expected == 'not right':
+  assert verdict.answer == case.get('vote', verdict.answer)
+  if case['expected'] == 'not right':
     assert verdict.right is not True
   else:
-    assert verdict.right is expected, verdict
+    assert verdict.right is case['expected'], verdict
 
 
 @pytest.mark.parametrize(
@@ -101,19 +99,6 @@ def test_fast_rules_take_linear_time(rule, unit):
     return best
 
   assert seconds(80_000) < 30 * seconds(10_000) + 0.02
-
-
-@pytest.mark.parametrize(
-  ('rule', 'answer', 'response'),
-  [
-    ('math', '56', r'\boxed{7\times 8}'),
-    ('math', '5050', r'\boxed{\sum_{k=1}^{100} k}'),
-    ('gsm8k', '5', r'\boxed{5 million}'),
-  ],
-)
-def test_a_lenient_verdict_calculates_and_overlooks(verify, rule, answer, response):
-  assert verify(rule, answer, response, strict=False).right
-  assert not verify(rule, answer, response).right
 
 
 @pytest.mark.parametrize(
@@ -191,43 +176,6 @@ def test_factorials_are_compared_like_fractions(verify, strict):
     assert right is (value == given_value), (gold, given)
 
 
-# Pairs of different values: at 15 digits, or where smaller numbers count as 0, they are
-# equal.
-DIFFERENT = [
-  ('2^{2024}-1', '2^{2024}'),
-  ('10^{92}+1', '10^{92}'),
-  (r'1-\frac{1}{2^{350}}', '1'),
-  ('2^{2024}+0.5', '2^{2024}'),
-  ('2^{2024}-0.5', '2^{2024}+0.5'),
-  (r'(2^{2024}-1)\pi', r'2^{2024}\pi'),
-  ('(2^{2024}-1)x', '2^{2024}x'),
-  ('y=(2^{2024}-1)x', 'y=2^{2024}x'),
-  ('x^2+2^{-60}', 'x^2'),
-  (r'\frac{1}{19!}', r'\frac{2}{19!}'),
-  (r'\frac{\ln 2}{30!}', r'\frac{\ln 3}{30!}'),
-  (r'\exp(-1000)', r'\exp(-1001)'),
-  (r'\sin(10^{-20})', r'\sin(2\cdot 10^{-20})'),
-  (r'\frac{x}{3}', '0.3333333333333333x'),
-  (
-    r'\begin{pmatrix} \frac{1}{19!} & 1\end{pmatrix}',
-    r'\begin{pmatrix} \frac{2}{19!} & 1\end{pmatrix}',
-  ),
-]
-
-
-@pytest.mark.parametrize('strict', [True, False])
-@pytest.mark.parametrize('pair', DIFFERENT)
-def test_different_values_are_not_equal(verify, pair, strict):
-  for gold, given in (pair, pair[::-1]):
-    assert verify('math', gold, rf'\boxed{{{given}}}', strict=strict).right is False
-
-
-@pytest.mark.parametrize('decimal', ['0.693147', '0.6931471805599453'])
-def test_a_rounded_value_is_right_only_if_lenient(verify, decimal):
-  assert verify('math', r'\ln 2', rf'\boxed{{{decimal}}}').right is False
-  assert verify('math', r'\ln 2', rf'\boxed{{{decimal}}}', strict=False).right
-
-
 COMMANDS = r'\frac,\sqrt,\pi,\pm,\cup,\infty,\left,\{,\},\\,^\circ,\text{or},\text{cm}'
 LATEX_PIECES = [
   *r'0123456789.,+-*/^_(){}[]%!|=<>& xei',
@@ -240,6 +188,7 @@ LATEX_PIECES = [
   st.lists(st.sampled_from(LATEX_PIECES), max_size=12).map(''.join),
   st.sampled_from(['5', '-2', r'\frac{7}{2}', '0', '1000', r'50\%']),
 )
+@hypothesis.example(r'\begin{pmatrix}\end{pmatrix}', '5')
 def test_a_number_is_decided_without_math_verify(text, gold):
   verdict = verifiers.verify('math', gold, r'\boxed{' + text + '}')
   assert verdict.right in (True, False)
@@ -266,7 +215,8 @@ def test_boxed_is_the_slow_one(parts):
 def test_a_rule_always_has_a_verdict(rule, text):
   answer = FOUR if rule == 'countdown' else '7'
   for response in (text, r'\boxed{' + text + '}', f'<answer>{text}</answer>'):
-    assert verifiers.RULES[rule](answer, response).right in (True, False)
+    verdict = verifiers.RULES[rule](answer, response)
+    assert verdict.right in (True, False) or rule == 'gsm8k'
     assert verifiers.RULES[rule](text, response).right in (True, False, None)
 
 
@@ -299,8 +249,9 @@ def test_text_is_never_evaluated(monkeypatch):
     real = getattr(builtins, name)
     monkeypatch.setattr(builtins, name, functools.partial(spy, real))
   attacks = ['print(1)', '(lambda: 1)()', '7+1', '97.5']
-  table = [case[2:4] for case in CASES if case[:2] == ('cases', 'math')]
-  for answer, response in [*table, *(('2', f'\\boxed{{{text}}}') for text in attacks)]:
+  table = [c for c in CASES if (c['file'], c['rule']) == ('cases', 'math')]
+  pairs = [(case['answer'], case['response']) for case in table]
+  for answer, response in [*pairs, *(('2', f'\\boxed{{{text}}}') for text in attacks)]:
     verifiers.math(answer, response)
     for rule, right in (('aime', '2'), ('gsm8k', '2'), ('countdown', FOUR)):
       verifiers.RULES[rule](right, response)
@@ -317,23 +268,6 @@ def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
   assert verdict == Verdict(None, 'math-verify failed: TypeError', 'y+x')
   # Equal text needs no library.
   assert verifiers.math('x', r'\boxed{ x }').right
-
-
-@pytest.mark.parametrize(
-  ('rule', 'answer', 'text', 'vote'),
-  [
-    ('aime', '7', r'\boxed{007}', '7'),
-    ('aime', '7', 'Answer: 7', '7'),
-    ('aime', '7', 'seven', None),
-    ('gsm8k', '7', r'\boxed{1,000.0}', '1000'),
-    ('gsm8k', '7', '#### $0.50', '0.5'),
-    ('gsm8k', '7', r'#### **0.\overline{3}**', '1/3'),
-    ('countdown', FOUR, r'<answer> 8 * 3*2/2 = 24</answer>', '8*3*2/2'),
-    ('countdown', FOUR, r'\boxed {24 = 8\,\times\,3*2/2.}', '8*3*2/2'),
-  ],
-)
-def test_equal_answers_are_spelled_alike(rule, answer, text, vote):
-  assert verifiers.RULES[rule](answer, text).answer == vote
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
   step, skips = run.scalars['step'], run.scalars['consecutive_skips']
   out = capsys.readouterr().out
   assert 'learner.max_consecutive_skips=3' in out and 'Saved.' in out
-  assert not (workdir / 'report.md').exists()
+  assert not (workdir / 'report.html').exists()
   assert step < config.steps
 
   # Two updates per step: it stops with the step in which the third was skipped.

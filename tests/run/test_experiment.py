@@ -20,7 +20,7 @@ import runs
 from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
-from bapo_jax.run import experiment, report, report_page, resume
+from bapo_jax.run import experiment, page, report, resume
 from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
@@ -66,8 +66,8 @@ def test_a_recorded_run_learned_and_reports(recorded):
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']
   assert not list(recorded.workdir.glob('*.png'))
-  page = (recorded.workdir / 'report.html').read_text()
-  assert page.count('<figure>') == len(report_page.PANELS)
+  text = (recorded.workdir / 'report.html').read_text()
+  assert text.count('<figure>') == len(page.PANELS)
 
 
 def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
@@ -221,7 +221,7 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
 
 def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):
   workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
-  (workdir / 'report.md').unlink()
+  (workdir / 'report.html').unlink()
   (workdir / 'eval' / '2.json').write_text('{"result": {"accur')
   rows, write = (workdir / 'metrics.jsonl').read_bytes(), report.write
   stored = (workdir / 'config.json').read_bytes()
@@ -237,12 +237,12 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   assert '4 steps are done, and steps=3' in said and '--config.steps=5 or more' in said
   assert f'{workdir}/eval/2.json is truncated' in '\n'.join(lines)
   assert 'Finishing the report. Send the signal again to stop now.' in lines
-  assert lines[-1].startswith(f'Report: {workdir}/report.md')
-  assert 'The run took 4 steps' in (workdir / 'report.md').read_text()
+  assert lines[-1] == f'Report: {workdir}/report.html'
+  assert 'The run took 4 steps' in lines[-2]
   assert (workdir / 'metrics.jsonl').read_bytes() == rows
   # The config and the report are those of the steps that were done.
   assert (workdir / 'config.json').read_bytes() == stored
-  assert '"steps": 4' in (workdir / 'report.md').read_text()
+  assert '"steps": 4' in (workdir / 'report.html').read_text()
   facts = json.loads((workdir / 'report.json').read_text())
   assert facts['config_hash'] == fingerprint(json.loads(stored))
 

@@ -27,16 +27,16 @@ def test_steps_without_anything_to_learn_are_reported_at_once_and_not_at_each(
   out = capsys.readouterr().out
   assert out.count('Nothing was learned in step 1: no group had right and wrong') == 1
   assert out.count('Nothing was learned') == 1
-  text = (workdir / 'report.md').read_text()
+  text = (workdir / 'report.html').read_text()
   assert 'nothing was learned in 1 of 1 steps. No response is right' in text
   assert runs.train(tiny(steps=3, **knobs), workdir, NothingIsRight) == 0
   out = capsys.readouterr().out
   assert out.count('Nothing was learned in steps 1 to 2:') == 1
   assert out.count('Nothing was learned') == 1
   assert 'check the verifier (rewards.rule)' in out
-  assert 'Nothing was learned in steps 1 to 3:' in (workdir / 'report.md').read_text()
-  page = (workdir / 'report.html').read_text()
-  assert 'nothing was learned in 3 of 3 steps.' in page
+  text = (workdir / 'report.html').read_text()
+  assert 'Nothing was learned in steps 1 to 3:' in text
+  assert 'nothing was learned in 3 of 3 steps.' in text
   run = last_run(workdir)
   assert run.scalars['idle_steps'] == 3
   assert run.rows[3]['learner/idle_steps'] == '3.0'

@@ -147,7 +147,7 @@ def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint
   assert experiment.train(runs.tiny(**KNOBS | MESH, steps=step + 1), str(two)) == 0
   assert f'Resuming after step {step}' in capsys.readouterr().out
   assert_equal_runs(alone, two)
-  assert (two / 'report.md').exists()
+  assert (two / 'report.html').exists()
 
 
 CELLS = {

@@ -77,7 +77,7 @@ def test_groups_with_pictures_are_shown(pictured_run, one_device):
   workdir = pictured_run.workdir
   for number in (1, 2):
     console = Console(file=io.StringIO(), width=500, _environ={})
-    assert viewer.show(str(workdir), number, 'pc', console) == 0
+    viewer.show(str(workdir), number, 'pc', console=console)
     shown = console.file.getvalue()
     assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from pictured import png
 
-from bapo_jax.runtime import files
+from bapo_jax.runtime import digests, files
 
 
 def test_a_write_replaces_the_whole_file(tmp_path):
@@ -51,3 +51,33 @@ def test_an_error_without_a_name_gets_one(given, named):
   with pytest.raises(OSError) as caught, files.naming('a'):
     raise OSError(errno.ENOSPC, 'No space left on device', given)
   assert caught.value.filename == named
+
+
+# --- digests of parts of a file -------------------------------------------------------
+
+
+@pytest.mark.parametrize('size', [1, 100, 5000, 256 * 2**10])
+def test_of_a_short_file_every_byte_counts(tmp_path, size):
+  path = tmp_path / 'file'
+  content = bytes(i * 31 % 251 for i in range(size))
+  path.write_bytes(content)
+  whole = digests.sampled(str(path))
+  assert whole[0] == size
+  for at in {0, size // 3, size // 2, size - 1}:
+    changed = bytearray(content)
+    changed[at] ^= 1
+    path.write_bytes(changed)
+    assert digests.sampled(str(path)) != whole, at
+
+
+def test_of_a_long_file_64_blocks_from_end_to_end_are_read(tmp_path):
+  path = tmp_path / 'file'
+  with open(path, 'wb') as file:
+    file.truncate(10**8)  # no block of it is on the disk
+  before = digests.sampled(str(path))
+  for at, seen in ((0, True), (10**8 - 1, True), (10**6, False)):
+    with open(path, 'r+b') as file:
+      file.seek(at)
+      file.write(b'\1')
+    assert (digests.sampled(str(path)) != before) == seen, at
+    before = digests.sampled(str(path))

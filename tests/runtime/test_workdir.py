@@ -45,7 +45,7 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
   (tmp_path / 'file').write_text('')
   path = str(tmp_path / 'file' / 'run')
   with pytest.raises(ValueError, match='give a directory that you may write to'):
-    workdir.check_writable(path, '--eval_to')
+    workdir.check_writable(path, '--to')
   refusal = pytest.raises(ValueError, match=f'--workdir={path} cannot be used')
   with refusal, workdir.locked(path):
     pass

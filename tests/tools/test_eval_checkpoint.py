@@ -81,7 +81,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
   (tmp_path / 'file').write_text('')
   monkeypatch.setattr(experiment, 'evaluation', None)
   to = str(tmp_path / to) if to else ''
-  knob = f'--eval_to={to}' if to else f'--workdir={run}'
+  knob = f'--to={to}' if to else f'--workdir={run}'
   with pytest.raises(ValueError, match=knob):
     eval_checkpoint(whole_run.config, str(run), to)
 

@@ -47,7 +47,7 @@ def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
 
 def test_transformers_alone_responds_as_we_do(warm, one_device, tmp_path):
   torch = pytest.importorskip(
-    'torch', reason='parity needs torch: pip install -r requirements-parity.txt'
+    'torch', reason='parity needs torch: pip install -r requirements/parity.txt'
   )
   torch.set_num_threads(1)
   config, workdir = tiny(**{'evaluate.sampling.temperature': 0.0}), str(warm())

@@ -1,7 +1,7 @@
 """No compiled program keeps an array whole on a device that should hold a shard of it.
 
 The same checks run on eight virtual devices here, and for eight H100s and a v5e slice
-where their compilers are installed (requirements-plan.txt).
+where their compilers are installed (requirements/plan.txt).
 """
 
 import functools

@@ -298,7 +298,7 @@ def test_packing_is_an_assumption_that_is_printed(config, mesh):
   job = job_of(config, mesh)
   program = programs.train_step(job)
   rows, chip = {'train step': plan.Row(program, 0, 0, 0)}, roofline.CHIPS['v5p']
-  text = plan.roofline_table(rows, chip, job, 0.25, 4)
+  text = plan.roofline_table(rows, chip, job, 0.25)
   # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
   columns = 2 * 32 * 16 * 2048 / 1e6
   assert f'{columns:.4g} M' in text and f'{columns / 4:.4g} M' in text
@@ -314,7 +314,7 @@ def test_the_share_of_the_cache_that_is_read_is_printed(config, mesh, platform, 
   job = job_of(config, mesh, platform=platform)
   program, chip = programs.decode(job), roofline.CHIPS['v5p']
   rows = {'decode': plan.Row(program, 0, 0, 0)}
-  text = plan.roofline_table(rows, chip, job, 0.25, 4)
+  text = plan.roofline_table(rows, chip, job, 0.25)
   share = (2048 / 4 + (block - 1) / 2) / 2048 if block else 1.0
   assert f'--mean_share=0.25 a step reads {share:.1%} of the cache' in text
   full, live = map(int, re.findall(r'at most (\d+) tokens/s', text))

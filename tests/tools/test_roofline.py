@@ -1,13 +1,16 @@
 """FLOPs and bytes, counted on paper."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 from making import QWEN2 as SPEC
+from pictured import SEEING
 
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.tools.plan import roofline
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
@@ -19,6 +22,23 @@ def test_a_token_by_hand():
   # Two per weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 per layer.
   once = roofline.forward(SPEC, context=5)
   assert once == (2 * 4608, 2 * 320, 2 * 20 * 16)
+
+
+def test_the_flops_of_a_tower_are_those_of_its_products():
+  v = SEEING.vision
+  sizes = {path: math.prod(x) for path, (x, _) in vision_spec.describe(v).items()}
+  kernels = {p: n for p, n in sizes.items() if not p.endswith(('bias', 'norm'))}
+  kernels['patch'] //= v.frames  # both frames are one picture
+  for path in ('merger_in', 'merger_out'):
+    kernels[path] //= v.merge**2
+  # Pictures of two windows. Scores and their products with values: two numbers of each
+  # channel of a key.
+  window = v.window_patches
+  full = len(v.full_layers)
+  attention = 2 * v.width * window * (2 * full + v.layers - full)
+  cost = roofline.tower(SEEING, ALONE, 3, 2 * window)
+  assert cost.flops == 3 * 2 * 2 * window * (sum(kernels.values()) + attention)
+  assert cost.bytes == 4 * sum(sizes.values())
 
 
 def test_an_update_by_hand():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from test_plan import SEVEN, small
 
-from bapo_jax import main, sharding
+from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
 from bapo_jax.tools.plan import devices, plan, programs, roofline, search
 from bapo_jax.training import budget
@@ -137,7 +137,7 @@ def test_the_fastest_come_first_and_the_flags_run(config):
   slower = ', '.join(names[5:])
   assert f'not {slower}: it fits and is slower' in lines
   assert f'not 1x1x8: {refused["1x1x8"]}' in lines
-  given = main.overrides(found[0].flags.split())
+  given = config_lib.overrides(found[0].flags.split())
   assert given['mesh.tensor'] == found[0].shape['tensor']
   assert search.table([], {'8x1x1': ValueError('no')}).splitlines()[1:] == [
     'not 8x1x1: no'

@@ -1,4 +1,4 @@
-"""The viewer draws the groups that a run recorded; keys turn pages."""
+"""The viewer lists and draws the groups that a run recorded."""
 
 import io
 import json
@@ -10,22 +10,21 @@ from rich.console import Console
 
 from bapo_jax.tools import viewer
 from bapo_jax.training import checkpoint
-from bapo_jax.training.config import Config
 
 
-def printed(workdir, number=None, views='', terminal=False, keys=None):
+def printed(workdir, number=None, views='', terminal=False):
   stream = io.StringIO()
   console = Console(file=stream, width=78, force_terminal=terminal, _environ={})
-  assert viewer.show(str(workdir), number, views, console, keys) == 0
+  viewer.show(str(workdir), number, views, console=console)
   return stream.getvalue()
 
 
-def evaluated(tmp_path, *problems, rule='group_relative'):
+def evaluated(tmp_path, *problems):
   """A run with one evaluation: each problem, its responses and their verdicts."""
-  made = Config().with_values(advantage={'rule': rule})
-  (tmp_path / 'config.json').write_text(json.dumps(made.model_dump()))
+  (tmp_path / 'config.json').write_text('{}')
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
+    | {'reward': float(right)}
     for problem, responses in problems
     for text, right in responses
   ]
@@ -42,23 +41,23 @@ TWO = (
 )
 
 
-def test_the_newest_evaluation_is_paged_by_problem(tmp_path):
+def test_the_newest_evaluation_is_listed_and_printed_by_problem(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
-  first = printed(workdir)
-  assert 'group 1 of 2: evaluation at step 10' in first
-  assert '1+2 mod 7' in first and 'right answer: 3' in first
-  # Two right, two wrong: mean 1/2, deviation 1/2, so +1 and -1.
-  lines = [line for line in first.splitlines() if 'advantage' in line]
-  assert lines == [
-    '1/4 ✓ right  reward 1.00  advantage +1.00',
-    '2/4 ✗ wrong  reward 0.00  advantage -1.00',
-    '3/4 ✗ wrong  reward 0.00  advantage -1.00',
-    '4/4 ✓ right  reward 1.00  advantage +1.00',
+  first, second, *advice = printed(workdir).splitlines()
+  assert re.fullmatch(r' +1 +2 of 4 right +evaluation at step 10', first)
+  assert re.fullmatch(r' +2 +0 of 1 right +evaluation at step 10', second)
+  assert '--group=1 to --group=2 prints a group' in ' '.join(advice)
+  drawn = printed(workdir, 1)
+  assert 'group 1 of 2: evaluation at step 10' in drawn
+  assert '1+2 mod 7' in drawn and 'right answer: 3' in drawn
+  lines = [line.strip() for line in drawn.splitlines() if 'reward' in line]
+  assert lines == [  # an evaluation has no advantage
+    '1/4 ✓ right  reward 1.00',
+    '2/4 ✗ wrong  reward 0.00',
+    '3/4 ✗ wrong  reward 0.00',
+    '4/4 ✓ right  reward 1.00',
   ]
-  assert '--show_group=1..2 prints another group' in first
-  second = printed(workdir, 2)
-  assert 'group 2 of 2' in second and '1/1 ✗ wrong' in second
-  assert 'advantage +0.00' in second and '--show_group' not in second
+  assert 'records only text' in printed(workdir, 2, 'p')
 
 
 def response(text, right, adv, **numbers):
@@ -100,19 +99,6 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '4[1.30]3[masked 0.50]' in printed(workdir, 1, 'c')
 
 
-def test_a_group_that_taught_something_is_opened(tmp_path):
-  workdir = evaluated(tmp_path, ('2+3', [('so 5', False)]), *TWO)
-  assert 'group 2 of 3: evaluation' in printed(workdir)  # the first of both verdicts
-  right, wrong = response('3', True, 1.0), response('4', False, -1.0)
-  untaught = wrong | {'taught': False}
-  record(workdir, 7, [right, right], [right, untaught], [right, wrong], [right, wrong])
-  assert 'group 3 of 7: problem 4, trained on in step 7' in printed(workdir)
-  assert 'group 1 of 7' in printed(workdir, 1)
-  turned = printed(workdir, terminal=True, keys='bq')
-  turned = re.sub(r'\x1b\[[\d;]*[A-Za-z]', '', turned)
-  assert turned.index('group 3 of 7') < turned.index('group 2 of 7')
-
-
 def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):
   # It can neither steer the terminal nor be read as markup.
   nasty = 'a\x1b[2Jb\x07[bold]c[/bold]\x9bd\x7f'
@@ -125,18 +111,6 @@ def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):
   assert printed(workdir, 1, 'a').count('x') >= 5000
 
 
-def test_keys_turn_pages_and_switch_views(tmp_path):
-  workdir = evaluated(tmp_path, *TWO)
-  # First page; back stays; next; next stays; probabilities; away again; quit.
-  drawn = printed(workdir, terminal=True, keys='bnnp?pq' + 'n')
-  drawn = re.sub(r'\x1b\[[\d;]*[A-Za-z]', '', drawn)
-  pages = drawn.split('group ')[1:]
-  assert [p[0] for p in pages] == list('1122222')
-  explained = ['records only text' in p for p in pages]
-  assert explained == [False] * 4 + [True] * 2 + [False]
-  assert 'n: next, b: back, p: token probabilities' in drawn
-
-
 def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
   for step in (7, 9):
@@ -146,7 +120,7 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
       checkpoint.save(checkpoints, step, {'params': {'w': np.zeros(2)}}, {})
 
   def sources(which):
-    return [g.source[-11:] for g in viewer.read(str(workdir), which)]
+    return [g.where[-11:] for g in viewer.read(str(workdir), which)]
 
   evaluation = ' at step 10'
   assert sources('newest') == ['p 9, reused', evaluation, evaluation]
@@ -158,13 +132,13 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
 
 def test_nothing_recorded_and_no_such_group_are_one_sentence(tmp_path):
   with pytest.raises(ValueError, match='--workdir'):
-    viewer.show(str(tmp_path), None, '')
+    viewer.show(str(tmp_path))
   evaluated(tmp_path, *TWO)
-  with pytest.raises(ValueError, match='--show_group=3'):
+  with pytest.raises(ValueError, match='--group=3'):
     viewer.show(str(tmp_path), 3, '')
-  with pytest.raises(ValueError, match='--show_with=px'):
+  with pytest.raises(ValueError, match='--views=px'):
     viewer.show(str(tmp_path), 1, 'px')
   for path in (tmp_path / 'eval').iterdir():
     path.unlink()
   with pytest.raises(ValueError, match='--workdir'):
-    viewer.show(str(tmp_path), None, '')
+    viewer.show(str(tmp_path))

@@ -156,7 +156,7 @@ def test_rows_and_kernels_fit_the_mesh():
 @pytest.mark.parametrize('variant', ['tiny', 'recipe'])
 def test_variants_that_need_no_download_are_sound(variant):
   config = parse(aime.get_config(variant).to_dict())
-  resolve.check_available(config)
+  resolve.resolve(config)
 
 
 def test_a_config_comes_back_from_its_plain_values_and_from_json():

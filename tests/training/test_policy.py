@@ -28,10 +28,10 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
     (tmp_path / 'checkpoint-500' / name).rename(other / name)
   knobs = {'model.path': path, 'problems.source': 'synthetic'}
   with pytest.raises(ValueError, match=r'no tokenizer\.json'):
-    resolve.check_available(tiny(**knobs))
-  found = resolve.check_available(tiny(**knobs, **{'tokenizer.path': str(other)}))
-  assert found.directory == path
-  assert found.tokenizer.backend.name_or_path == str(other)
+    resolve.read_files(tiny(**knobs))
+  model = resolve.read_files(tiny(**knobs, **{'tokenizer.path': str(other)})).model
+  assert model.directory == path
+  assert model.tokenizer.backend.name_or_path == str(other)
 
 
 @pytest.mark.parametrize('variant', ['7b', '32b'])

@@ -15,9 +15,9 @@ from bapo_jax import types
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
 from bapo_jax.data.prompts import Problems
-from bapo_jax.rollout.rollout import Rollout
+from bapo_jax.rollout.rollout import Rollout, Verification
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import step_metrics, trainer
+from bapo_jax.training import sampler, step_metrics, trainer
 from bapo_jax.training.state import StepRecord, Trainer, TrainState
 from bapo_jax.training.submission import Sampled
 
@@ -66,18 +66,30 @@ class Script:
     self.freed: list[bool] = []  # before each update, whether the actor was deleted
     sizes = {'prompts.count': P, 'sampler.group_size': G}
     self.config = tiny(**sizes, **{'learner.minibatches': 1}, **knobs)
-    patch.setattr(trainer, 'rollout', self.rollout)
-    patch.setattr(trainer, 'PartialRollouts', lambda engine, places: None)
-    patch.setattr(trainer.decode, 'params_of', lambda actor, *_: actor)
+    patch.setattr(sampler, 'rollout', self.rollout)
+    patch.setattr(sampler, 'PartialRollouts', lambda engine, places: None)
+    patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
+    engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=None)
+    nothing: Any = None
+    timer = PhaseTimer()
     fields: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     fields |= {
       'config': self.config,
       'problems': PROBLEMS,
-      'engine': python_types.SimpleNamespace(group_size=G, length=T),
+      'engine': engine,
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
-      'timer': PhaseTimer(),
+      'timer': timer,
       'train_step': self.train_step,
-      'recompute': self.recompute,
+      'sampler': sampler.LocalSampler(
+        engine,
+        nothing,
+        Verification(PROBLEMS, nothing, nothing, timer),
+        seed=self.config.seed,
+        count=P,
+        places=P,
+        knobs=self.config.rollout,
+        score=self.score,
+      ),
     }
     self.trainer = Scripted(**fields)
 
@@ -99,7 +111,7 @@ class Script:
   def is_fresh(self, key) -> bool:
     return key == trainer.step_keys(self.config.seed, 0).fresh
 
-  def recompute(self, params, groups, version, pictures):
+  def score(self, params, groups, version, pictures):
     self.scored.append((float(params['updates']), version))
     return groups, types.LogpDiff(0.0, 0.0, 0)
 
@@ -270,7 +282,9 @@ def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
   record = StepRecord(3, groups, np.array([-1, -1]), [])
   tokenizer = python_types.SimpleNamespace(eos=(1,))
   t: Any = python_types.SimpleNamespace(
-    tokenizer=tokenizer, timer=PhaseTimer(), beside=None
+    tokenizer=tokenizer,
+    timer=PhaseTimer(),
+    sampler=python_types.SimpleNamespace(elsewhere=False),
   )
   s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
   fresh = Rollout(groups, [], [])

@@ -27,7 +27,8 @@ def load(made, workdir):
 
 def fitted(made, seed):
   """The weights after a warm start with this seed."""
-  r, problems = resolve(made), sources.sft_problems(made.problems)
+  r = resolve(made)
+  problems = sources.sft_problems(made.problems, r.data)
   fit = sharding.under(r.mesh, sft.fit)
   fixed = r.tokenizer, r.spec, r.mesh, made.row_length
   return fit(*fixed, *problems, made.sft, seed, r.schedule)

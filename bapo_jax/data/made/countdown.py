@@ -15,7 +15,6 @@ first chain that ends in the target becomes the answer:
 A policy can learn which chains to try: few come near the target.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -56,13 +55,13 @@ def row(numbers: Any, target: Any, wording: str) -> Row:
   return Row(text, answer, 'countdown')
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws the training, then the held-out problems; `answer` is the target number.
 
   Raises a ValueError if there are too few distinct problems.
   """
-  knobs, count = problems.countdown, problems.count
+  knobs = problems.countdown
+  count = problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))
 
   def draw() -> tuple[tuple[int, ...], Problem] | None:
@@ -83,14 +82,14 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
 
 
 def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
-  left = list(numbers)
-  while len(left) > 1:
-    b, a = (left.pop(rng.integers(len(left))) for _ in range(2))
+  values = list(numbers)
+  while len(values) > 1:
+    b, a = (values.pop(rng.integers(len(values))) for _ in range(2))
     results = [a + b, a * b, abs(a - b)]
     results += [max(a, b) // min(a, b)] if max(a, b) % min(a, b) == 0 else []
     results = [r for r in results if r > 0]
-    left.append(results[rng.integers(len(results))])
-  return left[0]
+    values.append(results[rng.integers(len(results))])
+  return values[0]
 
 
 # About 130 tokens of work. Chains beyond the length of a row only cost time: writing
@@ -137,7 +136,9 @@ def _chain(
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # The larger of the first two comes first: 4-7 is not positive, 4+7 is 7+4.
     first, rest[0] = max(first, rest[0]), min(first, rest[0])
-    value, steps, expression = first, str(first), str(first)
+    value = first
+    steps = str(first)
+    expression = str(first)
     for i, n in enumerate(rest):
       results = {'+': value + n, '-': value - n, '*': value * n}
       results |= {'/': value // n} if value % n == 0 else {}

@@ -17,7 +17,6 @@ quantities asked for, counted from 1 and negative if subtracted. Axes: H and W a
 and columns of pixels.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -35,13 +34,13 @@ LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws the training, then the held-out problems; `kind` changes no quantity.
 
   Raises a ValueError if there are too few distinct problems.
   """
-  knobs, seed = problems.drawn, problems.seed
+  knobs = problems.drawn
+  seed = problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
   def draw() -> tuple[tuple, tuple]:
@@ -57,15 +56,15 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   # Kinds use a separate random stream, so that quantities do not depend on kinds.
   kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
   stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
-  made = []
+  problem_list = []
   for i, (numbers, terms) in enumerate(drawn):
     kind = kinds[stream.integers(len(kinds))]
     text = _text(kind, numbers, terms, knobs.wording)
     answer = _value([numbers[abs(n) - 1] for n in terms], terms)
     picture = _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides)
     row = Row(text, str(answer), pictures=(picture,))
-    made.append(Problem(row, answer, numbers, terms))
-  return tuple(made)
+    problem_list.append(Problem(row, answer, numbers, terms))
+  return tuple(problem_list)
 
 
 def solve(
@@ -122,8 +121,10 @@ def _dark(rng: np.random.Generator) -> np.ndarray:
 
 def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
   """Draws bars on a line, beside an axis with a tick at every unit."""
-  side, axis = len(canvas), 4
-  unit, wide = (side - 6) // BASE, (side - axis) // len(numbers)
+  side = len(canvas)
+  axis = 4
+  unit = (side - 6) // BASE
+  wide = (side - axis) // len(numbers)
   ground = side - 3
   canvas[ground, :] = canvas[:, axis - 1] = LINE
   for k in range(BASE):
@@ -144,20 +145,22 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
   for i, n in enumerate(numbers):
     canvas[:, i * wide] = GRID
     colour = _dark(rng)
-    for place in rng.permutation(BASE)[:n]:
-      top = int(place) // 2 * down + int(rng.integers(0, down - size))
-      left = i * wide + 2 + int(place) % 2 * across
+    for cell in rng.permutation(BASE)[:n]:
+      top = int(cell) // 2 * down + int(rng.integers(0, down - size))
+      left = i * wide + 2 + int(cell) % 2 * across
       left += int(rng.integers(0, across - size))
       canvas[top : top + size, left : left + size] = colour
 
 
 def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
   """Draws horizontal segments, one per row, over vertical lines one unit apart."""
-  unit, high = (len(canvas) - 2) // BASE, len(canvas) // len(numbers)
+  unit = (len(canvas) - 2) // BASE
+  high = len(canvas) // len(numbers)
   canvas[:, : BASE * unit + 1 : unit] = GRID
   for i, n in enumerate(numbers):
     left = int(rng.integers(0, BASE - n)) * unit
-    row, colour = i * high + int(rng.integers(3, high - 4)), _dark(rng)
+    row = i * high + int(rng.integers(3, high - 4))
+    colour = _dark(rng)
     canvas[row : row + 2, left : left + n * unit + 1] = colour
     for end in (left, left + n * unit):  # makes a length of 0 visible
       canvas[row - 3 : row + 5, end : end + 2] = colour

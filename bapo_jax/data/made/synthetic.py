@@ -105,9 +105,11 @@ def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   """Draws a chain of +, - and *; `numbers`: its results, from left to right, and m."""
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
-  text, results = str(value), []
+  text = str(value)
+  results = []
   for _ in range(operations):
-    sign, n = '+-*'[rng.integers(3)], int(rng.integers(2, 10))
+    sign = '+-*'[rng.integers(3)]
+    n = int(rng.integers(2, 10))
     value = {'+': value + n, '-': value - n, '*': value * n}[sign] % m
     text += f'{sign}{n}'
     results.append(value)
@@ -175,7 +177,9 @@ def solve_pair(
     reduced[wrong] = (reduced[wrong] + int(rng.integers(1, m))) % m
   a_reduced, b_reduced = reduced
   written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
-  solution, untried, tried = int(rng.integers(m)), list(rng.permutation(m)), []
+  solution = int(rng.integers(m))
+  untried = list(rng.permutation(m))
+  tried = []
   for _ in range(m if not stops else 6 * m):  # bounded: there may be no solution
     if not untried:
       untried = list(rng.permutation(m))
@@ -210,9 +214,11 @@ FAMILIES = {
 }
 
 
-def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
+def to_imitate(
+  problems: ProblemsConfig, generated: tuple[Problem, ...]
+) -> tuple[tuple[Problem, ...], Solver]:
   """Returns the warm start's problems and the function that writes their solutions."""
-  training = generate(problems)[: problems.train]
+  training = generated[: problems.train]
   if problems.family != 'pair':
     return training, FAMILIES[problems.family].solve
   easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
@@ -220,18 +226,16 @@ def to_imitate(problems: ProblemsConfig) -> tuple[tuple[Problem, ...], Solver]:
   return easy, functools.partial(solve_pair, **knobs)
 
 
-@functools.lru_cache(maxsize=2)  # shared by the check, the warm start, the run
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """Draws distinct problems: first the training, then the held-out problems.
 
   Raises a ValueError if the level has too few problems.
   """
-  family, level = problems.family, problems.level
-  rng = np.random.default_rng((problems.seed, level))
+  rng = np.random.default_rng((problems.seed, problems.level))
 
   def draw() -> tuple[str, Problem]:
-    problem = FAMILIES[family].draw(rng, problems)
+    problem = FAMILIES[problems.family].draw(rng, problems)
     return problem.text, problem
 
-  source = f'level {level} of {family}'
+  source = f'level {problems.level} of {problems.family}'
   return tuple(draw_distinct(draw, problems.count, source, 'problems.level'))

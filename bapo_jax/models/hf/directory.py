@@ -13,9 +13,14 @@ from bapo_jax.runtime import digests
 NAME = re.compile(r'hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?', re.ASCII)
 MODEL_FILES = ('config.json', 'tokenizer.json', '*.safetensors')
 OPTIONAL_FILES = (  # read if present; `identity` covers these and the weights
-  *('config.json', 'generation_config.json', 'preprocessor_config.json'),
-  *('processor_config.json', 'tokenizer.json', 'tokenizer_config.json'),
-  *('special_tokens_map.json', 'chat_template.jinja'),
+  'config.json',
+  'generation_config.json',
+  'preprocessor_config.json',
+  'processor_config.json',
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'chat_template.jinja',
 )
 # Rewrites the weights of a model as safetensors, in PyTorch.
 CONVERT = (
@@ -37,7 +42,7 @@ KINDS = {
   **dict.fromkeys(
     ('_CHECKPOINT_METADATA', '*/_CHECKPOINT_METADATA', '*/*/_CHECKPOINT_METADATA'),
     'contains a checkpoint of a run ({1}), not a model; write the model with '
-    '--mode=export --workdir=<directory of the run> --export_to=<new directory>, then '
+    'bapo export <directory of the run> --to=<new directory>, then '
     'set model.path to the new directory',
   ),
   '*.gguf': (
@@ -93,28 +98,35 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
   Raises:
     ValueError: files are missing; the message names the command that downloads them.
   """
-  path, reason, hub = resolve(name), '', parse_hub_name(name)
-  if hub and missing(path, needs):
-    try:
-      path = _snapshot(hub, local=False, weights='*.safetensors' in needs)
-    except (OSError, ValueError) as error:
-      # The first line states the failure; the other lines suggest an import.
-      reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
-  if lacking := missing(path, needs):
-    place = f'in the local hub cache{reason}' if hub else f'there{hint(name)}'
-    revision = f' --revision {hub.revision}' if hub and hub.revision else ''
-    only = ' config.json' if lacking == ['config.json'] else ''
-    pickled = ''
-    if hub and lacking == ['*.safetensors']:  # pickles are not downloaded
-      convert = CONVERT.format('<directory>')
-      pickled = f' and, if the model is published as pytorch_model.bin, `{convert}`'
-    raise ValueError(
-      f'--config.{knob}={name}: found no {", ".join(lacking)} {place}; on a machine '
-      'with a network, run `hf download '
-      f'{hub.repository if hub else "<name>"}{only}{revision} --local-dir '
-      f'{"<directory>" if hub else name}`{pickled}, then set {knob} to that directory'
-    )
-  return path
+  path = resolve(name)
+  where = f'there{hint(name)}'
+  source = '<name>'
+  revision = ''
+  target = name
+  if hub := parse_hub_name(name):
+    where = 'in the local hub cache'
+    source = hub.repository
+    revision = f' --revision {hub.revision}' if hub.revision else ''
+    target = '<directory>'
+    if missing(path, needs):
+      try:
+        path = _snapshot(hub, local=False, weights='*.safetensors' in needs)
+      except (OSError, ValueError) as error:
+        # The first line states the failure; the other lines suggest an import.
+        where += f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+  lacking = missing(path, needs)
+  if not lacking:
+    return path
+  only = ' config.json' if lacking == ['config.json'] else ''
+  convert = ''
+  if hub and lacking == ['*.safetensors']:  # pickles are not downloaded
+    convert = CONVERT.format(target)
+    convert = f' and, if the model is published as pytorch_model.bin, `{convert}`'
+  raise ValueError(
+    f'--config.{knob}={name}: found no {", ".join(lacking)} {where}; on a machine with '
+    f'a network, run `hf download {source}{only}{revision} --local-dir {target}`'
+    f'{convert}, then set {knob} to that directory'
+  )
 
 
 def resolve(name: str) -> str:

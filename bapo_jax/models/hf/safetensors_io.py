@@ -9,7 +9,6 @@ a slice of 8 MiB with version 0.8.0), and needs all arrays at once to write a fi
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -25,9 +24,9 @@ DTYPES = {
   'BF16': jnp.dtype('bfloat16'),
 }
 NAMES = {dtype.name: code for code, dtype in DTYPES.items()}
-ONE_FILE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+ONE_FILE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
 ADAPTERS = 'adapter_model.safetensors'
-SHARD = re.compile(r'[^/\\\0]+\.safetensors')
 
 
 class Tensor(NamedTuple):
@@ -56,7 +55,7 @@ def files(path: str) -> list[str]:
       raise ValueError(f'{index_file} has no weight_map; download the file again')
     for file in weight_map.values():
       # A damaged or hostile index must not lead out of the directory.
-      if not isinstance(file, str) or not SHARD.fullmatch(file):
+      if os.path.basename(str(file)) != file or not file.endswith('.safetensors'):
         raise ValueError(
           f'{index_file}: {file!r:.80} in weight_map must be the name of a safetensors '
           'file in the same directory; download the file again'
@@ -146,9 +145,11 @@ def write(
 ) -> None:
   """Writes arrays of one dtype to a file, one at a time, in the order of `shapes`."""
   entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
-  end, code = 0, NAMES[dtype]
+  code = NAMES[dtype]
+  end = 0
   for name, shape in shapes.items():
-    start, end = end, end + math.prod(shape) * DTYPES[code].itemsize
+    start = end
+    end += math.prod(shape) * DTYPES[code].itemsize
     entries[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
   text = json.dumps(entries).encode()
   text += b' ' * (-len(text) % 8)  # the format's alignment
@@ -161,10 +162,13 @@ def write(
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
   """Yields a list of tensor names per file: at most `limit` bytes, or one tensor."""
-  names, total = [], 0
+  names = []
+  total = 0
   for name, size in sizes.items():
     if names and total + size > limit:
       yield names
-      names, total = [], 0
-    names, total = [*names, name], total + size
+      names = []
+      total = 0
+    names.append(name)
+    total += size
   yield names

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from bapo_jax import sharding
@@ -63,23 +64,6 @@ MODULES = {
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
 NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
-# Last name of a parameter -> (axes here, axes in the file). A file has projections as
-# [out, in] and merges letters without a space. Other parameters have the same axes.
-AXES = {
-  **dict.fromkeys('qkv', ('DHC', 'HC D')),
-  **dict.fromkeys(('q_bias', 'k_bias', 'v_bias'), ('HC', 'HC')),
-  'o': ('HCD', 'D HC'),
-  **dict.fromkeys(('gate', 'up'), ('DF', 'F D')),
-  'down': ('FD', 'D F'),
-  # Channel, frame, row and column of a pixel; queries, keys and values share axis N.
-  'patch': ('cthwD', 'D c t h w'),
-  'qkv': ('DNHC', 'NHC D'),
-  'qkv_bias': ('NHC', 'NHC'),
-  'merger_in': ('XY', 'Y X'),
-  'merger_out': ('XD', 'D X'),
-}
-
-
 # First part of a tensor's name -> what the tensor belongs to, and the way out.
 FOREIGN = {
   'v_head': (
@@ -127,7 +111,8 @@ def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
 
 def reader(path: str, spec: ModelSpec) -> Callable[[str], np.ndarray]:
   """Returns a function that loads one parameter to host memory; see `load`."""
-  index, like = check(path, spec), transformer.flatten(transformer.abstract(spec))
+  index = check(path, spec)
+  like = transformer.flatten(transformer.abstract(spec))
   host = sharding.make(devices=jax.local_devices(backend='cpu')[:1])
   layout = sharding.replicated(host)
   return lambda parameter: np.asarray(
@@ -154,8 +139,8 @@ def check(path: str, spec: ModelSpec) -> Index:
     missing = sorted(shapes.keys() - index)
     extra = sorted(index.keys() - shapes)
     for name in extra:
-      if belongs := FOREIGN.get(name.partition('.')[0]):
-        raise ValueError(f'{path}: {name} belongs to {belongs.format(path)}')
+      if owner := FOREIGN.get(name.partition('.')[0]):
+        raise ValueError(f'{path}: {name} belongs to {owner.format(path)}')
     raise ValueError(
       f'{path}: tensors do not match config.json: {len(missing)} missing '
       f'{missing[:3]}, {len(extra)} unknown {extra[:3]}; download the model again'
@@ -172,7 +157,8 @@ def check(path: str, spec: ModelSpec) -> Index:
 def _load_parameter(
   parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ) -> jax.Array:
-  shape, dtype = like.shape, like.dtype
+  shape = like.shape
+  dtype = like.dtype
   layers, tail = split(parameter, shape)
   axes = file_axes(parameter, tail)
   order = list(itertools.chain(*axes))
@@ -183,14 +169,14 @@ def _load_parameter(
     for device, cuts in layout.addressable_devices_indices_map(shape).items()
     if cuts is not None
   }
+  shard_shape = layout.shard_shape(shape)
   shards: dict[jax.Device, jax.Array] = {}
   # Devices that hold the same rows of the file share every block that is read.
   for start, stop in sorted({span[0] for span in spans.values()}):
     group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
     # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
-    lows, highs = np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]
-    hull = list(zip(lows.tolist(), highs.tolist(), strict=True))
+    hull = np.stack([np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]], 1).tolist()
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize
     for stack, top, bottom in _blocks(layers, start, stop, row_bytes):
@@ -211,11 +197,17 @@ def _load_parameter(
         piece = rows[(slice(None), slice(None), *window)]
         piece = piece.transpose(0, *(np.argsort(order) + 1))
         corner = np.zeros(piece.ndim, np.int32)
-        corner[0], corner[1 + order[0]] = stack[0], top - start
+        corner[0] = stack[0]
+        corner[1 + order[0]] = top - start
         if len(tail) == len(shape):  # not stacked
-          piece, corner = piece[0], corner[1:]
-        shard_shape = layout.shard_shape(shape)
-        shards[device] = _filled(shards.get(device), piece, corner, shard_shape, device)
+          piece = piece[0]
+          corner = corner[1:]
+        if piece.shape == shard_shape:
+          shards[device] = jax.device_put(piece, device)
+          continue
+        if device not in shards:
+          shards[device] = jnp.zeros(shard_shape, dtype, device=device)
+        shards[device] = _update(shards[device], piece, tuple(corner))
       # Without waiting, blocks would pile up in host memory.
       jax.block_until_ready(list(shards.values()))
   return jax.make_array_from_single_device_arrays(
@@ -227,15 +219,11 @@ def _blocks(
   layers: int, start: int, stop: int, row_bytes: int
 ) -> Iterator[tuple[range, int, int]]:
   """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
-  together = BLOCK // max((stop - start) * row_bytes, 1)
-  if together:
-    for i in range(0, layers, together):
-      yield range(i, min(i + together, layers)), start, stop
-  else:
-    rows = max(BLOCK // row_bytes, 1)
-    for i in range(layers):
-      for top in range(start, stop, rows):
-        yield range(i, i + 1), top, min(top + rows, stop)
+  together = max(BLOCK // ((stop - start) * row_bytes), 1)
+  rows = max(BLOCK // row_bytes, 1)
+  for i in range(0, layers, together):
+    for top in range(start, stop, rows):
+      yield range(i, min(i + together, layers)), top, min(top + rows, stop)
 
 
 def _read_rows(
@@ -248,7 +236,7 @@ def _read_rows(
 ) -> np.ndarray:
   """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
 
-  The axes have the given `sizes`; in the file, the first `lead` of them are one axis.
+  The axes have these `sizes`; in the file, the first `lead` of them are one axis.
   """
   # At most the first axis of a row is split. Only the span of this axis is read.
   cut = hull[lead - 1 : lead]
@@ -272,36 +260,19 @@ def finite(array: np.ndarray) -> bool:
   return bool(largest < infinity)
 
 
-def _filled(
-  shard: jax.Array | None,
-  piece: np.ndarray,
-  corner: np.ndarray,
-  shape: Shape,
-  device: jax.Device,
-) -> jax.Array:
-  if piece.shape == shape:
-    return jax.device_put(piece, device)
-  if shard is None:
-    shard = jnp.zeros(shape, piece.dtype, device=device)
-  return _update(shard, piece, tuple(corner))
-
-
 @functools.partial(jax.jit, donate_argnums=0)  # in place
-def _update(
-  shard: jax.Array, piece: jax.Array, corner: tuple[jax.Array, ...]
-) -> jax.Array:
-  if piece.dtype.itemsize == 4:
-    return jax.lax.dynamic_update_slice(shard, piece, corner)
+def _update(shard: jax.Array, piece: jax.Array, corner: Any) -> jax.Array:
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
-  bits, piece_bits = (jax.lax.bitcast_convert_type(x, 'uint16') for x in (shard, piece))
-  bits = jax.lax.dynamic_update_slice(bits, piece_bits, corner)
-  return jax.lax.bitcast_convert_type(bits, piece.dtype)
+  bits = f'uint{8 * piece.dtype.itemsize}'
+  whole, part = (lax.bitcast_convert_type(x, bits) for x in (shard, piece))
+  whole = lax.dynamic_update_slice(whole, part, corner)
+  return lax.bitcast_convert_type(whole, shard.dtype)
 
 
 def save(
   path: str,
-  get: Callable[[str], jax.Array | np.ndarray],
+  get: Callable[[str], Any],
   spec: ModelSpec,
   dtype: str = 'float32',
   shard_bytes: int = 5 * 10**9,
@@ -311,10 +282,24 @@ def save(
   `get` returns the array of a parameter. Parameters are requested once, in order, so
   that the host holds one at a time. `dtype` is 'float32', 'float16' or 'bfloat16'.
   """
-  kind, shapes = jnp.dtype(dtype), stored(spec)
+  kind = jnp.dtype(dtype)
+  shapes = stored(spec)
+
+  def tensors():
+    for parameter, (shape, _) in transformer.describe(spec).items():
+      array = get(parameter)
+      layers, tail = split(parameter, shape)
+      order = list(itertools.chain(*file_axes(parameter, tail)))
+      for i in range(layers):
+        layer = np.asarray(array if len(tail) == len(shape) else array[i])
+        layer = layer.transpose(order).astype(kind)
+        yield layer.reshape(shapes[NAMES[parameter].format(i)])
+      del array, layer  # before the next parameter is read
+
   sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
   parts = list(safetensors_io.shards(sizes, shard_bytes))
-  arrays, file_of = _as_stored(get, spec, kind, shapes), {}
+  arrays = tensors()
+  file_of = {}
   for i, names in enumerate(parts, 1):
     file = f'model-{i:05}-of-{len(parts):05}.safetensors'
     file = file if len(parts) > 1 else safetensors_io.ONE_FILE
@@ -328,23 +313,6 @@ def save(
   if len(parts) > 1:
     content = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': file_of}
     files.write_json(os.path.join(path, safetensors_io.INDEX), content)
-
-
-def _as_stored(
-  get: Callable[[str], jax.Array | np.ndarray],
-  spec: ModelSpec,
-  dtype: np.dtype,
-  shapes: dict[str, Shape],
-) -> Iterator[np.ndarray]:
-  for parameter, (shape, _) in transformer.describe(spec).items():
-    array = get(parameter)
-    layers, tail = split(parameter, shape)
-    order = list(itertools.chain(*file_axes(parameter, tail)))
-    for i in range(layers):
-      layer = np.asarray(array if len(tail) == len(shape) else array[i])
-      layer = layer.transpose(order).astype(dtype)
-      yield layer.reshape(shapes[NAMES[parameter].format(i)])
-    del array, layer  # before the next parameter is read
 
 
 def stored(spec: ModelSpec) -> dict[str, Shape]:
@@ -363,12 +331,21 @@ def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
 
 
 def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
-  """Returns, for each axis of a file's tensor, the axes of `tail` that it merges."""
-  name = parameter.rpartition('/')[2]
-  if name not in AXES:
-    return [[axis] for axis in range(len(tail))]
-  ours, theirs = AXES[name]
-  return [[ours.index(axis) for axis in axes] for axes in theirs.split()]
+  """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
+
+  A file has projections as [out, in] and biases as [out], each merged to one axis.
+  Embedding, head and norms have the same axes here. The kernel of patches is [D,
+  channel, frame, row, column] there, with D last here.
+  """
+  axes = list(range(len(tail)))
+  if parameter.endswith('_bias'):
+    return [axes]
+  if parameter in ('embed', 'head') or len(tail) == 1:
+    return [[axis] for axis in axes]
+  if parameter == 'vision/patch':
+    return [[axis] for axis in axes[-1:] + axes[:-1]]
+  inputs = 2 if parameter.endswith('/o') else 1
+  return [axes[inputs:], axes[:inputs]]
 
 
 def save_adapters(
@@ -384,8 +361,10 @@ def save_adapters(
   `get` returns the array at a path such as 'layers/q/a', and `model` is model.path. The
   `dtype` of all tensors is 'float32', 'float16' or 'bfloat16'.
   """
-  kind, hub = jnp.dtype(dtype), directory.parse_hub_name(model)
-  modules, arrays = [], {}
+  kind = jnp.dtype(dtype)
+  hub = directory.parse_hub_name(model)
+  modules = []
+  arrays = {}
   for parameter in lora.shapes(spec, knobs.rank, knobs.targets):
     module = MODULES[parameter]
     if spec.vision:  # the module name in transformers' class

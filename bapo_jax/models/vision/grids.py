@@ -37,8 +37,11 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
     grid_RI2: patches of each picture along height and width, multiples of v.merge; 0
       for no picture. They must fit into `patches` (Z) and `windows` (W) of a row.
   """
-  m, side, Y = v.merge, v.window_side, v.window_patches
-  high_RI, wide_RI = grid_RI2[..., 0] // m, grid_RI2[..., 1] // m  # in merged patches
+  m = v.merge
+  side = v.window_side
+  Y = v.window_patches
+  high_RI = grid_RI2[..., 0] // m
+  wide_RI = grid_RI2[..., 1] // m  # in merged patches
   size_RI = grid_RI2[..., 0] * grid_RI2[..., 1]
   end_RI = jnp.cumsum(size_RI, 1)
   patch_Z = jnp.arange(patches, dtype=jnp.int32)
@@ -46,15 +49,18 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
   picture_RZ = (patch_Z[None, None] >= end_RI[:, :, None]).sum(1, dtype=jnp.int32)
   live_RZ = picture_RZ < grid_RI2.shape[1]
 
-  def per_patch(x_RI: Array) -> Array:
+  def per_patch(x_RI):
     return jnp.take_along_axis(x_RI, picture_RZ, 1, mode='clip')
 
   # Row and column of each patch, from its number within its picture.
   local_RZ = patch_Z[None] - per_patch(end_RI - size_RI)
-  merged_RZ, inside_RZ = local_RZ // m**2, local_RZ % m**2
+  merged_RZ = local_RZ // m**2
+  inside_RZ = local_RZ % m**2
   across_RZ = jnp.maximum(per_patch(wide_RI), 1)
-  down_RZ, right_RZ = merged_RZ // across_RZ, merged_RZ % across_RZ
-  row_RZ, column_RZ = down_RZ * m + inside_RZ // m, right_RZ * m + inside_RZ % m
+  down_RZ = merged_RZ // across_RZ
+  right_RZ = merged_RZ % across_RZ
+  row_RZ = down_RZ * m + inside_RZ // m
+  column_RZ = right_RZ * m + inside_RZ % m
 
   # The window of each patch among those of its row, and its slot in the window.
   count_RI = -(-high_RI // side) * -(-wide_RI // side)
@@ -74,16 +80,6 @@ def layout(grid_RI2: Array, patches: int, windows: int, v: VisionSpec) -> Layout
     slot_RZ=slot_RZ,
     patch_RWY=patch_RX.reshape(R, windows, Y),
   )
-
-
-def most_windows(patches: int, pictures: int, v: VisionSpec) -> int:
-  """Returns how many windows suffice for `pictures` pictures with `patches` in total.
-
-  A picture of a x b merged patches has ceil(a / s) ceil(b / s) windows of side s, at
-  most (ab + s - 1) / s, which a strip of width 1 needs.
-  """
-  side = v.window_side
-  return (patches // v.merge**2 + pictures * (side - 1)) // side
 
 
 def count_windows(grids: Sequence[tuple[int, int]] | np.ndarray, v: VisionSpec) -> int:

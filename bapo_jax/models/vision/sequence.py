@@ -27,7 +27,8 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Arr
   sample image tokens: those beyond the number of patches count as text. grid_BI2 counts
   the patches of each picture along height and width; 0: no picture.
   """
-  high_BI, wide_BI = grid_BI2[..., 0] // v.merge, grid_BI2[..., 1] // v.merge
+  high_BI = grid_BI2[..., 0] // v.merge
+  wide_BI = grid_BI2[..., 1] // v.merge
   end_BI = jnp.cumsum(high_BI * wide_BI, 1)
   start_BI = end_BI - high_BI * wide_BI
   marked_BT = tokens_BT == v.image_token
@@ -43,7 +44,7 @@ def place(tokens_BT: Array, grid_BI2: Array, v: VisionSpec) -> tuple[Places, Arr
 
   picture_BT = past_BTI.sum(2)
 
-  def per_token(x_BI: Array) -> Array:
+  def per_token(x_BI):
     return jnp.take_along_axis(x_BI, picture_BT, 1, mode='clip')
 
   # Row and column within the picture. text_BT is equal for all patches of a picture,
@@ -71,7 +72,7 @@ def embedded(
   if isinstance(pictures, EmbeddedPictures):
     return pictures
   pixels_PZE, grid_PI2, window_PW = pictures
-  windows = None if window_PW is None else window_PW.shape[1]
+  windows = window_PW.shape[1]
   merged_PMD = tower.forward(
     params['vision'], pixels_PZE, grid_PI2, spec, windows, schedule=schedule
   )
@@ -106,7 +107,7 @@ def prefill(
 
 def embed(
   params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
-) -> tuple[Array, tuple[Array, Array], Array]:
+) -> tuple[Array, layers.Turn, Array]:
   """Embeds rows with pictures; returns (x_BTD, rotations of the positions, shift_B)."""
   at, shift_B = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   # Nothing is differentiated here, so nothing is recomputed.
@@ -117,4 +118,4 @@ def embed(
   )
   is_patch_BT1 = at.merged_BT[..., None] >= 0
   x_BTD = jnp.where(is_patch_BT1, patch_BTD.astype(x_BTD.dtype), x_BTD)
-  return x_BTD, layers.rotations_by_parts(at.parts_BT3, spec), shift_B
+  return x_BTD, layers.rotations(at.parts_BT3, spec, by_parts=True), shift_B

@@ -73,10 +73,16 @@ def check(v: VisionSpec) -> None:
 
 def describe(v: VisionSpec) -> dict[str, Initialiser]:
   """Lists the parameters: path -> (shape, scale), as in `transformer.describe`."""
-  D, F, L, H, C = v.width, v.ffn, v.layers, v.heads, v.head_width
+  D = v.width
+  F = v.ffn
+  L = v.layers
+  H = v.heads
+  C = v.head_width
   X = v.merge**2 * D  # the merger's input: merge * merge patches
-  inner, outer = D**-0.5, (2 * L) ** -0.5
-  f, p = v.frames, v.patch
+  inner = D**-0.5
+  outer = (2 * L) ** -0.5
+  f = v.frames
+  p = v.patch
   return {
     'patch': ((CHANNELS, f, p, p, D), (f * v.numbers) ** -0.5),
     'layers/attn_norm': ((L, D), 'ones'),

@@ -9,7 +9,7 @@ matrix products run in `spec.compute`.
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from bapo_jax import sharding
 from bapo_jax.models import attention, rope
@@ -25,7 +25,7 @@ def forward(
   pixels_RZE: Array,
   grid_RI2: Array,
   spec: ModelSpec,
-  windows: int | None = None,
+  windows: int,
   *,
   schedule: Schedule = Schedule(),
 ) -> Array:
@@ -35,11 +35,11 @@ def forward(
     params: the tree below `vision`.
     pixels_RZE: uint8, the channels, rows and columns of each patch; E = v.numbers.
     grid_RI2: see `grids.layout`; the embedding of an empty patch is 0.
-    windows: number of windows per row; None: enough for any pictures.
+    windows: windows of a row, at least as many as its pictures have.
   """
-  v, (R, Z, _) = vision_of(spec), pixels_RZE.shape
-  if windows is None:
-    windows = grids.most_windows(Z, grid_RI2.shape[1], v)
+  v = vision_of(spec)
+  R, Z, _ = pixels_RZE.shape
+
   at = grids.layout(grid_RI2, Z, windows, v)
   x_RZD = _hidden(params, pixels_RZE, at, spec, schedule)
   y_RMX = rms_norm(x_RZD, params['merger_norm'], v.norm_eps)
@@ -60,12 +60,12 @@ def _hidden(
   angle = angle.reshape(*at.place_RZ2.shape[:2], v.head_width // 2)
   turn = jnp.sin(angle), jnp.cos(angle)
 
-  def layer(x_RZD: Array, xs: tuple[Tree, Array]) -> tuple[Array, None]:
+  def layer(x_RZD, xs):
     w, is_full = xs
     qkv_RZ3HC = _affine(rms_norm(x_RZD, w['attn_norm'], v.norm_eps), w, 'qkv')
     q, k, value = (qkv_RZ3HC[:, :, i] for i in range(3))
     turned = rotate(q, *turn), rotate(k, *turn), value
-    attended_RZHC = jax.lax.cond(
+    attended_RZHC = lax.cond(
       is_full,
       lambda q, k, value: attention.attend(
         q, k, value, kind=spec.attention, segment_BT=at.picture_RZ, is_causal=False
@@ -83,7 +83,7 @@ def _hidden(
   x_RZD = _embed_patches(params, pixels_RZE, spec)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
   xs = params['layers'], is_full_L
-  return jax.lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)[0]
+  return lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)[0]
 
 
 def vision_of(spec: ModelSpec) -> VisionSpec:
@@ -115,7 +115,7 @@ def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -
   H, C = q_RZHC.shape[2:]
   patch_RX11 = jnp.maximum(at.patch_RWY, 0).reshape(R, W * Y, 1, 1)
 
-  def windows(x_RZHC: Array) -> Array:
+  def windows(x_RZHC):
     x_RXHC = jnp.take_along_axis(x_RZHC, patch_RX11, 1)
     return x_RXHC.reshape(R * W, Y, H, C)
 

@@ -29,7 +29,9 @@ UNION = '\u222a'
 THOUSANDS = '\x1f'  # marker of an unambiguous thousands separator
 GROUP_MARK = r'\{\\?,\}|,\\[!,]|\\[,;: ]|[~\u00a0\u2009\u202f]'  # not a plain space
 SEPARATOR = re.compile(rf'(?<=\d)(?:{GROUP_MARK}| )(?=\d{{3}}(?!\d))', re.ASCII)
-SET_OPEN, SET_CLOSE = '\x02', '\x03'  # markers of \{ and \}; { and } only group
+# Markers of \{ and \}; { and } only group.
+SET_OPEN = '\x02'
+SET_CLOSE = '\x03'
 ROW = '\x04'  # marker of \\ between the rows of a matrix
 COMMANDS = {  # command after a backslash -> its replacement
   None: '',  # a dollar sign without a backslash
@@ -137,7 +139,8 @@ def unwrap(text: str) -> str:
     text = bare
 
 
-OPEN, CLOSE = '([{' + SET_OPEN, ')]}' + SET_CLOSE
+OPEN = '([{' + SET_OPEN
+CLOSE = ')]}' + SET_CLOSE
 
 
 def closing(text: str, start: int) -> int:
@@ -158,14 +161,18 @@ def split(text: str, marks: str) -> tuple[list[str], str]:
 
   Raises a ValueError if brackets are unbalanced.
   """
-  parts, separators, depth, begin = [], '', 0, 0
+  parts = []
+  separators = ''
+  depth = 0
+  begin = 0
   for i, character in enumerate(text):
     depth += (character in OPEN) - (character in CLOSE)
     if depth < 0:
       break
     if depth == 0 and character in marks:
       parts.append(text[begin:i].strip())
-      separators, begin = separators + character, i + 1
+      separators += character
+      begin = i + 1
   if depth:
     raise ValueError('unbalanced brackets')
   return [*parts, text[begin:].strip()], separators
@@ -238,16 +245,12 @@ def split_unit(text: str) -> tuple[str, str | None]:
   match = UNIT.search(text)
   if not match or not text[: match.start()].strip():
     return text, None
-  words = (
-    (match['text'] or match['bare'] or '°')
-    .strip(' .')
-    .lower()
-    .replace('.', ' ')
-    .split()
-  )
+  name = match['text'] or match['bare'] or '°'
+  words = name.lower().replace('.', ' ').split()
   power = match['power'] or '1'
   if words and words[0] in POWERS:
-    power, words = POWERS[words[0]], words[1:]
+    power = POWERS[words[0]]
+    words = words[1:]
   if len(words) != 1 or words[0] not in UNITS:
     return text, None
   return text[: match.start()].strip(), UNITS[words[0]] + power

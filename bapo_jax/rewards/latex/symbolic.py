@@ -98,7 +98,7 @@ def _read(latex: str) -> tuple[Any, str]:
   return parsed, text
 
 
-def equivalent(answer: str, given: str) -> bool:
+def equivalent(answer: str, response: str) -> bool:
   """Returns whether math-verify finds two LaTeX expressions equal; may never return.
 
   Uses only the LaTeX grammar of math-verify: its parser of plain expressions calls
@@ -106,9 +106,9 @@ def equivalent(answer: str, given: str) -> bool:
   of 0 disables the alarm of math-verify, which works only in the main thread.
   """
   math_verify = _math_verify()
-  (gold, gold_text), (parsed, given_text) = _read(answer), _read(given)
+  (gold, gold_text), (parsed, response_text) = _read(answer), _read(response)
   if gold is None or parsed is None:
-    return bool(gold_text.strip()) and gold_text.strip() == given_text.strip()
+    return bool(gold_text.strip()) and gold_text.strip() == response_text.strip()
   return math_verify.verify(gold, parsed, timeout_seconds=0, raise_on_error=True)
 
 
@@ -120,15 +120,15 @@ HARMLESS = {r'\frac', r'\sqrt'}
 DOT = re.compile(r'\\cdot *(?=[a-zA-Z]|\\(?!frac|sqrt|cdot))')  # not before a number
 
 
-def no_new_parts(answer: str, given: str) -> bool:
-  """Returns whether `answer` has all functions, signs and variables of `given`.
+def no_new_parts(answer: str, response: str) -> bool:
+  """Returns whether `answer` has all functions, signs and variables of `response`.
 
-  `given` may have a function or sign at most as often as `answer`: an integral, a sum
-  sign or a determinant that `answer` lacks was left uncalculated. A dot before a
+  `response` may have a function or sign at most as often as `answer`: an integral, a
+  sum sign or a determinant that `answer` lacks was left uncalculated. A dot before a
   variable or a function is no sign: it leaves nothing to calculate.
   """
-  answer, given = (DOT.sub(' ', text) for text in (answer, given))
+  answer, response = (DOT.sub(' ', text) for text in (answer, response))
   count = collections.Counter
-  extra = count(PARTS.findall(given)) - count(PARTS.findall(answer))
-  new = set(VARIABLES.findall(given)) - set(VARIABLES.findall(answer))
+  extra = count(PARTS.findall(response)) - count(PARTS.findall(answer))
+  new = set(VARIABLES.findall(response)) - set(VARIABLES.findall(answer))
   return not (new or set(extra) - HARMLESS)

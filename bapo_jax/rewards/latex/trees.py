@@ -85,7 +85,9 @@ class _Parser:
   """
 
   def __init__(self, tokens: list[str]):
-    self.tokens, self.at, self.depth = [*tokens, ''], 0, 0  # '' marks the end
+    self.tokens = [*tokens, '']  # '' marks the end
+    self.at = 0
+    self.depth = 0
 
   def peek(self) -> str:
     return self.tokens[self.at]
@@ -102,7 +104,8 @@ class _Parser:
       raise ValueError(f'missing {token!r}')
 
   def sum(self) -> Tree:
-    terms, sign = [], self.accept('+', '-') or '+'
+    terms = []
+    sign = self.accept('+', '-') or '+'
     while sign:
       term = self.term()
       terms.append(('neg', term) if sign == '-' else term)
@@ -192,21 +195,16 @@ def plain(tree: Tree) -> Fraction | None:
   these, a mixed number, a power of ten with or without a factor, and a percentage.
   """
   match tree:
-    case ('neg', inner) if inner[0] != 'neg':
-      value = plain(inner)
-      return None if value is None else -value
-    case ('percent', inner) if inner[0] != 'percent':
-      value = plain(inner)
-      return None if value is None else value / 100
     case ('num', value) | ('mixed', value):
       return value
-    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom) | (
-      'div',
-      ('num', _) as top,
-      ('neg', ('num', _) as bottom),
-    ):
-      value = plain(('div', top, bottom))
-      return None if value is None else -value
+    case (('neg' | 'percent') as kind, inner) if inner[0] != kind:
+      value = plain(inner)
+      scale = -1 if kind == 'neg' else Fraction(1, 100)
+      return None if value is None else scale * value
+    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom):  # -1/2
+      return plain(('neg', ('div', top, bottom)))
+    case ('div', ('num', _) as top, ('neg', ('num', _) as bottom)):  # 1/-2
+      return plain(('neg', ('div', top, bottom)))
     case ('div', ('num', top), ('num', bottom)) if bottom != 0:
       return top / bottom
     case ('mul', ('num', factor), ('pow', *_) as power):
@@ -283,19 +281,20 @@ def operations(tree: Tree) -> collections.Counter[str]:
   return sum((operations(part) for part in parts), counts)
 
 
-def as_calculated(gold: Tree, given: Tree) -> bool:
-  """Returns whether `given` leaves no more operations to carry out than `gold`."""
-  if plain(given) is not None:
+def as_calculated(gold: Tree, response: Tree) -> bool:
+  """Returns whether `response` leaves no more operations to carry out than `gold`."""
+  if plain(response) is not None:
     return True
   if plain(gold) is not None:
     return False
-  allowed, left = operations(gold), operations(given)
+  allowed = operations(gold)
+  remaining = operations(response)
   if allowed['root']:
-    left['root'] = 0
-  return left <= allowed
+    remaining['root'] = 0
+  return remaining <= allowed
 
 
-def equal(gold: Tree, given: Tree) -> bool:
+def equal(gold: Tree, response: Tree) -> bool:
   """Returns whether two trees without variables have the same value.
 
   Values are compared to as many digits as different values need: two algebraic numbers
@@ -304,7 +303,7 @@ def equal(gold: Tree, given: Tree) -> bool:
   bases, or of values that need more than MOST_DIGITS digits equal only themselves.
   A tree that divides by 0 equals nothing.
   """
-  difference = ('add', gold, ('neg', given))
+  difference = ('add', gold, ('neg', response))
   try:
     degree = math.prod(map(_degree, _nodes(difference)))
     digits = 50 + int(degree * _height(difference))
@@ -315,7 +314,7 @@ def equal(gold: Tree, given: Tree) -> bool:
     return False
   except (ValueError, ArithmeticError):
     pass
-  return gold == given
+  return gold == response
 
 
 def _degree(node: Tree) -> int:

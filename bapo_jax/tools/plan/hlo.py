@@ -5,11 +5,8 @@ XLA's cost analysis counts a loop's body only once, so it cannot be used here.
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 KINDS = (
@@ -28,37 +25,23 @@ LOOP = re.compile(r' while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 BOUND = re.compile(r' constant\((\d+)\)')
 # Groups of devices are a list, a permuted iota, or axes of a small mesh.
-LISTED = re.compile(r'(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}')
-IOTA = r'\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?'
-TILED = re.compile(rf'replica_groups={IOTA}')
-AXES = re.compile(
-  rf"replica_groups=mesh\[(.+?)\](?:, device_ids=\({IOTA}\))? \{{('[^}}]*)\}}"
-)
-
-
-class Collective(NamedTuple):
-  """The collectives inside loops that share a kind and a size, counted together."""
-
-  kind: str
-  bytes: int  # of the whole array on one device: gathered, summed or sent
-  sites: int  # instructions of this kind and size
-  times: int  # how often they run, together, per run of the program
-
-  @property
-  def received(self) -> int:
-    """Bytes that a device receives per run of the program; all-reduce counts twice."""
-    return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
+LISTED = re.compile(r'replica_groups=\{\{([\d,]*)\}')
+TILED = re.compile(r'replica_groups=\[(?:\d+,)*(\d+)\]')
+AXES = re.compile(r"replica_groups=mesh\[(.+?)\].*? \{('[^}]*)\}")
 
 
 class Run(NamedTuple):
   """A collective instruction, and how often it runs."""
 
   kind: str
-  bytes: int  # as in Collective
+  bytes: int  # of the whole array on one device: gathered, summed or sent
   times: int  # per run of the program
   looped: bool
-  line: str
-  where: str  # name of the computation
+
+  @property
+  def received(self) -> int:
+    """Bytes that a device receives per run of the program; all-reduce counts twice."""
+    return self.bytes * self.times * (2 if self.kind == 'all-reduce' else 1)
 
 
 class Step(NamedTuple):
@@ -123,20 +106,13 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
     if found := COLLECTIVE.search(step.line):
       bytes_ = size(found[1], found[2], bool(found[3]), step.line)
       kind = 'reduce-scatter' if step.where.startswith(SCATTER) else found[2]
-      yield Run(kind, bytes_, step.times, step.loops > 0, step.line, step.where)
+      yield Run(kind, bytes_, step.times, step.loops > 0)
 
 
-def in_loops(text: str, most: int = 1) -> list[Collective]:
+def in_loops(text: str, most: int = 1) -> list[Run]:
   """Lists the collectives inside loops by bytes received, largest first; see `runs`."""
-  same: dict[tuple[str, int], list[Run]] = defaultdict(list)
-  for run in runs(text, most):
-    if run.looped:
-      same[run.kind, run.bytes].append(run)
-  found = [
-    Collective(*key, len({(r.where, r.line) for r in rs}), sum(r.times for r in rs))
-    for key, rs in same.items()
-  ]
-  return sorted(found, key=lambda c: -c.received)
+  looped = [run for run in runs(text, most) if run.looped]
+  return sorted(looped, key=lambda run: -run.received)
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:
@@ -152,9 +128,7 @@ def size(shape: str, kind: str, started: bool, line: str) -> int:
     math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
     for bits, dims in ARRAY.findall(shape)
   )
-  if kind == 'reduce-scatter' and (members := groups(line)):
-    return total * len(members[0])
-  return total
+  return total * members(line) if kind == 'reduce-scatter' else total
 
 
 def elements(shape: str) -> list[str]:
@@ -169,33 +143,13 @@ def elements(shape: str) -> list[str]:
   return parts
 
 
-def groups(line: str) -> list[list[int]]:
-  """Lists the device groups of a collective; a device is its position in the mesh.
-
-  A permute has a pair [from, to] per transfer. A line without groups gives [].
-  """
+def members(line: str) -> int:
+  """Returns how many devices a group of a collective has; 1 for a line without."""
   if listed := LISTED.search(line):
-    return [_numbers(part) for part in listed[1].strip('{}').split('},{')]
+    return listed[1].count(',') + 1
   if tiled := TILED.search(line):
-    return _iota(*tiled.groups()).tolist()
+    return int(tiled[1])
   if axes := AXES.search(line):
-    dims = dict(part.split('=') for part in axes[1].split(','))
-    shape, chosen = [int(n) for n in dims.values()], axes[5].split(',')
-    ids = _iota(*axes.groups()[1:4]) if axes[2] else np.arange(math.prod(shape))
-    inside = [i for i, name in enumerate(dims) if name in chosen]
-    outside = [i for i in range(len(dims)) if i not in inside]
-    moved = ids.reshape(shape).transpose(*outside, *inside)
-    return moved.reshape(-1, math.prod(shape[i] for i in inside)).tolist()
-  return []
-
-
-def _iota(shape: str, of: str | None, order: str | None) -> np.ndarray:
-  """Expands the abbreviation '[shape]<=[of]T(order)' to an array of that shape."""
-  ids = np.arange(math.prod(_numbers(shape))).reshape(_numbers(of or shape))
-  ids = ids.transpose(_numbers(order)) if order else ids
-  # Without `of`, as in '[64,4]T(1,0)', the shape is the one before the permutation.
-  return ids.reshape(_numbers(shape)) if of else ids
-
-
-def _numbers(text: str) -> list[int]:
-  return [int(n) for n in text.split(',')]
+    sizes = dict(part.split('=') for part in axes[1].split(','))
+    return math.prod(int(sizes[name]) for name in axes[2].split(','))
+  return 1

@@ -33,8 +33,7 @@ class Row(NamedTuple):
   arguments: float  # the cache included
   output: float  # beyond donated arguments
   temporaries: float
-  loops: Sequence[hlo.Collective] = ()
-  between: float = 0.0  # bytes into the host that receives most, by collectives
+  loops: Sequence[hlo.Run] = ()
 
   @property
   def total(self) -> float:
@@ -56,15 +55,12 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
       return bytes_needed(str(error), program)
   m = executable.memory_analysis()
   assert m is not None, 'every TPU and GPU reports it'
-  text = executable.as_text() or ''
-  process_of = [device.process_index for device in mesh.devices.flat]
   return Row(
     program,
     m.argument_size_in_bytes,
     m.output_size_in_bytes - m.alias_size_in_bytes,
     m.temp_size_in_bytes,
-    hlo.in_loops(text, program.micro_batches),
-    hosts.crossing(text, process_of, program.micro_batches),
+    hlo.in_loops(executable.as_text() or '', program.micro_batches),
   )
 
 
@@ -173,12 +169,9 @@ def run(
       echo(f'  {name} does not fit; searching for a smaller batch')
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
-  n_hosts = len({device.process_index for device in devices})
-  known = {name: row for name, row in rows.items() if isinstance(row, Row)}
+  fitting = {name: row for name, row in rows.items() if isinstance(row, Row)}
   echo(f'\n{memory_table(rows, verdicts)}')
-  echo(f'\n{loops_table(known)}')
-  echo(f'\n{roofline_table(known, chip, job, mean_share, mesh.size // n_hosts)}')
-  echo(f'\n{hosts.table(job, {name: row.between for name, row in known.items()})}')
+  echo(f'\n{roofline_table(fitting, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -210,37 +203,20 @@ def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
   return '\n'.join(lines)
 
 
-def loops_table(rows: dict[str, Row]) -> str:
-  """Formats the collectives inside the loops of each program, largest first."""
-  lines = [f'{"in loops":16}{"kind":>20}{"MiB":>10}{"sites":>7}{"times":>8}{"GiB":>10}']
-  for name, row in rows.items():
-    heavy = [c for c in row.loops if c.received > 2**20][:8]
-    lines += [
-      f'{name:16}{c.kind:>20}{c.bytes / 2**20:10.2f}{c.sites:7}{c.times:8}'
-      f'{c.received / GIB:10.2f}'
-      for c in heavy
-    ]
-    rest = sum(c.received for c in row.loops if c not in heavy)
-    lines.append(f'{name:16}{"all others":>20}{"":25}{rest / GIB:10.2f}')
-  return '\n'.join(lines)
-
-
 def roofline_table(
-  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float, per_host: int
+  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float
 ) -> str:
-  """Formats lower bounds on the seconds of each program and of a step.
-
-  `per_host` is the number of devices per host, which share the traffic between hosts.
-  """
+  """Formats lower bounds on the seconds of each program and of a step."""
   lines = [
     f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}'
     f'{"network":>12}  of one'
   ]
   took = {}
+  process_of = [device.process_index for device in job.mesh.devices.flat]
 
   def bounds(row: Row, cost: Cost) -> list[float]:
-    linked = sum(c.received for c in row.loops) / row.program.steps
-    crossed = row.between / per_host / row.program.steps
+    linked = sum(run.received for run in row.loops) / row.program.steps
+    crossed = hosts.into_device(row.program.traffic, job.shape, process_of)
     return list(cost.seconds(chip, linked, crossed).values())
 
   for name, row in rows.items():

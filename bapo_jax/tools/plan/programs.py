@@ -8,7 +8,7 @@ that fills the remaining tokens.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.rollout import shapes
 from bapo_jax.tools.plan import roofline
-from bapo_jax.tools.plan.roofline import Cost
+from bapo_jax.tools.plan.roofline import Cost, Traffic
 from bapo_jax.training import budget, build, policy, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
@@ -66,6 +66,7 @@ class Program(NamedTuple):
   cache: float = 0.0  # bytes of the arguments that are keys and values
   steps: int = 1  # per call
   micro_batches: int = 1  # upper limit; the loop ends with the last row
+  traffic: Sequence[Traffic] = ()  # counted by formulas, per step
 
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
@@ -129,6 +130,7 @@ def train_step(job: Job) -> Program:
     roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
     beside_update(job),
     micro_batches=n,
+    traffic=roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
   )
 
 
@@ -214,6 +216,7 @@ def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
   slots, cache = slots_of(job)
+  shards = sharding.row_shards(job.mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
     decode_lib.run,
@@ -223,6 +226,7 @@ def decode(job: Job) -> Program:
     bytes_per_device((learner_state(job), buffer(job))),
     cache,
     n,
+    traffic=[roofline.hidden_sums(job.language, sampler.max_num_seqs / shards)],
   )
 
 

@@ -4,7 +4,6 @@ Memory comes from training/budget.py, time from the roofline. Bytes on links com
 formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -47,21 +46,6 @@ class Choice(NamedTuple):
       f'{sizes} --config.learner.grad_accum_steps={self.grad_accum_steps} '
       f'--config.sampler.max_num_seqs={self.slots}'
     )
-
-
-class Update(NamedTuple):
-  """The fastest setting of an optimiser update that fits a mesh."""
-
-  shape: dict[str, int]
-  grad_accum_steps: int
-  schedule: Schedule
-  bytes: float  # per device, the replay buffer included
-  seconds: dict[str, float]  # resource -> lower bound
-
-  @property
-  def order(self) -> tuple[float, float]:
-    """The bound; among equal bounds, the mesh with the least traffic comes first."""
-    return max(self.seconds.values()), self.seconds['links']
 
 
 class TooLarge(ValueError):
@@ -117,62 +101,58 @@ def judge(
   ValueError if model or rows do not divide over the mesh.
   """
   extra = budget.count(config, spec, Schedule(), mesh).buffer
-  decoding = functools.partial(_decoding, config, spec, chip, mesh, memory - extra)
+  parts = config, spec, chip, mesh, memory - extra
   try:
-    learner = fastest_update(config, spec, chip, mesh, memory)
+    steps, schedule, update_bytes, update = _update(*parts)
   except TooLarge as error:
     try:
-      decoding()
+      _decoding(*parts)
     except TooLarge as other:
       raise max(error, other, key=lambda error: error.excess) from None
     raise
-  slots, decode_bytes, token = decoding()
+  slots, decode_bytes, token = _decoding(*parts)
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
-  seconds = config.updates_per_step * max(learner.seconds.values())
+  seconds = config.updates_per_step * max(update.values())
   seconds += tokens * max(token.values())
   return Choice(
     dict(mesh.shape),
-    learner.grad_accum_steps,
-    learner.schedule,
+    steps,
+    schedule,
     slots,
-    learner.bytes,
+    update_bytes + extra,
     decode_bytes + extra,
-    learner.seconds,
+    update,
     token,
     seconds,
   )
 
 
-def fastest_update(
+def _update(
   config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
-) -> Update:
-  """Finds the number of micro-batches with which an update is fastest on this mesh.
-
-  Raises TooLarge if none fits, and ValueError if model or rows do not divide over the
-  mesh.
-  """
+) -> tuple[int, Schedule, float, dict[str, float]]:
+  """Finds the fastest update that fits: (micro-batches, schedule, bytes, seconds)."""
   sharding.shardings(transformer.abstract(spec), mesh)
-  shards, rows = sharding.row_shards(mesh), config.minibatch_rows
+  shards = sharding.row_shards(mesh)
+  rows = config.minibatch_rows
   if rows % shards:
     raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
-  T, shape = config.row_length, dict(mesh.shape)
-  extra = budget.count(config, spec, Schedule(), mesh).buffer
-  memory -= extra
-  adapters, least, updates = budget.adapters(config, spec), math.inf, []
+  shape, length = dict(mesh.shape), config.row_length
+  adapters = budget.adapters(config, spec)
+  least, updates = math.inf, []
   for steps in divisors(rows // shards):
     changed = config.with_values(learner={'grad_accum_steps': steps})
     schedule = budget.choose_schedule(changed, spec, mesh, memory)
     needed = budget.count(changed, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
-      traffic = roofline.train_traffic(spec, schedule, shape, rows, T, steps)
-      cost = roofline.train(spec, schedule, shape, rows, T, steps, adapters)
-      seconds = bounds(cost, chip, mesh, traffic)
-      updates.append(Update(shape, steps, schedule, needed + extra, seconds))
+      batch = shape, rows, length, steps
+      traffic = roofline.train_traffic(spec, schedule, *batch)
+      cost = roofline.train(spec, schedule, *batch, adapters)
+      updates.append((steps, schedule, needed, bounds(cost, chip, mesh, traffic)))
   if not updates:
     raise TooLarge('an update', 'one row per device in a micro-batch', least, memory)
-  return min(updates, key=lambda u: (max(u.seconds.values()), u.grad_accum_steps))
+  return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
 def _decoding(

@@ -1,0 +1,204 @@
+"""Compares runs by their final metrics, with intervals.
+
+1. Runs whose configs differ only in seeds and in NUISANCE form a group;
+2. `final` is the value of a metric at the end of a run;
+3. `differences` subtracts the final metrics of the first group from those of each other
+   group, seed by seed, which removes the variation that a seed causes in both. Single
+   runs are compared problem by problem, with the last evaluation of each.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+from bapo_jax.run.run_files import RunFiles
+from bapo_jax.run.series import ERRORS, fifths, mean, series
+from bapo_jax.training.evaluate import mean_and_error
+
+# Knobs that may differ within a group, beside the seeds: they change no result.
+NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
+FINAL = """
+  eval/accuracy eval/reward eval/length eval/truncated rollout/reward rollout/accuracy
+  rollout/length rollout/truncated rollout/responses batch/learnable clip/share clip/low
+  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max loss/ess
+  learner/grad_norm time/step
+"""
+LEVEL = 0.95  # of the intervals
+
+
+class Group(NamedTuple):
+  """Runs of one config with different seeds."""
+
+  label: str
+  runs: list[RunFiles]
+
+
+class Difference(NamedTuple):
+  """The mean difference of a metric between two groups, over pairs of values."""
+
+  mean: float
+  half: float  # half the length of the t interval of the mean
+  pairs: int  # common seeds or, of single runs, common held-out problems; at least 2
+
+  def __str__(self) -> str:
+    return f'{self.mean:+.4g} ± {self.half:.2g} (n={self.pairs})'
+
+
+def seeds_of(run: RunFiles) -> tuple[Any, ...]:
+  """Returns the values of all knobs that are a seed, such as seed and sft.seed."""
+  return tuple(value for name, value in sorted(run.knobs.items()) if is_seed(name))
+
+
+def is_seed(name: str) -> bool:
+  """Returns whether a knob is a seed."""
+  return name.split('.')[-1] == 'seed'
+
+
+def nuisance(name: str) -> bool:
+  """Returns whether runs of a group may differ in a knob."""
+  return is_seed(name) or name.split('.')[0] in NUISANCE
+
+
+def grouped(runs: Sequence[RunFiles]) -> list[Group]:
+  """Groups the runs of one config, in order.
+
+  A run with the seeds of an earlier run of its config is a group of its own: the two
+  are not independent.
+  """
+  groups: dict[tuple[str, int], list[RunFiles]] = {}
+  seeds = defaultdict(set)
+  for run in runs:
+    plain = [item for item in sorted(run.knobs.items()) if not nuisance(item[0])]
+    key = repr(plain)
+    repeat = 0
+    while seeds_of(run) in seeds[key, repeat]:
+      repeat += 1
+    seeds[key, repeat].add(seeds_of(run))
+    groups.setdefault((key, repeat), []).append(run)
+  names = [[run.name for run in members] for members in groups.values()]
+  labels = [label(members) for members in names]
+  if len(set(labels)) < len(labels):
+    labels = [', '.join(members) for members in names]
+  return [Group(*pair) for pair in zip(labels, groups.values(), strict=True)]
+
+
+def label(names: Sequence[str]) -> str:
+  """Returns the beginning that the names share, else all names."""
+  if len(names) == 1:
+    return names[0]
+  prefix = os.path.commonprefix(names)  # noqa: RUF071 (of characters)
+  shared = prefix.rstrip('0123456789-_./')
+  return shared or ', '.join(names)
+
+
+def interval(values: ArrayLike) -> tuple[float, float]:
+  """Returns (mean, half the length of the t interval of the mean); nan for one value.
+
+  The interval covers the mean of a normal distribution in LEVEL of all cases.
+  """
+  middle, error = mean_and_error(values)
+  return middle, float(special.stdtrit(np.size(values) - 1, (1 + LEVEL) / 2)) * error
+
+
+def final(run: RunFiles, name: str) -> float:
+  """Returns the last evaluation or count, or the mean over the last fifth of steps.
+
+  If runs have a common start, the mean is over all steps after the start.
+  """
+  if name.startswith('eval/') or name == 'rollout/responses':
+    _, values = series(run.rows, name)
+    return float(values[-1]) if len(values) else math.nan
+  rows = fifths(run.rows)[1]
+  if run.start:
+    rows = [row for row in run.rows if row['step'] > run.start]
+  return mean(rows, name)
+
+
+def cell(group: Group, name: str) -> str:
+  """Formats the final value of a metric with its interval or error; '' without one."""
+  values = [value for run in group.runs if math.isfinite(value := final(run, name))]
+  if not values:
+    return ''
+  middle, half = interval(values)
+  if len(group.runs) == 1 and name in ERRORS:
+    half = final(group.runs[0], ERRORS[name])
+  few = f' (n={len(values)})' if len(values) < len(group.runs) else ''
+  return f'{middle:.4g}' + (f' ± {half:.2g}' if math.isfinite(half) else '') + few
+
+
+def by_seed(group: Group, name: str) -> dict[Any, float]:
+  """Returns seeds -> final value of a metric."""
+  values = {seeds_of(run): final(run, name) for run in group.runs}
+  return {seeds: value for seeds, value in values.items() if math.isfinite(value)}
+
+
+def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
+  """Returns metric -> held-out problem -> mean over the responses to the problem."""
+  problems = defaultdict(list)
+  for sample in run.after['samples'] if run.after else ():
+    problems[sample.get('id'), sample['problem']].append(sample)
+  means = defaultdict(dict)
+  for problem, samples in problems.items():
+    for name, field in {'eval/accuracy': 'correct', 'eval/length': 'tokens'}.items():
+      if all(field in sample for sample in samples):  # old records lack the length
+        total = sum(sample[field] for sample in samples)
+        means[name][problem] = total / len(samples)
+  return means
+
+
+def paired(base: dict[Any, float], other: dict[Any, float]) -> Difference | None:
+  """Returns the mean difference over common keys, other minus base; None if under 2."""
+  pairs = [other[key] - base[key] for key in base if key in other]
+  return Difference(*interval(pairs), len(pairs)) if len(pairs) > 1 else None
+
+
+def differences(
+  groups: Sequence[Group],
+) -> tuple[str, dict[str, list[Difference | None]]]:
+  """Compares each group but the first with the first.
+
+  Returns:
+    What is paired, 'seed' or 'held-out problem', and metric -> a difference per group;
+    without metrics that have no difference.
+  """
+  base, *others = groups
+  unit = 'seed'
+  table = {
+    name: [paired(by_seed(base, name), by_seed(other, name)) for other in others]
+    for name in FINAL.split()
+  }
+  if all(len(group.runs) == 1 for group in groups):
+    unit = 'held-out problem'
+    first, *rest = [by_problem(group.runs[0]) for group in groups]
+    table = {
+      name: [paired(values, other.get(name, {})) for other in rest]
+      for name, values in first.items()
+    }
+  return unit, {name: row for name, row in table.items() if any(row)}
+
+
+def paired_by(unit: str) -> str:
+  """Explains the intervals of differences."""
+  return (
+    f'± {100 * LEVEL:.0f} % t interval over the n {unit}s that both have, for each '
+    'number by itself: of many such intervals some miss the true difference.'
+  )
+
+
+def console(groups: Sequence[Group]) -> Iterator[str]:
+  """Yields a line per metric and group that `differences` compares."""
+  unit, table = differences(groups)
+  if table:
+    yield (
+      f'Mean difference from {groups[0].label}, paired by {unit}. {paired_by(unit)}'
+    )
+  for i, group in enumerate(groups[1:]):
+    for name, row in table.items():
+      if row[i]:
+        yield f'  {group.label}  {name:<18} {row[i]}'

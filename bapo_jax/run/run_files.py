@@ -1,0 +1,77 @@
+"""Reads what the pages show of a run from its workdir; needs neither model nor weights.
+
+The run may be in progress: a file that it has not written yet is neutral.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flax import traverse_util
+
+from bapo_jax.run import step_record
+from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import workdir as workdirs
+from bapo_jax.runtime.metrics import Row
+from bapo_jax.training import evaluate
+from bapo_jax.training.config import Config
+
+
+class RunFiles(NamedTuple):
+  """The files of a workdir that the pages show."""
+
+  name: str
+  workdir: str
+  values: dict[str, Any]  # of config.json, section -> knob -> value
+  # Dotted name -> value; knobs that the version of the run lacked have their defaults.
+  knobs: dict[str, Any]
+  rows: list[Row]  # of metrics.jsonl
+  before: dict[str, Any] | None  # the evaluation of step 0
+  after: dict[str, Any] | None  # the last evaluation
+  groups: list[dict[str, Any]]  # of the newest recorded step
+  facts: Mapping[str, Any]  # of report.json; {} while the run trains
+  start: int = 0  # all steps up to it are shared with the other runs of a page
+
+  @property
+  def last(self) -> int:
+    """The number of steps done."""
+    return int(max((row['step'] for row in self.rows), default=0))
+
+
+def read(workdir: str, name: str = '') -> RunFiles:
+  """Reads a workdir; an empty `name` stands for the name of the directory.
+
+  Raises:
+    ValueError: the workdir has no run, or a file of the run is damaged.
+  """
+  values = workdirs.read_config(workdir)
+  rows = metrics.read(workdir)
+  evaluated = [int(row['step']) for row in rows if 'eval/accuracy' in row]
+  last = max(evaluated, default=0)
+  recorded = step_record.newest(workdir)
+  path = os.path.join(workdir, 'report.json')
+  facts = files.read_object(path, 'remove it') if os.path.exists(path) else {}
+  run = RunFiles(
+    name or os.path.basename(os.path.abspath(workdir)),
+    workdir,
+    values,
+    flat(Config().model_dump(mode='json')) | flat(values),
+    rows,
+    before=_evaluation(workdir, 0),
+    after=_evaluation(workdir, last) if last else None,
+    groups=[] if recorded is None else step_record.read(workdir, recorded),
+    facts=facts,
+  )
+  # A report of fewer steps is an old one: the run trains on.
+  return run if facts.get('steps') == run.last else run._replace(facts={})
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+  """Returns dotted name -> value of nested knobs."""
+  return traverse_util.flatten_dict(values, sep='.')
+
+
+def _evaluation(workdir: str, step: int) -> dict[str, Any] | None:
+  if not os.path.exists(os.path.join(workdir, 'eval', f'{step}.json')):
+    return None
+  return evaluate.read_recorded(workdir, step)

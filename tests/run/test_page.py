@@ -1,0 +1,283 @@
+"""report.html: the numbers of the run's files, whatever texts a model writes."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from pages import Page, cells
+
+from bapo_jax.run import charts, report
+from bapo_jax.run.page import MAIN, PANELS, write
+from bapo_jax.runtime import metrics
+from bapo_jax.training.config import parse
+
+EVIL = (
+  '</pre></script><script>document.title = "stolen"</script><img src=x onerror=f()>'
+)
+EVIL += '\x00\x1b[31m\u202e\ud800 &lt; "\' http://example.org'
+
+
+def response(text, right, **values):
+  found = dict(response=text, correct=right, reward=float(right), advantage=None)
+  found |= dict(taught=True, tokens=3, truncated=False, version=[6, 6])
+  return found | dict.fromkeys(('pieces', 'ratio', 'cut')) | values
+
+
+def workdir(path, rows, groups=(), title='A run', **samples):
+  """Writes a run: metrics from step 1, recorded groups of step 2, evaluations."""
+  values = {'title': title, 'steps': 9, 'clip': {'rule': 'balanced'}}
+  path.joinpath('config.json').write_text(json.dumps(parse(values).model_dump()))
+  with metrics.writing(path, -1) as write:
+    write(0, {'eval/accuracy': 0.25, 'eval/stderr': 0.03})
+    for step, row in enumerate(rows, 1):
+      write(step, row)
+    write(len(rows) + 1, {'eval/accuracy': 0.5, 'eval/stderr': 0.04})
+  for step, when in ((0, 'before'), (len(rows) + 1, 'after')):
+    if when in samples:
+      accuracy, stderr = (0.25, 0.03) if when == 'before' else (0.5, 0.04)
+      result = dict(accuracy=accuracy, stderr=stderr, n=200)
+      (path / 'eval').mkdir(exist_ok=True)
+      text = json.dumps({'result': result, 'samples': samples[when]})
+      (path / 'eval' / f'{step}.json').write_text(text)
+  if groups:
+    (path / 'groups').mkdir()
+    base = dict(step=2, answer='3', source='fresh', completed_step=1, prompt='1+2')
+    base |= dict(prompt_tokens=3, update=1, low=0.8, high=1.25)
+    lines = [json.dumps(base | {'id': n, 'responses': g}) for n, g in enumerate(groups)]
+    (path / 'groups' / '2.jsonl').write_text('\n'.join([*lines, '']))
+  return path
+
+
+def made(path) -> Page:
+  written = write(path)
+  with open(written, encoding='utf-8') as file:
+    return Page(file.read())
+
+
+def test_the_numbers_are_those_of_the_metrics(tmp_path):
+  rng = np.random.default_rng(0)
+  rows = [
+    {'rollout/reward': rng.normal(), 'learner/grad_norm': 3e5 * 9.0**-n}
+    for n in range(1, 60)
+  ]
+  rows[7]['rollout/reward'] = math.nan
+  page = made(workdir(tmp_path, rows))
+  written = [
+    json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().split('\n')[:-1]
+  ]
+  for name, chart in (
+    ('rollout/reward', 'Reward'),
+    ('learner/grad_norm', 'Gradient norm'),
+    ('eval/accuracy', 'Accuracy on held-out problems'),
+  ):
+    exact = {row['step']: row[name] for row in written if row.get(name) is not None}
+    shown = page.values(chart)
+    assert shown.keys() == exact.keys()
+    found = [shown[step][0] for step in exact]
+    np.testing.assert_allclose(found, list(exact.values()), rtol=5e-6)  # six digits
+  assert 'running means over 3 steps' in page.text  # 60 rows // 20 | 1
+  assert 'from 0.250' not in page.text  # no evaluation was recorded
+  first, last, meaning = cells(page.text, 'rollout/reward')
+  # A fifth of 59 steps is 11; the undefined value is left out.
+  values = [row['rollout/reward'] for row in rows]
+  assert first == f'{np.mean(values[:7] + values[8:11]):.4g}'
+  assert last == f'{np.mean(values[-11:]):.4g}'
+  assert meaning.startswith('Mean reward')
+  assert cells(page.text, 'steps')[:2] == ['9', '80']
+  assert page.text.count('<code>seed</code>') == 0  # at its default
+
+
+def test_the_page_has_the_wall_time_of_the_run(tmp_path):
+  run = workdir(tmp_path, [{'time/step': 600.0}, {'time/step': 900.0}])
+  assert '0:25:00' in made(run).texts['b']  # so far: no report is written
+  results = {'result': dict(accuracy=0.5, stderr=0.1, n=9), 'samples': []}
+  phases = {'verify': 372.34, 'sample': 3000.0}
+  spent = {'wall_s': 3723.4, 'peak_rss_bytes': 3 * 2**29, 'phases': phases}
+  report.write(run, parse({}), results, results, spent, 3)
+  shown = made(run)
+  assert {'1:02:03', '1.50 GiB'} <= {*shown.texts['b']} and '0:25:00' not in shown.text
+  # Phases, the longest first, then what they leave of 3723.4 s.
+  table = shown.text.partition('Where the time went')[2].partition('</table>')[0]
+  assert re.findall(r'<td class="[lr]">([^<]*)</td>', table) == [
+    *('sample', '3000.0', '80.6'),
+    *('verify', '372.3', '10.0'),
+    *('other', '351.1', '9.4'),
+  ]
+  with metrics.writing(run, 3) as write:  # the run goes on: the report is an old one
+    write(4, {'time/step': 60.0})
+  assert '0:26:00' in made(run).texts['b']
+
+
+def test_what_no_user_set_is_not_listed_as_set(tmp_path):
+  model = {'path': 'models/m'}
+  problems = {'source': 'a.jsonl', 'test_source': 'b.jsonl'}
+  config = parse(
+    {'model': model, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
+  )
+  run = workdir(tmp_path, [{}])
+  (run / 'config.json').write_text(json.dumps(config.model_dump()))
+  text = made(run).text
+  assert '<code>model.path</code>' in text
+  for name in ('tokenizer.path', 'derived', 'code', 'problems.whole'):
+    assert f'<code>{name}</code>' not in text, name
+  *_, meaning = cells(text, 'steps')
+  assert meaning.startswith('Derived. ')
+  whole = json.loads(Page(text).texts['pre'][-1])
+  assert whole == json.loads((run / 'config.json').read_text())
+
+
+def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
+  right, wrong = response('yes', True), response('no', False)
+  cut = dict(pieces=['a', 'b<', 'c'], ratio=[1.0, 2.5, None], cut=[2, 1, 0])
+  groups = [[right, right], [right, wrong | {'taught': False}]]
+  groups.append([right, right, response('ab<c', False, **cut)])
+  sample = dict(problem='1+2?', answer='3', response='so 3', correct=True)
+  sample |= dict(extracted='3', verdict='right', reason='')
+  lost = sample | dict(correct=False, verdict='wrong', extracted='12', reason='not 3')
+  run = workdir(tmp_path, [{}, {}], groups, before=[lost], after=[sample])
+  page = made(run)
+  heads = [text for text in page.texts['summary'] if text.startswith('Problem')]
+  # Problem 1 has both verdicts, but only its right response was part of the loss.
+  heads = [head.removeprefix('Problem ') for head in heads]
+  assert heads == ['2: 2 of 3 right', '1: 1 of 2 right', '0: 2 of 2 right']
+  assert '1 of the 3 recorded groups have right and wrong responses' in page.text
+  assert 'The verifier is aime: Verifies an integer' in page.text
+  assert page.texts['mark'] == ['a', 'b<']
+  for title in ('ratio 1, masked', 'ratio 2.5, clipped'):
+    assert f'title="{title}"' in page.text
+  assert 'clipped tokens (marked): 1 · masked tokens (marked): 1' in page.text
+  text = re.sub('<[^>]*>', '', page.text)
+  assert 'Before: wrong; the verifier read 12 (not 3)' in text
+  assert 'After: right; the verifier read 3' in text
+  assert 'wrong before, right after: 1+2?' in text
+  assert 'Of 1 responses: 1 wrong before, right after; 0 right before' in text
+  assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
+  (run / 'eval' / '0.json').write_text('{"result"')
+  with pytest.raises(ValueError, match=r'eval/0\.json is not JSON'):
+    write(run)
+
+
+def hostile(path):
+  sample = dict(problem=EVIL, answer=EVIL, response=EVIL, correct=False)
+  sample |= dict(extracted=EVIL, verdict='wrong', reason=EVIL)
+  pieces = dict(pieces=[EVIL, EVIL], ratio=[1.0, 2.0], cut=[0, 1])
+  groups = [[response(EVIL, True), response(EVIL, False, **pieces)]]
+  rows = [{'rollout/reward': 0.5 + 0.1 * n, 'time/step': 1.0} for n in range(30)]
+  run = workdir(path, rows, groups, EVIL, before=[sample], after=[sample])
+  return run, made(run)
+
+
+def test_texts_take_no_effect_and_nothing_is_fetched(tmp_path):
+  _, page = hostile(tmp_path)
+  tags = [tag for tag, _ in page.tags]
+  assert tags.count('script') == 1 and 'img' not in tags
+  assert not [c for c in page.text if not c.isprintable() and c != '\n']
+  addresses = [a for a in page.addresses() if not a.startswith('http://example.org')]
+  assert addresses == []
+  assert page.text.count('viewport') == 1
+  assert len(page.text) < 2_000_000
+
+
+def test_a_browser_shows_it_wide_and_on_a_phone(browser, tmp_path):
+  run, _ = hostile(tmp_path)
+  for width, columns, dark in ((1280, 3, False), (390, 1, True)):
+    with browser.open(run / 'report.html', width, dark=dark, touch=width < 600) as page:
+      assert page.errors == page.requests == []
+      assert page.evaluate('document.title').startswith('</pre></script>')
+      assert page.evaluate('document.documentElement.scrollWidth') == width
+      tops = page.evaluate(
+        "[...document.querySelectorAll('figure')].map(f => f.offsetTop)"
+      )
+      assert tops.count(tops[0]) == columns
+      # The pointer over step 4 of the first chart: 0.5 + 0.1 * 3.
+      said = page.evaluate(
+        """(() => {
+          const figure = document.querySelector('figure');
+          const strip = [...figure.querySelectorAll('.hit')][3];
+          const options = {bubbles: true, pointerType: 'mouse'};
+          strip.dispatchEvent(new PointerEvent('pointermove', options));
+          return figure.querySelector('output').textContent;
+        })()"""
+      )
+      assert said == 'step 4: fresh responses 0.8'
+      colour = page.evaluate('getComputedStyle(document.body).backgroundColor')
+      assert colour == ('rgb(20, 23, 26)' if dark else 'rgb(255, 255, 255)')
+
+
+def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
+  names = [name for panel in PANELS for name in panel.labels]
+  rng = np.random.default_rng(0)
+  rows = [
+    dict(zip(names, rng.normal(size=len(names)), strict=True)) for _ in range(3000)
+  ]
+  rows[1234]['rollout/reward'] = 50.0
+  page = made(workdir(tmp_path, rows))
+  assert len(page.text) < 2_000_000
+  step_N, value_N = charts.thinned(
+    (np.arange(3000.0), np.array([row['rollout/reward'] for row in rows]))
+  )
+  assert len(step_N) <= 2 * charts.STRIPS and value_N.max() == 50
+  assert step_N[value_N.argmax()] == 1234
+
+
+@pytest.mark.parametrize(
+  'rows', [[], [{'rollout/reward': 0.5}], [{'loss/kl': math.inf}]]
+)
+def test_a_young_run_has_a_page_too(tmp_path, rows):
+  page = made(workdir(tmp_path, rows))
+  assert page.texts['h1'] == ['A run'] and 'not recorded' in page.text
+
+
+def test_the_timeline_has_the_times_of_both_sides(tmp_path):
+  def row(sampling, sampled, ended, wait):
+    times = dict(sampling=sampling, sampled=sampled, ended=ended, sampler_idle=0.25)
+    times |= dict(learner_idle=0.5)
+    return {f'overlap/{name}': x for name, x in times.items()} | {'time/wait': wait}
+
+  def bars(page):
+    return re.findall(r'<title>(\w+, step .*?) s</title>', page.text)
+
+  # Step 2 is sampled from 9 to 11 s, and trains from 10 + 1 to 14 s.
+  rows = [row(7, 8, 10, 0), row(9, 11, 14, 1)]
+  page = made(workdir(tmp_path, rows))
+  assert bars(page) == [
+    'sampling, step 2: 0.00 to 2.00',
+    'training, step 2: 2.00 to 5.00',
+  ]
+  assert (
+    'idle for 25.0% of the steps, the learner waited for groups for 50.0%' in page.text
+  )
+  # A new process, whose clock begins at 0, resumes with step 3: its times of step 2 are
+  # unknown. Step 4 trains from 3 to 5 s.
+  for path in tmp_path.iterdir():
+    path.unlink()
+  page = made(workdir(tmp_path, [*rows, row(1, 2, 3, 0), row(2, 4, 5, 0)]))
+  assert bars(page) == [
+    'sampling, step 4: 0.00 to 2.00',
+    'training, step 4: 1.00 to 3.00',
+  ]
+  assert bars(made(workdir(tmp_path, rows[:1]))) == []
+
+
+def test_every_panel_draws_metrics_of_the_glossary():
+  names = {name for panel in PANELS for name in panel.labels}
+  assert names | set(MAIN.split()) <= set(metrics.GLOSSARY)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r'--workdir=.* has no run'):
+    write(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ('low', 'high', 'wanted'),
+  [
+    (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+    (-3, 42, [0, 10, 20, 30, 40]),
+    (0.00012, 0.00019, [0.00012, 0.00014, 0.00016, 0.00018]),
+  ],
+)
+def test_ticks_are_round_numbers(low, high, wanted):
+  np.testing.assert_allclose(charts.ticks(low, high), wanted, atol=1e-12)

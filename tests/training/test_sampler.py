@@ -1,0 +1,111 @@
+"""The contract of samplers: equal prompts, actor and step give equal groups anywhere.
+
+tests/run/test_overlap.py and test_remote_sampler.py compare whole runs.
+"""
+
+import ast
+import inspect
+import queue
+import threading
+from typing import Any
+
+import jax
+import making
+import numpy as np
+from runs import PARTIAL, same, tiny
+
+from bapo_jax import sharding
+from bapo_jax.runtime import signals
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import build, remote_sampler, resolve, trainer
+from bapo_jax.training.remote_sampler import Links, RemoteSampler
+from bapo_jax.training.sampler import LocalSampler, ThreadSampler
+from bapo_jax.training.submission import Actor, Round
+
+KNOBS: dict[str, Any] = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
+
+
+class Loopback:
+  """A `Link` between threads: copies arrays to the devices of a mesh."""
+
+  def __init__(self, mesh):
+    self.mesh, self.values = mesh, queue.SimpleQueue()
+
+  def send(self, value):
+    self.values.put(value)
+
+  def receive(self):
+    def copied(x):
+      if not isinstance(x, jax.Array):
+        return x
+      return jax.device_put(x, sharding.replicated(self.mesh))
+
+    return jax.tree.map(copied, self.values.get())
+
+
+def submissions(sampler, t, s):
+  """Submits four steps with different weights; returns their groups and the rest."""
+  futures = []
+  for step in range(4):
+    weights = jax.tree.map(lambda x, k=step: x * (1 + k / 50), s.params)
+    actor = Actor(sampler.place(t.actor(weights)), step)
+    older = futures and step % 2 and Actor(sampler.place(t.actor(s.params)), 0)
+    hard_P = np.asarray([3, 5, -1][: step + 1], np.int32)
+    futures.append(sampler.submit(Round(step, hard_P), older or actor, step, actor))
+  sampled = [future.result() for future in futures]
+  return [(x.groups, x.described()) for x in sampled], sampler.state()
+
+
+def test_three_places_sample_the_same(warm, monkeypatch):
+  workdir, devices = str(warm()), jax.devices()
+  found = []
+  for rollout in (0, 1):
+    some = devices[: 1 + rollout]
+    monkeypatch.setattr(jax, 'devices', lambda *_, some=some: some)
+    config = tiny(**KNOBS, **{'mesh.rollout': rollout})
+    verifier = making.OddVerifier()
+    t, s = build.start(config, workdir, PhaseTimer(), verifier)
+    assert isinstance(t.sampler, ThreadSampler if rollout else LocalSampler)
+    found.append(submissions(t.sampler, t, s))
+    t.sampler.close()
+
+  r = resolve.resolve(config)
+  links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
+  there = build.rollout_sampler(r, build.read(config, r.model), verifier)
+  serving = threading.Thread(
+    target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
+  )
+  serving.start()
+  remote = RemoteSampler(links, r.mesh, PhaseTimer())
+  remote.compile().result()
+  found.append(submissions(remote, t, s))
+  remote.close(0)
+  serving.join(60)
+  assert not serving.is_alive()
+
+  (here, partial), *others = found
+  ages = [np.ptp(groups.policy_version_PGT.max(2)) for (groups, _), _ in here]
+  assert max(ages) > 0 and partial, 'or no response continues with other weights'
+  for groups, state in others:
+    assert same(groups, here)
+    assert same(state, partial)
+
+
+def test_the_loop_names_no_place():
+  tree = ast.parse(inspect.getsource(trainer))
+  names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+  names |= {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)}
+  assert 'sampler' in names
+  places = 'Local Thread Remote Lane Link elsewhere rollout_mesh actor_mesh hosts'
+  assert not [name for name in names for place in places.split() if place in name]
+
+
+def test_the_actor_of_the_learners_devices_is_deleted_and_others_are_kept():
+  weights = {'w': jax.numpy.ones(3)}
+  nothing: Any = None
+  remote = RemoteSampler(nothing, nothing, nothing)
+  remote.free(weights)
+  assert not weights['w'].is_deleted()
+  local = LocalSampler(*[nothing] * 7)
+  local.free(weights)
+  assert weights['w'].is_deleted()
