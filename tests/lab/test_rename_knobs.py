@@ -45,7 +45,12 @@ OLD = {
   'rewards': {
     'rule': 'aime',
     'own': {},
-    'shaping': {'rule': 'standard', 'own': {}, 'format_bonus': 0.0, 'truncated': 'wrong'},
+    'shaping': {
+      'rule': 'standard',
+      'own': {},
+      'format_bonus': 0.0,
+      'truncated': 'wrong',
+    },
   },
   'problems': {'source': 'synthetic', 'own': {}, 'pair': {'hard': 0.5}},
 }
