@@ -239,10 +239,11 @@ def config_of(args: argparse.Namespace) -> 'Config':
   return overridden(stored.model_dump(), args.knobs)
 
 
-def fail(error: object) -> NoReturn:
-  """Prints one sentence on stderr; ends all processes of the run with status 2."""
-  sentence = ' '.join(str(error).split())
-  print(f'bapo_jax: {sentence}', file=sys.stderr)
+def fail(*errors: object) -> NoReturn:
+  """Prints a sentence per error; ends all processes of the run with status 2."""
+  for error in errors:
+    sentence = ' '.join(str(error).split())
+    print(f'bapo_jax: {sentence}', file=sys.stderr)
   hosts.leave(2)
   sys.exit(2)
 
@@ -359,7 +360,9 @@ def main(args: argparse.Namespace) -> None:
     with signals.none_lost():
       status = start(args)
   except ValueError as error:
-    fail(error)
+    # A check prints every refusal, a start the first.
+    sentences = getattr(error, 'sentences', [error])
+    fail(*sentences[: None if args.mode == 'check' else 1])
   except KeyboardInterrupt:
     print(
       'Stopped immediately. The same command resumes from the newest checkpoint of '

@@ -116,8 +116,9 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
-  model = hf_directory.identity(r.model.directory)
-  hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
+  if hosts.processes() > 1:  # each read its own copy of the files
+    model = hf_directory.identity(r.model.directory)
+    hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
   log(first_screen(r, material, workdir))
   hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:

@@ -179,8 +179,7 @@ def parse(values: dict[str, Any]) -> Config:
   whole = bool(own_code.placed(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
-  for refusal in refusals.of_config(config):
-    raise ValueError(refusal)
+  refusals.judge(refusals.of_config(config))
   return config
 
 

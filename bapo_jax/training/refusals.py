@@ -44,6 +44,20 @@ if TYPE_CHECKING:
   from bapo_jax.training.resolve import Files
 
 
+class Refused(ValueError):
+  """The refusals of a run; as a string, the first of them."""
+
+  def __init__(self, sentences: list[str]):
+    super().__init__(sentences[0])
+    self.sentences = sentences
+
+
+def judge(sentences: Iterator[str]) -> None:
+  """Raises Refused if there is a sentence."""
+  if refused := [*sentences]:
+    raise Refused(refused)
+
+
 def of_config(config: 'Config') -> Iterator[str]:
   """Yields a sentence for each reason why a config cannot work on any machine."""
   yield from _clip(config.clip, config.loss)

@@ -231,8 +231,7 @@ def resolve(
   tokenizer = tokenizer._replace(template=config.tokenizer.template)
   spec = dataclasses.replace(spec, **config.model.types)
   opened = Model(directory, tokenizer, spec)
-  for refusal in refusals.of_files(config, Files(opened, data)):
-    raise ValueError(refusal)
+  refusals.judge(refusals.of_files(config, Files(opened, data)))
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
