@@ -22,13 +22,14 @@ from bapo_jax.training import budget, checkpoint, sft
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.checkpoint import Read
 from bapo_jax.training.config import Config
-from bapo_jax.training.resolve import Model, Resolved
+from bapo_jax.training.inputs import Model
+from bapo_jax.training.resolve import Resolved
 from bapo_jax.types import Tree
 
 TOWER = 'vision'  # the subtree of a vision tower, its merger included
 RECIPE = ('model', 'tokenizer', 'sft')  # sections that the warm start depends on
-# Raise it with every change of the weights that a warm start gives: cached ones of other
-# versions are not used. test_a_warm_start_gives_the_weights_of_its_version notices.
+# Raise it with every change of the weights that a warm start gives: other versions are
+# not used. test_a_warm_start_gives_the_weights_of_its_version notices.
 WARM_START = 1
 
 
