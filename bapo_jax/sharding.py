@@ -189,6 +189,11 @@ def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
   )
 
 
+def abstract(tree: Tree, layout: Tree) -> Tree:
+  """Returns an abstract tree with a sharding on every leaf."""
+  return jax.tree.map(lambda x, s: x.update(sharding=s), tree, layout)
+
+
 def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
   """Reshards the rows of a tree over the mesh; a no-op on one device."""
   if mesh is None or mesh.size == 1:

@@ -102,8 +102,7 @@ def abstract_actor(spec: ModelSpec, mesh: Mesh) -> Tree:
   """Returns the shapes, types and shardings of an actor."""
   make = functools.partial(decoder.actor, spec=spec, joined=decoder.joins(mesh))
   actor = jax.eval_shape(make, transformer.abstract(spec))
-  layout = sharding.shardings(actor, mesh, 'decode')
-  return jax.tree.map(lambda x, s: x.update(sharding=s), actor, layout)
+  return sharding.abstract(actor, sharding.shardings(actor, mesh, 'decode'))
 
 
 @functools.cache
@@ -169,7 +168,8 @@ def admit(
     new_A: i32, maximum number of tokens of the response, end token included.
     pictures: pictures of the R prompts; None: text only.
   """
-  tokens_AT, length_A = tokens_RT[from_A], length_R[from_A]
+  tokens_AT = tokens_RT[from_A]
+  length_A = length_R[from_A]
 
   def put(x: Array, value: Array | bool) -> Array:
     return x.at[slot_A].set(value, mode='drop')

@@ -58,10 +58,6 @@ class RolloutEngine:
     gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
     apply: calls a compiled function, or lowers it.
-
-  Raises:
-    ValueError: rows of these sizes cannot be decoded or have no room to finish, or
-      the temperature is too low. The methods raise it if `params` are no actor.
   """
 
   spec: ModelSpec
@@ -81,14 +77,6 @@ class RolloutEngine:
   mesh: Mesh | None = None
   gallery: Gallery | None = None
   apply: Callable[..., Any] = lambda f, *args, **knobs: f(*args, **knobs)
-
-  def __post_init__(self):
-    if 0 < self.temperature < knobs.COLDEST:
-      raise ValueError(
-        f'temperature={self.temperature:g} is too low to divide logits in float32: '
-        f'give 0 for greedy decoding, or {knobs.COLDEST:g} or more'
-      )
-    shapes.check_rows(self.spec, self.max_prompt_tokens, self.max_new_tokens, self.eos)
 
   @property
   def length(self) -> int:
@@ -139,7 +127,6 @@ class RolloutEngine:
       id_R: problem ids of the prompts, -1 for padding.
       rows: the arguments of decode.admit from tokens_RT to new_A.
     """
-    _check_layout(params)
     args = params, slots, *rows, self.pictures(id_R)
     return self._call(decode.admit, *args, spec=self.spec)
 
@@ -153,7 +140,6 @@ class RolloutEngine:
       slot_A: the slots to refresh; the number S is padding.
       live: number of leading cache segments to recompute.
     """
-    _check_layout(params)
     columns = sum(self.segment_sizes[:live])
     args = params, slots, slot_A, self.pictures(id_A)
     return self._call(decode.refresh, *args, spec=self.spec, columns=columns)
@@ -162,7 +148,6 @@ class RolloutEngine:
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
     """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
-    _check_layout(params)
     return self._call(
       decode.run,
       params,
@@ -192,7 +177,8 @@ class RolloutEngine:
     slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
-    no_slot, no_id = zeros + self.max_num_seqs, zeros - 1
+    no_slot = zeros + self.max_num_seqs
+    no_id = zeros - 1
     # from_A, slot_A, row_A, uid_A and new_A of decode.admit.
     padding = zeros, no_slot, zeros, zeros.astype(np.uint32), zeros
     widths = shapes.prefill_widths(self.max_prompt_tokens)
@@ -224,11 +210,3 @@ def _empty(
   # Each device creates its own shard: the full cache may not fit on one device.
   layout = decode.slot_shardings(jax.eval_shape(make)[0], mesh)
   return jax.jit(make, out_shardings=(layout, sharding.over_rows(mesh, rows)))
-
-
-def _check_layout(params: Tree) -> None:
-  """Raises a ValueError unless the weights are laid out for decoding."""
-  if isinstance(params['layers'], dict):  # stacked; an actor has a list of layers
-    raise ValueError(
-      "params have the learner's layout: pass decode.sync_actor(params, spec, mesh)"
-    )

@@ -41,7 +41,8 @@ class PartialRollouts:
 
   def __init__(self, engine: RolloutEngine, places: int):
     self.engine = engine
-    B, S = places * engine.group_size, engine.max_num_seqs
+    B = places * engine.group_size
+    S = engine.max_num_seqs
     self.slots, self.rows = engine.empty(B)
     self.own_B = exchange.owned(self.rows.tokens_BT)  # rows that this process verifies
     # The host's view of places and rows.
@@ -86,9 +87,11 @@ class PartialRollouts:
     free = np.flatnonzero(self.submitted_W < 0)
     if len(prompts.id_P) > len(free):
       raise ValueError(f'{len(prompts.id_P)} prompts, but only {len(free)} free places')
-    G, longest = self.engine.group_size, self.engine.max_new_tokens
+    G = self.engine.group_size
+    longest = self.engine.max_new_tokens
     place_P = free[: len(prompts.id_P)]
-    self.submitted_W[place_P], self.id_W[place_P] = step, prompts.id_P
+    self.submitted_W[place_P] = step
+    self.id_W[place_P] = prompts.id_P
     self.prompt_WT[place_P] = prompts.tokens_PT
     self.length_W[place_P] = prompts.length_P
     row_PG = place_P[:, None] * G + np.arange(G)
@@ -152,11 +155,13 @@ class PartialRollouts:
   def _admit(self, params: Tree, free: np.ndarray) -> None:
     """Admits the oldest waiting rows to the first free slots, as one padded block."""
     e = self.engine
-    A, S = e.prefill_rows, e.max_num_seqs
+    A = e.prefill_rows
+    S = e.max_num_seqs
     # The rows leave the queue after `admit`, so that an exception loses no row.
     rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
-    count, pad = len(rows), (0, A - len(rows))
+    count = len(rows)
+    pad = (0, A - len(rows))
     # Each prompt is prefilled once, at the smallest compiled shape that fits.
     R = next(n for n in e.prefill_sizes if n >= len(places))
     widths = shapes.prefill_widths(e.max_prompt_tokens)
@@ -179,7 +184,8 @@ class PartialRollouts:
       np.pad(self.limit_B[rows], pad),
     )
     slots = slot_A[:count]
-    self.row_S[slots], self.first_dispatch_S[slots] = rows, self.dispatched
+    self.row_S[slots] = rows
+    self.first_dispatch_S[slots] = self.dispatched
     self.reach_S[slots] = length_R[from_A]
     self.limit_S[slots] = length_R[from_A] + self.limit_B[rows]
     for _ in rows:
@@ -243,7 +249,8 @@ class PartialRollouts:
   def refresh(self, params: Tree) -> None:
     """Recomputes the cache of every busy slot with these weights, in blocks of A."""
     self.cache_lost = False
-    A, S = self.engine.prefill_rows, self.engine.max_num_seqs
+    A = self.engine.prefill_rows
+    S = self.engine.max_num_seqs
     busy = np.flatnonzero(self.row_S >= 0)
     for block in np.split(busy, range(A, len(busy), A)):
       if len(block):

@@ -7,6 +7,7 @@
 All responses of training, re-evaluation and evaluation come from `rollout`.
 """
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -173,7 +174,8 @@ class PendingVerifications:
   """Requests verdicts on finished responses, during decoding if verdicts are slow."""
 
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
-    self._verification, self._rollouts = verification, rollouts
+    self._verification = verification
+    self._rollouts = rollouts
     problems = verification.problems
     self._rules = problems.verifier or [''] * len(problems.answer)
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
@@ -192,28 +194,32 @@ class PendingVerifications:
     """Submits finished rows for verification; this process's devices must hold them."""
     if not rows:
       return
-    v, rollouts = self._verification, self._rollouts
-    texts = decode_rows(v.tokenizer, rollouts.rows, rows)
-    ids = rollouts.id_W[np.asarray(rows, int) // rollouts.engine.group_size]
-    problems, own = v.problems, v.verifier.own
-    tokens = tokens_of(rollouts.rows, rows) if own else [()] * len(rows)
-    samples = [
-      Sample(
-        text,
-        problems.answer[i],
-        self._rules[i],
-        problems.text[i],
-        of_row,
-        problems.fields[i] if problems.fields else '',
+    v = self._verification
+    rollouts = self._rollouts
+    tokens_BT = exchange.rows_of(rollouts.rows.tokens_BT, rows)
+    mask_BT = exchange.rows_of(rollouts.rows.policy_version_BT, rows) >= 0
+    texts = tokenizer_lib.decode_responses(v.tokenizer, tokens_BT, mask_BT)
+    problems = v.problems
+    samples = []
+    for b, text in enumerate(texts):
+      i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
+      samples.append(
+        Sample(
+          text,
+          problems.answer[i],
+          self._rules[i],
+          problems.text[i],
+          tuple(tokens_BT[b, mask_BT[b]].tolist()) if v.verifier.own else (),
+          problems.fields[i] if problems.fields else '',
+        )
       )
-      for i, text, of_row in zip(ids, texts, tokens, strict=True)
-    ]
     pending = v.verifier.submit(samples)
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
     """Reads, verifies and rewards the groups at these places; frees the places."""
-    v, rollouts = self._verification, self._rollouts
+    v = self._verification
+    rollouts = self._rollouts
     with v.timer('sample'):
       rows = jax.block_until_ready(rollouts.read(places, seats))
     with v.timer('verify'):
@@ -234,10 +240,12 @@ class PendingVerifications:
     filled_B = np.repeat(id_P >= 0, G)[: len(row_B)]
     own = np.flatnonzero(filled_B & self._rollouts.own_B[row_B])
     self._request([row for row in row_B[own].tolist() if row not in self._requested])
-    texts, verdicts = [''] * (P * G), [EMPTY_SEAT] * (P * G)
+    texts = [''] * (P * G)
+    verdicts = [EMPTY_SEAT] * (P * G)
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
-      texts[seat], verdicts[seat] = pending.samples[i].response, pending.one(i)
+      texts[seat] = pending.samples[i].response
+      verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
     # which are 0 in the processes that do not verify a response.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
@@ -253,11 +261,11 @@ class PendingVerifications:
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
   """Returns `Rollout.parts`; every process must call it."""
-  sums: dict[str, float] = {}
+  sums = collections.Counter()
   for verdict in verdicts:
-    for name, value in (verdict.parts or {}).items():
-      sums[name] = sums.get(name, 0.0) + value
-      sums[f'{name}{COUNT}'] = sums.get(f'{name}{COUNT}', 0.0) + 1
+    parts = verdict.parts or {}
+    sums.update(parts)
+    sums.update(f'{name}{COUNT}' for name in parts)
   return exchange.summed(sums)
 
 
@@ -278,18 +286,3 @@ def _fold(
     teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
   )
-
-
-def tokens_of(rows: Rows, indices: list[int]) -> list[tuple[int, ...]]:
-  """Returns the response tokens of rows; all must be on this process's devices."""
-  version_BT = exchange.rows_of(rows.policy_version_BT, indices)
-  tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
-  pairs = zip(tokens_BT, version_BT >= 0, strict=True)
-  return [tuple(row_T[mask_T].tolist()) for row_T, mask_T in pairs]
-
-
-def decode_rows(tokenizer: Tokenizer, rows: Rows, indices: list[int]) -> list[str]:
-  """Returns the responses of rows as strings; this process's devices must hold them."""
-  version_BT = exchange.rows_of(rows.policy_version_BT, indices)
-  tokens_BT = exchange.rows_of(rows.tokens_BT, indices)
-  return tokenizer_lib.decode_responses(tokenizer, tokens_BT, version_BT >= 0)

@@ -2,8 +2,7 @@
 
 1. prompts are prefilled at a handful of widths (`prefill_widths`);
 2. the KV cache is split into segments (`cache_columns`), and attention reads only the
-   segments that a slot has reached;
-3. `check_rows` rejects rows that cannot be decoded.
+   segments that a slot has reached.
 """
 
 import itertools
@@ -45,25 +44,3 @@ def segments_reached(sizes: list[int], columns: int) -> int:
   """Returns the number of segments that contain the first `columns` columns."""
   ends = itertools.accumulate(sizes)
   return 1 + next((i for i, end in enumerate(ends) if end >= columns), len(sizes) - 1)
-
-
-def check_rows(
-  spec: ModelSpec, max_prompt_tokens: int, max_new_tokens: int, eos: tuple[int, ...]
-) -> None:
-  """Raises ValueError unless rows of these lengths fit the model and can end."""
-  if max_prompt_tokens + max_new_tokens > spec.positions:
-    raise ValueError(
-      f'prompts of {max_prompt_tokens} and responses of {max_new_tokens} tokens exceed '
-      f"the model's {spec.positions} positions; lower sampler.max_new_tokens or "
-      'prompts.max_prompt_tokens'
-    )
-  if max_new_tokens < 1:
-    raise ValueError(
-      f'sampler.max_new_tokens={max_new_tokens} leaves no room for a response; set '
-      'it to 1 or more'
-    )
-  if not eos or not all(0 <= token < spec.vocab for token in eos):
-    raise ValueError(
-      f'end tokens {tuple(eos)}: there must be at least one, all below the vocabulary '
-      f'size {spec.vocab}; use the tokenizer of the model'
-    )

@@ -81,11 +81,11 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
-  check_code(workdir, config)
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
-  values, step = config.model_dump(), checkpoint.choose(workdir)
+  values = config.model_dump()
+  step = checkpoint.choose(workdir)
   # `resume` reports a damaged checkpoint.
   with contextlib.suppress(OSError, ValueError):
     done = checkpoint.read_meta(checkpoint.home(workdir), step)['run'] if step else {}
@@ -94,20 +94,6 @@ def claim(workdir: str, config: Config) -> None:
       for name in ('steps', 'responses'):
         values[name] = max(values[name], before[name])
   workdirs.open_workdir(workdir, values, free)
-
-
-def check_code(workdir: str, config: Config) -> None:
-  """Raises ValueError if a file of own functions changed since the run began."""
-  if not workdirs.has_begun(workdir):
-    return
-  before = dict(entry.rsplit(' ', 1) for entry in workdirs.read_config(workdir)['code'])
-  for file, digest in (entry.rsplit(' ', 1) for entry in config.code):
-    if before.get(file, digest) != digest:
-      raise ValueError(
-        f'{file} has changed since the run in --workdir={workdir} began (digest '
-        f'{before[file]} then, {digest} now); restore the file, or give another '
-        '--workdir'
-      )
 
 
 def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
@@ -180,7 +166,8 @@ def try_own_reward(verifier: Verifier, material: Material) -> None:
   if not verifier.own:
     return
   problems = material.problems
-  answer, text = problems.answer[0], problems.text[0]
+  answer = problems.answer[0]
+  text = problems.text[0]
   row = problems.fields[0] if problems.fields else ''
   sample = Sample(answer or 'a trial response', answer, '', text, (1, 2, 3), row)
   verdict = verifier.submit([sample]).one(0)
@@ -193,9 +180,12 @@ def try_own_reward(verifier: Verifier, material: Material) -> None:
 
 def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   """Returns the summary that a run prints at its start."""
-  c, spec, devices = r.config, r.spec, jax.devices()
+  c = r.config
+  spec = r.spec
+  devices = jax.devices()
   memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
-  frozen, count = '', hosts.processes()
+  frozen = ''
+  count = hosts.processes()
   if few := budget.adapters(c, spec):
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
   elif tower := budget.frozen_tower(c, spec):
@@ -203,7 +193,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   sizes = r.budget.checkpoint
   unit, scale = ('GiB', 2**30) if sum(sizes.values()) >= 2**30 else ('MiB', 2**20)
   parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
-  total, kept = sum(sizes.values()), c.checkpoint.keep + c.checkpoint.best
+  total = sum(sizes.values())
+  kept = c.checkpoint.keep + c.checkpoint.best
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
@@ -240,7 +231,8 @@ class Run:
   idled: bool = False  # whether a step of this start had nothing to learn
 
   def __post_init__(self):
-    self.base, seconds = policy.fingerprint(self.t.base), self.t.timer.seconds
+    self.base = policy.fingerprint(self.t.base)
+    seconds = self.t.timer.seconds
     for name, before in self.spent['phases'].items():
       seconds[name] = seconds.get(name, 0.0) + before
 
@@ -267,8 +259,6 @@ class Run:
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
-      for path in evaluate.truncated(self.workdir, among=range(1, s.step)):
-        log(f'{path} is truncated: its responses are lost, and no resume needs them.')
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
     if finished(self.t.config, s):
       log(completed(self.t.config, s))
@@ -278,7 +268,8 @@ class Run:
 
   def loop(self, first: TrainState, stop: Stop) -> tuple[TrainState, int]:
     """Trains until the end, a signal or a divergence; returns (state, exit status)."""
-    config, s = self.t.config, first
+    config = self.t.config
+    s = first
     knobs = config.metrics.model_dump() | {'config': config.model_dump()}
     with metrics.writing(self.workdir, s.step or -1, **knobs) as write:
       if s.step == 0:
@@ -296,7 +287,8 @@ class Run:
           speed = f'{row["rollout/tokens_per_s"]:.0f} tokens/s'
           progress.set_postfix_str(speed, refresh=False)
           progress.update()
-          skips, limit = s.consecutive_skips, config.learner.max_consecutive_skips
+          skips = s.consecutive_skips
+          limit = config.learner.max_consecutive_skips
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
@@ -318,7 +310,8 @@ class Run:
     with files.naming(path):
       # Not t.config, which may ask for fewer steps than are done.
       stored = workdirs.read_config(self.workdir)
-      config, spent = config_lib.from_json(stored), self.cost()
+      config = config_lib.from_json(stored)
+      spent = self.cost()
       report.write(self.workdir, config, before, after, spent, s.step)
       page.write(self.workdir)
     results = before['result'], after['result']
@@ -326,7 +319,8 @@ class Run:
 
   def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""
-    config, message = self.t.config, ''
+    config = self.t.config
+    message = ''
     if finished(config, s) or s.step % config.evaluate.every == 0:
       results, message = self.evaluate(s)
       row |= results
@@ -335,7 +329,8 @@ class Run:
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
     if self.t.sampler.elsewhere:
-      busy, self.busy = self.busy, self.t.sampler.busy()
+      busy = self.busy
+      self.busy = self.t.sampler.busy()
       row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
       row['overlap/ended'] = time.perf_counter() - self.t.timer.began
@@ -408,9 +403,11 @@ def divergence(s: TrainState, limit: int) -> str:
 
 def completed(config: Config, s: TrainState) -> str:
   """Returns the message for a run that has nothing left to train."""
-  limit, more = f'steps={config.steps}', f'--config.steps={s.step + 1} or more'
+  limit = f'steps={config.steps}'
+  more = f'--config.steps={s.step + 1} or more'
   if s.step < config.steps:
-    limit, more = f'responses={config.responses:g}', 'a larger --config.responses'
+    limit = f'responses={config.responses:g}'
+    more = 'a larger --config.responses'
   return (
     f'The run is finished: {s.step} steps are done, and {limit}. '
     f'To train on, give {more}.'

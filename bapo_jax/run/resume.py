@@ -44,7 +44,8 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   """Returns (fresh, re-evaluated) groups of the queue; empty groups without a queue."""
   if s.queue:
     return [each.ready.result().groups for each in s.queue]
-  G, T = t.engine.group_size, t.engine.length
+  G = t.engine.group_size
+  T = t.engine.length
   empty: list[tuple[Groups, Groups]] = [
     (
       empty_groups(t.config.prompts.count, G, T),
@@ -94,7 +95,8 @@ def resume(
     s = s.replace(
       actor=t.sampler.place(t.actor(actor)), actor_adapters=t.adapters(actor)
     )
-  partial, groups = found.pop('partial', None), found.pop('queue', [])
+  partial = found.pop('partial', None)
+  groups = found.pop('queue', [])
   if not same:
     found['buffer'] = s.buffer
     return s.replace(**found), meta

@@ -49,16 +49,19 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   weight_P = np.asarray([getattr(weights, SOURCES[i]) for i in source_P], np.float32)
   adv_PG = np.asarray(jax.jit(t.config.advantage)(groups.reward_PG))
   adv_PG = adv_PG * weight_P[:, None]
-  left, lines = MOST_TOKENS, []
+  left = MOST_TOKENS
+  lines = []
   for p, (number, of_seat) in enumerate(updated):
-    group, problem = Groups(*(x[p] for x in groups)), int(groups.id_P[p])  # without P
+    group = Groups(*(x[p] for x in groups))  # without P
+    problem = int(groups.id_P[p])
     responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, left)
     left -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
     length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
     # The prompt of the first response, without P.
-    prompt_1T, image = group.tokens_PGT[:1], t.spec.image_token
+    prompt_1T = group.tokens_PGT[:1]
+    image = t.spec.image_token
     (text,) = tokenizer_lib.decode_prompts(t.tokenizer, prompt_1T, [length], image)
     row = {
       'step': record.step + 1,
@@ -113,7 +116,8 @@ def _responses(
   found = []
   for g, text in enumerate(texts):
     mask_T = np.asarray(mask_GT[g])
-    tokens_N, version_N = tokens_GT[g, mask_T], version_GT[g, mask_T]
+    tokens_N = tokens_GT[g, mask_T]
+    version_N = version_GT[g, mask_T]
     left -= len(tokens_N)
     reward, advantage = _numbers([reward_G[g], adv_G[g]])
     response: dict[str, Any] = {

@@ -21,7 +21,10 @@ def compile_all(programs: Iterable[Lowered]) -> list[Lowered]:
   A jitted function finds its compiled program while the result exists. If processes
   compute together, they compile one program after another, all in the same order.
   """
-  began, kept, threads, hits = time.perf_counter(), dict[int, Lowered](), set(), []
+  began = time.perf_counter()
+  kept = dict[int, Lowered]()
+  threads = set()
+  hits = []
 
   def note(event: str, **_: object) -> None:
     if event == HIT and threading.get_ident() in threads:

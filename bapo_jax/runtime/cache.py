@@ -91,7 +91,8 @@ def prune(folder: str, limit: int = LIMIT) -> None:
   An entry is the directory of a warm start or the file of a program. Another run may
   remove it meanwhile, and a run whose entry is gone repeats the work.
   """
-  root, found = pathlib.Path(folder), []
+  root = pathlib.Path(folder)
+  found = []
   entries = [(path, path.rglob('*')) for path in root.glob('warmstart/*/*')]
   entries += [(path, [path]) for path in root.glob('xla/**/*')]
   for entry, paths in entries:
@@ -122,7 +123,7 @@ def described(knob: str, warm_start: bool | None) -> str:
   import jax
 
   if not (folder := home(knob)):
-    return f'off: {_shortened(_path(knob))} is not writable' if knob else 'off'
+    return f'off: {_path(knob)} is not writable' if knob else 'off'
   state = '' if warm_start is None else 'warm start reused, '
   state = state if warm_start is not False else 'no such warm start yet, '
   programs = pathlib.Path(jax.config.values[DIRECTORY] or '')
@@ -133,10 +134,4 @@ def described(knob: str, warm_start: bool | None) -> str:
     state += f'{len(sizes)} compiled programs ({sum(sizes) / 2**20:.3g} MiB)'
   else:
     state += f'compiled programs in {programs}'
-  return f'{_shortened(folder)}: {state}'
-
-
-def _shortened(path: str) -> str:
-  """Replaces the home directory at the start of a path by ~."""
-  user = os.path.expanduser('~')
-  return f'~{path[len(user) :]}' if path.startswith(user + os.sep) else path
+  return f'{folder}: {state}'

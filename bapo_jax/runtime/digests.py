@@ -54,7 +54,8 @@ def damage(directory: str, label: str, skip: str = '') -> str:
 
 def sampled(path: str, blocks: int = 64, block: int = 4096) -> list[int | str]:
   """Returns [bytes in the file, digest of evenly spaced blocks of `block` bytes]."""
-  size, digest = os.path.getsize(path), hashlib.blake2b(digest_size=16)
+  size = os.path.getsize(path)
+  digest = hashlib.blake2b(digest_size=16)
   with open(path, 'rb') as file:
     for i in range(blocks):
       file.seek(max(size - block, 0) * i // (blocks - 1))

@@ -4,6 +4,7 @@ All processes that compute together (`hosts.members`) call `total`, `agree`, `me
 `whole` and `taken` in the same order. In a single process these calls are free.
 """
 
+import collections
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,13 +38,12 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
   return {name: value for part in dicts for name, value in part.items()}
 
 
-def summed(values: dict[str, float]) -> dict[str, float]:
+def summed(values: Mapping[str, float]) -> dict[str, float]:
   """Returns the sum over all processes of the values of each name."""
-  totals: dict[str, float] = {}
-  for part in map(json.loads, everyones(json.dumps(values))):
-    for name, value in part.items():
-      totals[name] = totals.get(name, 0.0) + value
-  return totals
+  totals = collections.Counter()
+  for part in everyones(json.dumps(values)):
+    totals.update(json.loads(part))
+  return dict(totals)
 
 
 def whole(array: Any) -> np.ndarray:

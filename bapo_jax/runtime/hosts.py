@@ -207,7 +207,8 @@ def _explain_abort(sentence: str) -> None:
 
   _handlers.append(HANDLER(handle))
   libc = ctypes.CDLL(None)
-  libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, HANDLER], ctypes.c_void_p
+  libc.signal.argtypes = [ctypes.c_int, HANDLER]
+  libc.signal.restype = ctypes.c_void_p
   libc.signal(signal.SIGABRT, _handlers[-1])
 
 

@@ -64,4 +64,5 @@ class Lane:
     except BaseException as error:
       ready.set_exception(error)
     with self._lock:
-      self._busy, self._began = self._busy + self._now() - began, None
+      self._busy = self._busy + self._now() - began
+      self._began = None

@@ -105,7 +105,8 @@ class Link:
     """Copies arrays, of which a target has none; returns the copies of each group."""
     if not described:
       return []
-    copies, (sources, targets) = [], self._groups
+    copies = []
+    (sources, targets) = self._groups
     shards = [_shards(array) for array in arrays] or [[]] * len(described)
     for i, target in enumerate(targets):
       source = sources[i % len(sources)]
@@ -140,7 +141,8 @@ def _described(array: jax.Array) -> Leaf:
 
 def _groups(mesh: Mesh) -> list[Mesh]:
   """Returns the meshes of the devices that differ only in `tensor`."""
-  names, tensor = mesh.axis_names, mesh.shape['tensor']
+  names = mesh.axis_names
+  tensor = mesh.shape['tensor']
   rows = mesh.devices.reshape(-1, tensor)
   return [Mesh(row.reshape(*[1] * (len(names) - 1), tensor), names) for row in rows]
 

@@ -12,7 +12,8 @@ import resource
 import sys
 from collections.abc import Sequence
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+M_TRIM_THRESHOLD = -1  # of glibc's mallopt
+M_MMAP_THRESHOLD = -3
 # The share of a GPU's memory that XLA's allocator takes. JAX's default of 0.75 is for
 # shared GPUs; the other 8 % are for the CUDA context, the buffers of NCCL and other
 # libraries.
@@ -68,7 +69,8 @@ def processor() -> str:
 
   Both decide how XLA divides a program among threads, and so how sums are rounded.
   """
-  kind, info = platform.machine(), pathlib.Path('/proc/cpuinfo')
+  kind = platform.machine()
+  info = pathlib.Path('/proc/cpuinfo')
   if info.exists():
     described = ('vendor_id', 'model name', 'flags', 'CPU part', 'Features')
     first = info.read_text().partition('\n\n')[0].splitlines()

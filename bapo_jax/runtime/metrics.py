@@ -3,7 +3,6 @@
 Rows go to metrics.jsonl, to TensorBoard and to W&B; the glossary defines every name.
 """
 
-import difflib
 import importlib
 import json
 import math
@@ -20,7 +19,6 @@ from typing import Any
 from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
-from bapo_jax.runtime.progress import log
 
 OWN = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
@@ -37,60 +35,26 @@ def to_json(row: Mapping[str, float]) -> str:
 def read(workdir: Path) -> list[Row]:
   """Reads the rows of workdir/metrics.jsonl, oldest first; [] if the file is missing.
 
-  null is nan. Older versions wrote 'nan' and 'inf', which are read as these numbers.
-  Skips a last line that is incomplete or out of order, as a killed run leaves it, and
-  lines that repeat the line before.
+  null is nan. Skips a last line that is incomplete, as a killed run leaves it.
 
   Raises:
-    ValueError: a line before the last is not a row of a later step than the rows
-      before it, or the file cannot be read.
+    ValueError: a line before the last is not a row of metrics.
   """
-  return _read(workdir)[0]
-
-
-def _read(workdir: Path) -> tuple[list[Row], list[int]]:
-  """Returns the rows and the numbers of the skipped lines, from 1; see `read`."""
   path = pathlib.Path(workdir, 'metrics.jsonl')
-  try:
-    data = path.read_bytes().rstrip(b'\n')
-  except FileNotFoundError:
-    return [], []
-  except OSError as error:
-    raise ValueError(
-      f'{path} cannot be read ({error.strerror}); restore it, or move it away to '
-      'continue the run without the rows written so far'
-    ) from error
+  lines = path.read_bytes().splitlines() if path.exists() else []
   rows: list[Row] = []
-  skipped, lines = [], data.split(b'\n') if data else []
   for i, line in enumerate(lines, 1):
-    if i > 1 and line == lines[i - 2]:
-      skipped.append(i)
-      continue
     try:
-      rows.append(_row(line, rows[-1]['step'] if rows else -math.inf))
-    except ValueError as error:
+      values = json.loads(line.decode())  # a byte that is not UTF-8 would change a name
+      row = {k: math.nan if x is None else float(x) for k, x in values.items()}
+      rows.append({'step': int(row.pop('step'))} | row)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
       if i < len(lines):
         raise ValueError(
-          f'{path}, line {i} of {len(lines)} {error}; delete the line, or give another '
-          '--workdir'
+          f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}; '
+          'delete the line, or give another --workdir'
         ) from error
-      skipped.append(i)
-  return rows, skipped
-
-
-def _row(line: bytes, after: float) -> Row:
-  """Parses a line; a ValueError says what is wrong with it."""
-  try:
-    row = json.loads(line.decode())  # a byte that is not UTF-8 would change a name
-    values = {k: math.nan if row[k] is None else float(row[k]) for k in row}
-    step = int(values.pop('step'))
-  # RecursionError: thousands of brackets.
-  except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-    text = line[:60].decode(errors='replace')
-    raise ValueError(f'is not a row of metrics: {text!r}') from error
-  if step <= after:
-    raise ValueError(f'has step {step} after step {after}')
-  return {'step': step} | values
+  return rows
 
 
 def _need(package: str, knob: str) -> types.ModuleType:
@@ -105,11 +69,7 @@ def _need(package: str, knob: str) -> types.ModuleType:
 
 def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
   path = os.path.join(workdir, 'metrics.jsonl')
-  rows, skipped = _read(workdir)
-  if skipped:
-    numbers = ', '.join(map(str, skipped))
-    log(f'{path}: dropped line {numbers}, which is incomplete or repeats a step.')
-  lines = (to_json(row) for row in rows if row['step'] <= step)
+  lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
   files.write(path, ''.join(f'{line}\n' for line in lines))
   with files.naming(path):
     # Unbuffered: closing the file does not retry a write that failed on a full disk.
@@ -161,7 +121,8 @@ def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
   path = pathlib.Path(workdir, 'wandb_id.txt')  # a resumed run continues the same curve
   if not path.exists():
     path.write_text(uuid.uuid4().hex)
-  name, old = path.resolve().parent.name, {'id': path.read_text(), 'resume': 'allow'}
+  name = path.resolve().parent.name
+  old = {'id': path.read_text(), 'resume': 'allow'}
   run = lib.init(project='bapo_jax', name=name, dir=str(workdir), config=config, **old)
   stack.callback(run.finish)
   # W&B ignores steps that it already has; after a resume, trust metrics.jsonl.
@@ -190,16 +151,9 @@ def writing(
   sinks: list[Write] = []
 
   def write(step: int, metrics: Row) -> None:
-    if unknown := [
-      name
-      for name in metrics
-      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN)
-    ]:
-      near = difflib.get_close_matches(unknown[0], GLOSSARY, n=3, cutoff=0.0)
-      raise ValueError(
-        f'no metric named {unknown[0]!r}; the nearest are {near}; '
-        'define a new metric in runtime/glossary.py'
-      )
+    for name in metrics:
+      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN):
+        raise ValueError(f'no metric named {name!r}; define it in runtime/glossary.py')
     row = {name: float(value) for name, value in metrics.items()}
     for sink in sinks:
       sink(step, row)

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from bapo_jax.runtime import hosts
 
-TERMINAL_S, LOG_S = 0.2, 20.0  # seconds between two updates of a bar
+TERMINAL_S = 0.2  # seconds between two updates of a bar
+LOG_S = 20.0
 
 
 class PhaseTimer:
@@ -58,7 +59,8 @@ class PhaseTimer:
     ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
     ran = {name: s for name, s in ran.items() if s > 0}
     other = now - self._reported_at - sum(ran.values())
-    self._reported, self._reported_at = dict(self.seconds), now
+    self._reported = dict(self.seconds)
+    self._reported_at = now
     return {**ran, 'other': max(other, 0.0)}
 
 

@@ -87,7 +87,8 @@ class Stop:
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
   """Yields a `Stop` that handles SIGINT and SIGTERM during the `with` block."""
-  stop, wakeup = Stop(), signal.set_wakeup_fd(-1)  # `explained` pauses
+  stop = Stop()
+  wakeup = signal.set_wakeup_fd(-1)  # `explained` pauses
   before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
   try:
     yield stop

@@ -113,13 +113,15 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   size = {'B': config.minibatch_rows, 'T': config.row_length}
   kinds = {'tokens': jnp.int32, 'source': jnp.int32}
   kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
-  rows, fields = sharding.over_rows(mesh), list[Any]()
+  rows = sharding.over_rows(mesh)
+  fields = list[Any]()
   for field in Batch._fields[:-1]:  # the name ends in the axes
     name, _, axes = field.rpartition('_')
-    shape, kind = tuple(size[axis] for axis in axes), kinds.get(name, jnp.float32)
+    shape = tuple(size[axis] for axis in axes)
+    kind = kinds.get(name, jnp.float32)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
   if pictures is not None:
-    pictures = placed(pictures, sharding.layout_of_rows(pictures, mesh))
+    pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
   return Batch(*fields, pictures=pictures)
 
 
@@ -147,7 +149,9 @@ def make_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
 ) -> Trainer:
   """Builds everything that is fixed for a run; `base` are its frozen weights."""
-  config, spec, mesh = r.config, r.spec, r.mesh
+  config = r.config
+  spec = r.spec
+  mesh = r.mesh
   train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   temperature = config.sampler.temperature
@@ -251,19 +255,15 @@ def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, T
 
   base holds the frozen weights, and is None if all weights are trained.
   """
-  params, base = transformer.abstract(spec), None
+  params = transformer.abstract(spec)
+  base = None
   if config.lora.rank:
     make = functools.partial(lora.init, spec, **config.lora.model_dump())
     params, base = jax.eval_shape(make, jax.random.key(0)), params
   elif budget.frozen_tower(config, spec):
     base = {policy.TOWER: params.pop(policy.TOWER)}
   found = params, jax.eval_shape(optimizer(config).init, params), base
-  return placed(found, sharding.shardings(found, mesh))
-
-
-def placed(tree: Tree, layout: Tree) -> Tree:
-  """Returns the abstract tree with a sharding on every leaf."""
-  return jax.tree.map(lambda x, s: x.update(sharding=s), tree, layout)
+  return sharding.abstract(found, sharding.shardings(found, mesh))
 
 
 def build(

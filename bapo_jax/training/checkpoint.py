@@ -51,7 +51,8 @@ def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
     if hosts.is_first():
       _set_damaged_aside(workdir)
       os.makedirs(home(workdir), exist_ok=True)
-  policies, accuracy = ocp.checkpoint_managers, operator.itemgetter('accuracy')
+  policies = ocp.checkpoint_managers
+  accuracy = operator.itemgetter('accuracy')
   ranked = policies.BestN(
     get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
   )
@@ -232,7 +233,8 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems;
   in a tie, the newest). Raises ValueError if there are others, but not this one.
   """
-  steps, accuracies = checkpoint_steps(workdir), {}
+  steps = checkpoint_steps(workdir)
+  accuracies = {}
   for step in steps:
     path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
     refusals = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
@@ -270,7 +272,8 @@ def _set_damaged_aside(workdir: str) -> None:
 
   Checks all files down to the newest undamaged checkpoint; of older ones, small files.
   """
-  damaged, whole = dict[str, str](), False
+  damaged = dict[str, str]()
+  whole = False
   for step in reversed(checkpoint_steps(workdir)):
     path = os.path.join(home(workdir), str(step))
     if why := digests.damage(path, str(step), 'arrays' if whole else ''):
@@ -295,7 +298,8 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   `part` is a part of the saved state, such as 'buffer/reusable'. Raises ValueError if
   the checkpoint is damaged.
   """
-  path, others = os.path.join(home(workdir), str(step)), checkpoint_steps(workdir)
+  path = os.path.join(home(workdir), str(step))
+  others = checkpoint_steps(workdir)
   hint = f', or give another checkpoint of {others} as --checkpoint=<step>'
   return read_saved(path, 'arrays', f'{part}/', hint)
 

@@ -9,7 +9,7 @@ import collections
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,8 @@ def evaluate(
     step=step,
     policy_version=step,
   )
-  uids, G = range(len(problems.id_N) * engine.group_size), engine.group_size
+  uids = range(len(problems.id_N) * engine.group_size)
+  G = engine.group_size
   own = uids if sampled.own is None else sampled.own.tolist()
   read = {str(uid): _sample(sampled, problems, uid, G, verifier.rule) for uid in own}
   counted = exchange.merged(_numbers(sampled, tokenizer.eos))
@@ -81,7 +82,8 @@ def _sample(
   sampled: Rollout, problems: Problems, uid: int, G: int, rule: str
 ) -> dict[str, Any]:
   """Describes a response; `rule` is the verifier of problems that name none."""
-  p, verdict = uid // G, sampled.verdicts[uid]
+  p = uid // G
+  verdict = sampled.verdicts[uid]
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
@@ -106,7 +108,8 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
-  length_PG, G = mask_PGT.sum(2), mask_PGT.shape[1]
+  length_PG = mask_PGT.sum(2)
+  G = mask_PGT.shape[1]
   return {
     str(p * G + g): {
       'tokens': int(length_PG[i, g]),
@@ -135,11 +138,13 @@ def summarize(
     values = np.asarray([sample[name] for sample in samples], kind)
     return values.reshape(-1, group_size)
 
-  correct_PG, answers = column('correct'), column('extracted', object).tolist()
+  correct_PG = column('correct')
+  answers = column('extracted', object).tolist()
   votes = list(zip(answers, correct_PG.tolist(), strict=True))
   passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
-  parts, names = column('parts', object), (sample['parts'] for sample in samples)
+  parts = column('parts', object)
+  names = (sample['parts'] for sample in samples)
   reward_PG = column('reward')
   undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
   reasons = collections.Counter(sample['reason'] for sample in undecided)
@@ -255,19 +260,6 @@ def read_recorded(workdir: str, step: int) -> dict[str, Any]:
   path = os.path.join(workdir, 'eval', f'{step}.json')
   way_out = "repeat the run's command to evaluate step 0 and the last step again"
   return files.read_json(path, way_out)
-
-
-def truncated(workdir: str, among: Iterable[int]) -> list[str]:
-  """Returns the evaluations of these steps that do not end like an object of JSON."""
-  paths = (os.path.join(workdir, 'eval', f'{step}.json') for step in among)
-  return [path for path in paths if os.path.exists(path) and not _ends(path)]
-
-
-def _ends(path: str) -> bool:
-  """Returns whether the last character of a file is a closing brace."""
-  with open(path, 'rb') as file:
-    file.seek(max(0, os.path.getsize(path) - 16))
-    return file.read().rstrip().endswith(b'}')
 
 
 def mean_and_error(values: ArrayLike) -> tuple[float, float]:

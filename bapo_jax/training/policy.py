@@ -107,7 +107,8 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
 
 def warm_start_path(config: Config, workdir: str) -> str:
   """Returns the warm-started weights' directory, named by a hash of their recipe."""
-  problems, source = config.problems, config.problems.source
+  problems = config.problems
+  source = config.problems.source
   kind = {source} if source in ('countdown', 'drawn') else {'family', 'level'}
   if 'family' in kind and problems.family == 'pair':
     kind |= {'pair'}
@@ -161,21 +162,23 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
   A workdir without a warm start gets a copy from the cache, so that it stays complete
   if the cache is emptied.
   """
-  config, mesh = r.config, r.mesh
+  config = r.config
+  mesh = r.mesh
   spec = dataclasses.replace(r.spec, dtype='float32')
-  path, shared = warm_start_path(config, workdir), _shared_path(r)
+  path = warm_start_path(config, workdir)
+  shared = _shared_path(r)
   if not os.path.lexists(path):
     _copied(shared, path)
   if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
     like = transformer.abstract(spec)
-    layout = sharding.shardings(like, mesh)
-    like = jax.tree.map(lambda x, s: x.update(sharding=s), like, layout)
+    like = sharding.abstract(like, sharding.shardings(like, mesh))
     try:
       return checkpoint.restore_params(path, like)
     except ValueError as error:  # the recipe is known, so repeat it
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
-    made, T = sources.sft_problems(config.problems, r.data), config.row_length
+    made = sources.sft_problems(config.problems, r.data)
+    T = config.row_length
     params = sharding.under(mesh, sft.fit)(
       r.tokenizer, spec, mesh, T, *made, config.sft, config.sft.seed, r.schedule
     )
@@ -209,10 +212,12 @@ def _mixed(x: Array) -> Array:
   """Returns two sums, modulo 2^32, of hashes of the bits and place of every element."""
   kind = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
   bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
-  place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+  place = jnp.zeros(x.shape, jnp.uint32)
+  stride = 1
   for axis in reversed(range(x.ndim)):
     iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    place, stride = place + iota * jnp.uint32(stride % 2**32), stride * x.shape[axis]
+    place = place + iota * jnp.uint32(stride % 2**32)
+    stride = stride * x.shape[axis]
   sums = []
   for odd in (0x9E3779B1, 0x85EBCA77):  # constants of the golden ratio and of xxHash
     mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)

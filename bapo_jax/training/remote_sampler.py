@@ -74,14 +74,12 @@ class RemoteSampler(SamplerElsewhere):
     self._order('compile')
     return Arriving(lambda compiled: compiled.set_result(self._links.back.receive()))
 
-  def _send(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None
-  ) -> None:
+  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
     # The other side keeps the weights of the previous submission.
     weights = None if actor.version == self._sent else actor.weights
     self._sent = actor.version
     with self._timer('send'):
-      self._order('submit', (prompts, actor._replace(weights=weights), step, newest))
+      self._order('submit', (prompts, actor._replace(weights=weights), step))
 
   def _next(self) -> Sampled:
     self._order('collect')
@@ -141,10 +139,10 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
         kept = ahead.compile_all(sampler.programs())  # noqa: F841 (keeps them compiled)
         links.back.send('compiled')
       case 'submit':
-        prompts, actor, step, newest = order.value
+        prompts, actor, step = order.value
         weights = weights if actor.weights is None else actor.weights
         actor = actor._replace(weights=weights)
-        sample = functools.partial(_sample, sampler, prompts, actor, step, newest)
+        sample = functools.partial(_sample, sampler, prompts, actor, step)
         tasks.append(lane.submit(sample))
       case 'collect':
         sampled = tasks.popleft().result()
@@ -161,15 +159,9 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
         return order.value
 
 
-def _sample(
-  sampler: LocalSampler,
-  prompts: Round,
-  actor: Actor,
-  step: int,
-  newest: Actor | None,
-) -> Sampled:
+def _sample(sampler: LocalSampler, prompts: Round, actor: Actor, step: int) -> Sampled:
   """Samples a submission; its groups are whole on every device, and times are dates."""
-  sampled = sampler.sample(prompts, actor, step, newest)
+  sampled = sampler.sample(prompts, actor, step)
   behind = time.time() - time.perf_counter()
   begin, end = sampled.span
   whole = sharding.replicated(sampler.mesh)

@@ -51,15 +51,8 @@ class Sampler:
     Does nothing if a queued submission may still need the actor.
     """
 
-  def submit(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None = None
-  ) -> Future[Sampled]:
-    """Samples the groups on which learner step `step` trains.
-
-    Args:
-      actor: samples the fresh groups.
-      newest: samples the groups of hard problems; None: `actor`.
-    """
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
+    """Samples the groups on which learner step `step` trains."""
     raise NotImplementedError
 
   def remaining(self, actor: Actor, step: int) -> Rollout | None:
@@ -129,15 +122,11 @@ class LocalSampler(Sampler):
         x.delete()
     machine.trim()  # returns a CPU's freed memory from the C library to the system
 
-  def submit(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None = None
-  ) -> Future[Sampled]:
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Samples at once."""
-    return at_once(lambda: self.sample(prompts, actor, step, newest))
+    return at_once(lambda: self.sample(prompts, actor, step))
 
-  def sample(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None = None
-  ) -> Sampled:
+  def sample(self, prompts: Round, actor: Actor, step: int) -> Sampled:
     """Samples the groups of a submission, those of hard problems first."""
     began = time.perf_counter()
     keys = step_keys(self.seed, step)
@@ -146,7 +135,7 @@ class LocalSampler(Sampler):
     if seats := len(prompts.hard_P):
       hard = prompts_lib.prompts_by_id(problems, prompts.hard_P)
       rollouts = PartialRollouts(self.engine, seats)
-      reevaluated = sample(rollouts, newest or actor, hard, keys.reevaluate)
+      reevaluated = sample(rollouts, actor.newest or actor, hard, keys.reevaluate)
     else:
       reevaluated = empty(self.engine)
     rollouts = self.partial or PartialRollouts(self.engine, self.count)
@@ -237,9 +226,8 @@ class LocalSampler(Sampler):
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)
       # Tokens come from the sampler, verdicts from the host.
-      groups = jax.tree.map(
-        lambda x: x.update(sharding=rows if x.ndim == 3 else whole), groups
-      )
+      layout = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, groups)
+      groups = sharding.abstract(groups, layout)
       with sharding.current(self.mesh):
         yield self.score.lower(weights, groups, 0, None)
     partial = self.knobs.max_off_policy_steps > 0
@@ -273,20 +261,17 @@ class SamplerElsewhere(Sampler):
   """
 
   def __init__(self, mesh: Mesh, timer: PhaseTimer):
-    self._mesh, self._timer = mesh, timer
+    self._mesh = mesh
+    self._timer = timer
     self._waiting = collections.deque[Arriving]()
 
-  def submit(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None = None
-  ) -> Future[Sampled]:
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Sends a submission, and does not wait for its groups."""
-    self._send(prompts, actor, step, newest)
+    self._send(prompts, actor, step)
     self._waiting.append(Arriving(self._fetch))
     return self._waiting[-1]
 
-  def _send(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None
-  ) -> None:
+  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
     raise NotImplementedError
 
   def _next(self) -> Sampled:
@@ -313,7 +298,8 @@ class ThreadSampler(SamplerElsewhere):
 
   def __init__(self, there: LocalSampler, mesh: Mesh, timer: PhaseTimer):
     super().__init__(mesh, timer)
-    self._there, self._lane = there, Lane()
+    self._there = there
+    self._lane = Lane()
     self._tasks = collections.deque[Future[Sampled]]()
 
   def place(self, actor: Tree) -> Tree:
@@ -322,10 +308,8 @@ class ThreadSampler(SamplerElsewhere):
       layout = sharding.shardings(actor, self._there.mesh, 'decode')
       return jax.block_until_ready(jax.device_put(actor, layout))
 
-  def _send(
-    self, prompts: Round, actor: Actor, step: int, newest: Actor | None
-  ) -> None:
-    sample = functools.partial(self._there.sample, prompts, actor, step, newest)
+  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
+    sample = functools.partial(self._there.sample, prompts, actor, step)
     self._tasks.append(self._lane.submit(sample))
 
   def _next(self) -> Sampled:

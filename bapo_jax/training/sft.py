@@ -88,7 +88,8 @@ def imitate(
   total = jnp.maximum(weight_BT.sum(), 1)
 
   def objective(trained: Variables, n: Array) -> tuple[Array, None]:
-    cells, patch_XD = packed.cells(n), trained.patches(seen)
+    cells = packed.cells(n)
+    patch_XD = trained.patches(seen)
     stats = logprobs.packed_stats(
       trained.params, cells, spec, 1.0, patch_XD=patch_XD, schedule=schedule
     )
@@ -122,7 +123,9 @@ def fit(
   rng = np.random.default_rng(seed)
   shown = [problem.row for problem in problems]
   encoded = prompts_lib.encode(tokenizer, shown, spec.vision)
-  grids, gallery, step = [x.grids for x in encoded], None, None
+  grids = [x.grids for x in encoded]
+  gallery = None
+  step = None
   if spec.vision is not None and any(grids):
     gallery = Gallery(shown, spec.vision, capacity(grids, spec.vision))
 
@@ -136,7 +139,8 @@ def fit(
         count = min(CHUNK, steps - start)
         index = rng.integers(len(problems), size=count * k.batch)
         prompts = [encoded[i].tokens for i in index]
-        drawn, purpose = [problems[i] for i in index], (seed, start, len(name))
+        drawn = [problems[i] for i in index]
+        purpose = (seed, start, len(name))
         made = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
         tokens, weights = (x.reshape(count, k.batch, -1) for x in made)
         yield from zip(tokens, weights, index.reshape(count, k.batch), strict=True)
@@ -152,9 +156,5 @@ def fit(
       params, opt, value = step(*args)
       nats = float(value)
       progress.update()
-      rate = progress.format_dict[
-        'rate'
-      ]  # steps per second; None before the first line
-      speed = f'{rate * tokens_BT.size:.0f} tokens/s, ' if rate else ''
-      progress.set_postfix_str(f'{speed}{nats:.3f} nats', refresh=False)
+      progress.set_postfix_str(f'{nats:.3f} nats', refresh=False)
   return params

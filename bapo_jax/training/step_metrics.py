@@ -1,5 +1,6 @@
 """Computes the metrics of one learner step from its groups, batch and updates."""
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,10 +55,12 @@ def describe(
   """
   with t.timer('log'):
     step, groups, source_P, updates = record
-    new, learned = concat(*(each.groups for each in fresh)), live(updates)
+    new = concat(*(each.groups for each in fresh))
+    learned = live(updates)
     row = _of_updates(learned)
     row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
-    reevaluated, again = sampled.reevaluated, sampled.reevaluated.groups
+    reevaluated = sampled.reevaluated
+    again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
     of_step, spread = exchange.fetched(
       _step_metrics(new, again, groups, source_P, s.buffer, step, eos)
@@ -102,10 +105,9 @@ def _bytes(tree: Any) -> int:
 
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   """Returns the mean of every named part of the reward over the fresh responses."""
-  totals: dict[str, float] = {}
+  totals = collections.Counter()
   for each in fresh:
-    for name, value in each.parts.items():
-      totals[name] = totals.get(name, 0.0) + value
+    totals.update(each.parts)
   counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
   return {
     f'{metrics.OWN}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
@@ -152,7 +154,8 @@ def theory(
   (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
   of mixed verdicts; the terms of such a source are 0.
   """
-  found, estimate = {}, 0.0
+  found = {}
+  estimate = 0.0
   for source in SOURCES:
     seen = (float(update[f'loss/tv_{source}']) for update in updates)
     at_start = next((tv for tv in seen if not math.isnan(tv)), math.nan)

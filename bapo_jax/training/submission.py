@@ -20,6 +20,7 @@ class Actor(NamedTuple):
   weights: Tree  # laid out for decoding, on the devices that sample
   version: int  # learner step that made them
   learners: Tree = None  # the same weights in the learner's layout; None: not kept
+  newest: 'Actor | None' = None  # samples hard problems; None: this actor
 
 
 class Round(NamedTuple):

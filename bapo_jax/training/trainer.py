@@ -84,10 +84,10 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
     prompts = Round(s.prompt_round, hard_problems(t, s, step))
-    stale = s.actor_version != s.step and len(prompts.hard_P)
-    groups = t.sampler.submit(
-      prompts, actor_of(t, s), step, newest(t, s) if stale else None
-    )
+    actor = actor_of(t, s)
+    if len(prompts.hard_P) and actor.version != s.step:
+      actor = actor._replace(newest=newest(t, s))
+    groups = t.sampler.submit(prompts, actor, step)
     queue = *s.queue, InFlight(prompts.hard_P, groups)
     s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
   (_, ready), *queue = s.queue
@@ -205,7 +205,8 @@ def update(
         version=s.step,
       )
     )
-  learned, skips = live(updates), s.consecutive_skips
+  learned = live(updates)
+  skips = s.consecutive_skips
   for metrics in learned:
     skips = skips + 1 if metrics['learner/skipped'] else 0
   # If the rewards of every group are equal, every advantage is 0.

@@ -305,38 +305,6 @@ def test_free_slots_on_a_mesh_are_compiled_once(compiled):
   assert len(compiled) == first > 0
 
 
-@pytest.mark.parametrize(
-  ('changes', 'name'),
-  [
-    ({'max_new_tokens': 27}, 'sampler.max_new_tokens or prompts.max_prompt_tokens'),
-    ({'max_new_tokens': 0}, 'sampler.max_new_tokens=0'),
-    ({'eos': (3, 12)}, 'end tokens'),
-    (
-      {'temperature': 1e-40},
-      'temperature=1e-40 is too low.* greedy decoding, or 0.001',
-    ),
-  ],
-)
-def test_rows_that_cannot_be_decoded_are_refused(changes, name):
-  with pytest.raises(ValueError, match=name):
-    generate(**changes)
-
-
-def test_weights_in_the_layout_of_the_learner_are_refused():
-  rollouts = partial_rollouts()
-  rollouts.submit(prompts(), UID_B)
-  with pytest.raises(ValueError, match=r'pass decode\.sync_actor\(params, spec, mesh'):
-    rollouts.decode(PARAMS, KEY)
-  rollouts.decode(ACTOR, KEY, max_tokens=1)
-  for call in (
-    lambda: rollouts.decode(PARAMS, KEY, max_tokens=1),
-    lambda: rollouts.refresh(PARAMS),
-    lambda: list(rollouts.engine.programs(PARAMS, places=P)),
-  ):
-    with pytest.raises(ValueError, match='layout'):
-      call()
-
-
 def test_a_token_in_every_slot_needs_nothing_of_another_device():
   mesh, spec = sharding.make(data=4, fsdp=2), SPEC
   slots = jax.eval_shape(lambda: decode.empty(spec, 16, 16, 2))

@@ -94,7 +94,7 @@ def test_a_changed_file_is_refused(whole, my, tmp_path):
   workdir, text = copied(whole, tmp_path / 'changed'), my.read_text()
   my.write_text(f'{text}\n# another\n')
   try:
-    with pytest.raises(ValueError, match=r'my\.py has changed since the run'):
+    with pytest.raises(ValueError, match=r'another config \(code: .*my\.py'):
       runs.train(tiny(**knobs(my), steps=5), workdir)
   finally:
     my.write_text(text)

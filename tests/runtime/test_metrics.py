@@ -31,14 +31,6 @@ def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
   assert first == {'step': 1, 'loss/kl': None, 'loss/ratio_max': None}
 
 
-def test_rows_of_older_versions_have_texts_for_numbers_that_are_not_finite(tmp_path):
-  line = '{"step": 1, "loss/kl": "nan", "clip/high": "inf", "loss/value": "-inf"}\n'
-  (tmp_path / 'metrics.jsonl').write_text(line)
-  (row,) = metrics.read(tmp_path)
-  assert math.isnan(row['loss/kl'])
-  assert (row['clip/high'], row['loss/value']) == (math.inf, -math.inf)
-
-
 def test_resume_drops_what_will_be_written_again(tmp_path):
   with metrics.writing(tmp_path, -1) as write:
     for step in range(5):
@@ -53,59 +45,26 @@ def test_resume_drops_what_will_be_written_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'tail, steps',
-  [
-    ('{"step": 2, "loss/va', [1, 9]),  # killed inside the line
-    ('[' * 100_000, [1, 9]),  # deeper than Python's stack
-    ('{"step": 2, "loss/\udcffkl": 2.0}', [1, 9]),  # a byte that is not UTF-8
-    ('{"step": 1, "loss/value": 1.0}\n', [1, 9]),  # written twice
-    ('{"step": 1, "loss/value": 2.0}\n', [1, 9]),
-    ('{"step": 2, "loss/value": 2.0}', [1, 2, 9]),  # killed before its end of line
-  ],
+  'tail', ['{"step": 2, "loss/va', '{"step": 2, "loss/\udcffkl": 2.0}', '[2]']
 )
-def test_a_damaged_last_line_is_dropped(tmp_path, capsys, tail, steps):
-  text = '{"step": 1, "loss/value": 1.0}\n' + tail
-  (tmp_path / 'metrics.jsonl').write_bytes(text.encode(errors='surrogateescape'))
-  rows = metrics.read(tmp_path)
-  assert [row['step'] for row in rows] == steps[:-1]
-  assert rows[0] == {'step': 1, 'loss/value': 1.0}
+def test_a_damaged_last_line_is_dropped_and_an_earlier_one_an_error(tmp_path, tail):
+  first, tail = (
+    b'{"step": 1, "loss/value": 1.0}\n',
+    tail.encode(errors='surrogateescape'),
+  )
+  path = tmp_path / 'metrics.jsonl'
+  path.write_bytes(first + tail)
+  assert metrics.read(tmp_path) == [{'step': 1, 'loss/value': 1.0}]
   with metrics.writing(tmp_path, 8) as write:
     write(9, {'loss/value': 9})  # must not be glued to the tail
-  assert ('dropped line 2,' in capsys.readouterr().out) == (len(steps) == 2)
-  assert [row['step'] for row in metrics.read(tmp_path)] == steps
-
-
-@pytest.mark.parametrize(
-  'line',
-  [
-    '{"step": 1, "lo',
-    '\0{',
-    '{"loss/kl": 1}',
-    '{"step": Infinity}',
-    '[' * 100_000,
-    '{"step": 1, "loss/\udcffkl": 2.0}',
-    '{"step": 3, "loss/kl": {}}',
-  ],
-)
-def test_a_damaged_line_before_the_last_is_an_error(tmp_path, line):
-  data = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'.encode(errors='surrogateescape')
-  (tmp_path / 'metrics.jsonl').write_bytes(data)
+  assert [row['step'] for row in metrics.read(tmp_path)] == [1, 9]
+  path.write_bytes(first + tail + b'\n' + first)
   with pytest.raises(ValueError, match='line 2 of 3 is not a row of metrics'):
     metrics.read(tmp_path)
 
 
-def test_a_step_twice_is_dropped_if_equal_and_else_refused(tmp_path):
-  lines = ['{"step": 1}', '{"step": 2, "loss/kl": null}'] * 2 + ['{"step": 3}']
-  path = tmp_path / 'metrics.jsonl'
-  path.write_text('\n'.join(sorted(lines)))
-  assert [row['step'] for row in metrics.read(tmp_path)] == [1, 2, 3]
-  path.write_text('\n'.join(lines))
-  with pytest.raises(ValueError, match='line 3 of 5 has step 1 after step 2'):
-    metrics.read(tmp_path)
-
-
-def test_an_unknown_name_is_refused_and_the_nearest_named(tmp_path):
-  refusal = pytest.raises(ValueError, match='clip/share_start')
+def test_an_unknown_name_is_refused(tmp_path):
+  refusal = pytest.raises(ValueError, match='clip/shares')
   with refusal, metrics.writing(tmp_path, -1) as write:
     write(1, {'loss/value': 1.0, 'clip/shares': 0.4})
   assert metrics.read(tmp_path) == []

@@ -107,10 +107,10 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   monkeypatch,
 ):
   # One text, one answer, one response: 042 is the integer 42, and is not the word 42.
-  def read(tokenizer, rows, own):
-    return [r'\boxed{042}'] * len(own)
+  def read(tokenizer, tokens_BT, mask_BT):
+    return [r'\boxed{042}'] * len(tokens_BT)
 
-  monkeypatch.setattr(rollout_lib, 'decode_rows', read)
+  monkeypatch.setattr(rollout_lib.tokenizer_lib, 'decode_responses', read)
   same = problems()._replace(
     text=['1+1='] * 3, answer=['42'] * 3, verifier=['aime', 'exact', 'aime']
   )

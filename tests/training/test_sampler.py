@@ -49,9 +49,10 @@ def submissions(sampler, t, s):
   for step in range(4):
     weights = jax.tree.map(lambda x, k=step: x * (1 + k / 50), s.params)
     actor = Actor(sampler.place(t.actor(weights)), step)
-    older = futures and step % 2 and Actor(sampler.place(t.actor(s.params)), 0)
+    if step % 2:
+      actor = Actor(sampler.place(t.actor(s.params)), 0, newest=actor)
     hard_P = np.asarray([3, 5, -1][: step + 1], np.int32)
-    futures.append(sampler.submit(Round(step, hard_P), older or actor, step, actor))
+    futures.append(sampler.submit(Round(step, hard_P), actor, step))
   sampled = [future.result() for future in futures]
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 
@@ -71,7 +72,7 @@ def test_three_places_sample_the_same(warm, monkeypatch):
 
   r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
-  there = build.rollout_sampler(r, build.read(config, r.model), verifier)
+  there = build.rollout_sampler(r, build.tabulate(r), verifier)
   serving = threading.Thread(
     target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
   )

@@ -7,7 +7,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import making
 import numpy as np
@@ -89,12 +88,10 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
 
 
 def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
-  t, s = started(warm(), steps=1)
-  shaping = t.config.rewards.shaping.model_copy(update={'truncated': 'masked'})
-  config = t.config.with_values(rewards={'shaping': shaping})
-  # Updates donate the weights.
-  (masked,) = steps(dataclasses.replace(t, config=config), jax.tree.map(jnp.copy, s))
+  t, s = started(warm('plain'), steps=1)
   (plain,) = steps(t, s)
+  knobs: dict[str, Any] = {'rewards.shaping.truncated': 'masked'}
+  (masked,) = steps(*started(warm('masked'), steps=1, **knobs))
   assert 0 < plain.row['rollout/truncated'] < 1
   for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
     assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name

@@ -20,7 +20,7 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, decoder, lora, ragged, transformer
+from bapo_jax.models import attention, decoder, lora, ragged
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -96,17 +96,13 @@ def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
 
 def actor(job: Job) -> Tree:
   """Returns the weights, placed and cast as for decoding."""
-  made = jax.eval_shape(
-    lambda params: decoder.actor(params, job.spec, decoder.joins(job.mesh)),
-    transformer.abstract(job.spec),
-  )
-  return build.placed(made, sharding.shardings(made, job.mesh, 'decode'))
+  return decode_lib.abstract_actor(job.spec, job.mesh)
 
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
   made = jax.eval_shape(lambda: build.empty_buffer(job.config))
-  return build.placed(made, sharding.layout_of_rows(made, job.mesh))
+  return sharding.abstract(made, sharding.layout_of_rows(made, job.mesh))
 
 
 def beside_update(job: Job) -> int:
@@ -158,7 +154,7 @@ def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
-  slots = build.placed(slots, decode_lib.slot_shardings(slots, job.mesh))
+  slots = sharding.abstract(slots, decode_lib.slot_shardings(slots, job.mesh))
   return slots, bytes_per_device(slots.cache)
 
 
@@ -246,7 +242,7 @@ def embedded(job: Job, prompts: int) -> pictured.Seen:
   """Returns abstract pictures of `prompts` prompts, embedded if the tower is frozen."""
   _, _, base = learner_state(job)
   seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
-  return build.placed(seen, sharding.layout_of_rows(seen, job.mesh))
+  return sharding.abstract(seen, sharding.layout_of_rows(seen, job.mesh))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
@@ -254,7 +250,7 @@ def pixels_of(job: Job, prompts: int) -> Pictures:
   held = gallery_of(job)
   assert held is not None, 'only called for vision models'
   pixels = jax.eval_shape(lambda: held.empty(prompts))
-  return build.placed(pixels, sharding.layout_of_rows(pixels, job.mesh))
+  return sharding.abstract(pixels, sharding.layout_of_rows(pixels, job.mesh))
 
 
 def tower(job: Job) -> Program:
