@@ -32,7 +32,7 @@ from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.resolve import Resolved, resolve
-from bapo_jax.training.sampler import LocalSampler, ThreadSampler
+from bapo_jax.training.sampler import Sampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Tree
 
@@ -160,9 +160,10 @@ def make_trainer(
   here = _local_sampler(r, data, verifier, timer, mesh, gallery, base)
   sampler = here
   if r.remote:
-    sampler = RemoteSampler(links(r), mesh, timer)
+    sampler = RemoteSampler(**vars(here), learners=mesh, timer=timer, links=links(r))
   elif r.rollout_mesh is not None:
-    sampler = ThreadSampler(rollout_sampler(r, data, verifier), mesh, timer)
+    there = rollout_sampler(r, data, verifier)
+    sampler = ThreadSampler(**vars(there), learners=mesh, timer=timer)
   return Trainer(
     config=config,
     spec=spec,
@@ -185,7 +186,7 @@ def make_trainer(
   )
 
 
-def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> LocalSampler:
+def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> Sampler:
   """Builds the sampler of the devices that do not train."""
   assert r.rollout_mesh is not None
   gallery, _ = pictured.galleries(data.problems, data.held_out, r.spec)
@@ -201,7 +202,7 @@ def _local_sampler(
   mesh: Mesh,
   gallery: Gallery | None,
   base: Tree = None,
-) -> LocalSampler:
+) -> Sampler:
   config = r.config
   shape = functools.partial(
     rewards.shaped,
@@ -213,7 +214,7 @@ def _local_sampler(
   )
   temperature = config.sampler.temperature
   _, recompute = _scorers(config.micro_batch_rows, r.spec, r.schedule, temperature)
-  return LocalSampler(
+  return Sampler(
     engine=dataclasses.replace(make_engine(r, gallery), mesh=mesh),
     mesh=mesh,
     verification=Verification(data.problems, r.tokenizer, verifier, timer, shape),

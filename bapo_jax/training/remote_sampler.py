@@ -7,6 +7,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -15,15 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.runtime import ahead
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
-from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.signals import Stop
-from bapo_jax.training.sampler import Arriving, LocalSampler, SamplerElsewhere
+from bapo_jax.training.sampler import Arriving, Sampler, SamplerElsewhere
 from bapo_jax.training.submission import Actor, Round, Sampled
 from bapo_jax.types import Tree
 
@@ -53,37 +53,42 @@ class Collected(NamedTuple):
   signal: int  # that this side has received, or 0
 
 
+@dataclasses.dataclass(kw_only=True)
 class RemoteSampler(SamplerElsewhere):
   """Makes other processes sample.
 
   Every process that trains calls all methods, in the same order.
   """
 
-  def __init__(self, links: Links, mesh: Mesh, timer: PhaseTimer):
-    super().__init__(mesh, timer)
-    self._links = links
+  links: Links
+
+  def __post_init__(self):
     self._sent = -1  # version of the actor that the other side has
     self._busy = 0.0
     self._ready = 0
 
   def _order(self, kind: str, value: Any = None) -> None:
-    self._links.there.send(Order(kind, value))
+    self.links.there.send(Order(kind, value))
+
+  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
+    """Returns nothing: this process compiles no program that samples."""
+    return iter(())
 
   def compile(self) -> Future[object]:
     """Makes the other side compile its programs; returns when it has."""
     self._order('compile')
-    return Arriving(lambda compiled: compiled.set_result(self._links.back.receive()))
+    return Arriving(lambda compiled: compiled.set_result(self.links.back.receive()))
 
   def _send(self, prompts: Round, actor: Actor, step: int) -> None:
     # The other side keeps the weights of the previous submission.
     weights = None if actor.version == self._sent else actor.weights
     self._sent = actor.version
-    with self._timer('send'):
+    with self.timer('send'):
       self._order('submit', (prompts, actor._replace(weights=weights), step))
 
   def _next(self) -> Sampled:
     self._order('collect')
-    answer: Collected = self._links.back.receive()
+    answer: Collected = self.links.back.receive()
     self._busy = answer.busy
     self._ready = answer.ready
     self.signal = answer.signal
@@ -94,7 +99,7 @@ class RemoteSampler(SamplerElsewhere):
   def state(self) -> Tree:
     """Returns the partial rollouts of the other side, as `PartialRollouts.state`."""
     self._order('state')
-    return self._links.back.receive()
+    return self.links.back.receive()
 
   def restore(self, state: Tree) -> None:
     """Restores the partial rollouts of the other side."""
@@ -124,7 +129,7 @@ def ending(links: Links) -> Iterator[None]:
     raise
 
 
-def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
+def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
   """Samples what the processes that train submit, until they end; returns the status.
 
   A signal is passed on to the other side, which decides when to end.
@@ -159,7 +164,7 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
         return order.value
 
 
-def _sample(sampler: LocalSampler, prompts: Round, actor: Actor, step: int) -> Sampled:
+def _sample(sampler: Sampler, prompts: Round, actor: Actor, step: int) -> Sampled:
   """Samples a submission; its groups are whole on every device, and times are dates."""
   sampled = sampler.sample(prompts, actor, step)
   behind = time.time() - time.perf_counter()
@@ -169,7 +174,7 @@ def _sample(sampler: LocalSampler, prompts: Round, actor: Actor, step: int) -> S
   return sampled.with_groups(*groups)._replace(span=(begin + behind, end + behind))
 
 
-def _state(sampler: LocalSampler) -> Tree:
+def _state(sampler: Sampler) -> Tree:
   """Returns the state of partial rollouts, whole on every device."""
   whole = sharding.replicated(sampler.mesh)
   return jax.tree.map(
@@ -178,7 +183,7 @@ def _state(sampler: LocalSampler) -> Tree:
   )
 
 
-def _restore(sampler: LocalSampler, state: Tree) -> None:
+def _restore(sampler: Sampler, state: Tree) -> None:
   """Restores partial rollouts from arrays that are whole on every device."""
   sampler.restore(
     jax.tree.map(

@@ -1,6 +1,6 @@
 """Samples the groups of learner steps; only a `Sampler` knows on which devices.
 
-1. `LocalSampler` samples on the learner's devices, as soon as prompts are submitted;
+1. `Sampler` samples on the learner's devices, as soon as prompts are submitted;
 2. `ThreadSampler` samples in a thread, on devices that only sample;
 3. remote_sampler.py makes other processes sample.
 
@@ -35,66 +35,9 @@ from bapo_jax.training.submission import Actor, Round, Sampled, step_keys
 from bapo_jax.types import Prompts, Tree, empty_groups
 
 
-class Sampler:
-  """Samples what the learner submits. The defaults are those of other devices."""
-
-  elsewhere = True  # the learner's devices do not sample
-  signal = 0  # received by another process that samples; 0: none
-
-  def place(self, actor: Tree) -> Tree:
-    """Copies an actor to the devices of this process that only sample, if any."""
-    return actor
-
-  def free(self, actor: Tree) -> None:
-    """Deletes an actor that the next submission replaces.
-
-    Does nothing if a queued submission may still need the actor.
-    """
-
-  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
-    """Samples the groups on which learner step `step` trains."""
-    raise NotImplementedError
-
-  def remaining(self, actor: Actor, step: int) -> Rollout | None:
-    """Returns groups that would be too old at the next step, or None.
-
-    Only extra rounds leave such groups, and they need rollouts of the current step.
-    """
-
-  def state(self) -> Tree:
-    """Returns the partial rollouts for a checkpoint; None if there are none."""
-    raise NotImplementedError
-
-  def restore(self, state: Tree) -> None:
-    """Continues with the partial rollouts of a checkpoint."""
-    raise NotImplementedError
-
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs that sample in this process.
-
-    `weights` are the learner's, if they score responses; they may be abstract.
-    """
-    return iter(())
-
-  def compile(self) -> Future[object]:
-    """Makes other processes compile their programs; returns when they have."""
-    return at_once(lambda: None)
-
-  def ready(self) -> int:
-    """Returns the number of submissions that are sampled but not fetched."""
-    return 0
-
-  def busy(self) -> float:
-    """Returns for how many seconds the other devices have sampled."""
-    return 0.0
-
-  def close(self, status: int | None = None) -> None:
-    """Ends threads, and with a status other processes too; does not wait."""
-
-
 @dataclasses.dataclass
-class LocalSampler(Sampler):
-  """Samples on the devices of its engine, in the calling thread.
+class Sampler:
+  """Samples what the learner submits: here, on the learner's devices.
 
   Args:
     seed: of the run.
@@ -113,17 +56,26 @@ class LocalSampler(Sampler):
   knobs: RolloutConfig
   score: Wrapped | None = None
   pictures: OfProblems | None = None
-  elsewhere = False
+
+  elsewhere = False  # whether the learner's devices do not sample
+  signal = 0  # received by another process that samples; 0: none
+
+  def place(self, actor: Tree) -> Tree:
+    """Copies an actor to the devices of this process that only sample, if any."""
+    return actor
 
   def free(self, actor: Tree) -> None:
-    """Deletes the arrays of an actor, even if another variable refers to them."""
+    """Deletes the arrays of an actor, even if another variable refers to them.
+
+    Does nothing on other devices: a queued submission may still need the actor.
+    """
     for x in jax.tree.leaves(actor):
       if isinstance(x, Array):
         x.delete()
     machine.trim()  # returns a CPU's freed memory from the C library to the system
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
-    """Samples at once."""
+    """Samples the groups on which learner step `step` trains."""
     return at_once(lambda: self.sample(prompts, actor, step))
 
   def sample(self, prompts: Round, actor: Actor, step: int) -> Sampled:
@@ -187,7 +139,10 @@ class LocalSampler(Sampler):
     return sampled._replace(groups=groups, logp_diff=diff)
 
   def remaining(self, actor: Actor, step: int) -> Rollout | None:
-    """Returns groups that would be too old at the next step, or None."""
+    """Returns groups that would be too old at the next step, or None.
+
+    Only extra rounds leave such groups, and they need rollouts of the current step.
+    """
     oldest = self.knobs.max_off_policy_steps
     if self.partial is None or not self.partial.due(step - oldest).any():
       return None
@@ -208,7 +163,7 @@ class LocalSampler(Sampler):
     return PartialRollouts(self.engine, self.places)
 
   def state(self) -> Tree:
-    """Returns `PartialRollouts.state`, or None."""
+    """Returns the partial rollouts for a checkpoint; None if there are none."""
     return self.partial and self.partial.state()
 
   def restore(self, state: Tree) -> None:
@@ -217,7 +172,10 @@ class LocalSampler(Sampler):
       self.partial.restore(state)
 
   def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs that sample, and with `weights` the one that scores."""
+    """Lowers the programs that sample in this process.
+
+    `weights` are the learner's, if they score responses; they may be abstract.
+    """
     engine = self.engine
     # With pictures the shapes of a batch are not known before.
     if self.score is not None and self.pictures is None and weights is not None:
@@ -237,6 +195,21 @@ class LocalSampler(Sampler):
       refreshed=partial,
     )
 
+  def compile(self) -> Future[object]:
+    """Makes other processes compile their programs; returns when they have."""
+    return at_once(lambda: None)
+
+  def ready(self) -> int:
+    """Returns the number of submissions that are sampled but not fetched."""
+    return 0
+
+  def busy(self) -> float:
+    """Returns for how many seconds other devices have sampled."""
+    return 0.0
+
+  def close(self, status: int | None = None) -> None:
+    """Ends threads, and with a status other processes too; does not wait."""
+
 
 class Arriving(Future[Any]):
   """A result of other devices; `result` fetches it."""
@@ -252,24 +225,31 @@ class Arriving(Future[Any]):
     return super().result(timeout)
 
 
+@dataclasses.dataclass(kw_only=True)
 class SamplerElsewhere(Sampler):
   """Samples on devices that do not train; groups arrive on those that do.
 
   Args:
-    mesh: the devices of the learner.
+    learners: the devices of the learner.
     timer: has the phases 'send', 'wait' and 'receive'.
   """
 
-  def __init__(self, mesh: Mesh, timer: PhaseTimer):
-    self._mesh = mesh
-    self._timer = timer
-    self._waiting = collections.deque[Arriving]()
+  learners: Mesh
+  timer: PhaseTimer
+  waiting: collections.deque[Arriving] = dataclasses.field(
+    default_factory=collections.deque
+  )
+
+  elsewhere = True
+
+  def free(self, actor: Tree) -> None:
+    """Leaves the actor to the submissions that need it."""
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Sends a submission, and does not wait for its groups."""
     self._send(prompts, actor, step)
-    self._waiting.append(Arriving(self._fetch))
-    return self._waiting[-1]
+    self.waiting.append(Arriving(self._fetch))
+    return self.waiting[-1]
 
   def _send(self, prompts: Round, actor: Actor, step: int) -> None:
     raise NotImplementedError
@@ -281,51 +261,34 @@ class SamplerElsewhere(Sampler):
   def _fetch(self, wanted: Arriving) -> None:
     """Fetches the groups of all submissions up to this one."""
     while not wanted.done():
-      with self._timer('wait'):
+      with self.timer('wait'):
         sampled = self._next()
-      with self._timer('receive'):
-        layout = sharding.layout_of_rows(sampled.groups, self._mesh)
+      with self.timer('receive'):
+        layout = sharding.layout_of_rows(sampled.groups, self.learners)
         groups = jax.block_until_ready(jax.device_put(sampled.groups, layout))
-      self._waiting.popleft().set_result(sampled.with_groups(*groups))
+      self.waiting.popleft().set_result(sampled.with_groups(*groups))
 
 
+@dataclasses.dataclass(kw_only=True)
 class ThreadSampler(SamplerElsewhere):
-  """Samples on devices of this process that do not train, in a thread.
+  """Samples on devices of this process that do not train, in a thread."""
 
-  Args:
-    there: samples on those devices.
-  """
-
-  def __init__(self, there: LocalSampler, mesh: Mesh, timer: PhaseTimer):
-    super().__init__(mesh, timer)
-    self._there = there
+  def __post_init__(self):
     self._lane = Lane()
     self._tasks = collections.deque[Future[Sampled]]()
 
   def place(self, actor: Tree) -> Tree:
     """Copies an actor to the devices that sample."""
-    with self._timer('send'):
-      layout = sharding.shardings(actor, self._there.mesh, 'decode')
+    with self.timer('send'):
+      layout = sharding.shardings(actor, self.mesh, 'decode')
       return jax.block_until_ready(jax.device_put(actor, layout))
 
   def _send(self, prompts: Round, actor: Actor, step: int) -> None:
-    sample = functools.partial(self._there.sample, prompts, actor, step)
+    sample = functools.partial(self.sample, prompts, actor, step)
     self._tasks.append(self._lane.submit(sample))
 
   def _next(self) -> Sampled:
     return self._tasks.popleft().result()
-
-  def state(self) -> Tree:
-    """Returns the partial rollouts; all submissions must be fetched."""
-    return self._there.state()
-
-  def restore(self, state: Tree) -> None:
-    """Continues with the partial rollouts of a checkpoint."""
-    self._there.restore(state)
-
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs of the devices that sample."""
-    return self._there.programs()
 
   def ready(self) -> int:
     """Returns the number of submissions that are sampled but not fetched."""

@@ -257,25 +257,6 @@ def test_a_shorter_request_does_not_shorten_a_recorded_run(whole_run, tmp_path):
     assert (stored['steps'], stored['responses']) == (steps, responses)
 
 
-@pytest.mark.parametrize('name', ['inside', 'elsewhere'])
-def test_a_refused_write_is_one_sentence(name, tmp_path):
-  # No file may grow beyond 100 bytes: the system refuses as a full disk does.
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  (tmp_path / 'run' / 'checkpoints' / '12').mkdir(parents=True)
-  path = str(tmp_path / ('run' if name == 'inside' else '') / 'eval.json')
-  resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-  try:
-    with pytest.raises(ValueError) as error, workdir_lib.writable(f'{tmp_path}/run'):
-      files.write(path, 'x' * 1000)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-  for part in (path, 'File too large', 'step 12', f'--workdir={tmp_path}/run'):
-    assert part in str(error.value)
-  # An error that is not about writing, and not in the workdir, passes through.
-  with pytest.raises(FileNotFoundError), workdir_lib.writable(str(tmp_path / 'run')):
-    (tmp_path / 'run2').read_text()
-
-
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) -> None:
   """After `step` both hold the same state, and their metrics are those of one run."""
   found, whole = last_run(workdir), last_run(unbroken, step)

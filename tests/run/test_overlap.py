@@ -110,12 +110,6 @@ def test_beside_equals_ahead_in_every_cell(warm, monkeypatch, cell, depth, parti
   compared(warm, monkeypatch, cell, depth, partial)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize('partial', [False, True])
-def test_four_devices_beside_four_equal_four(warm, monkeypatch, partial):
-  compared(warm, monkeypatch, 'both', 2, partial, devices=4)
-
-
 def test_a_depth_of_0_is_the_synchronous_run_and_1_another(warm, monkeypatch):
   # One update per step, on groups of the weights before the last update: the ratios of
   # the second step differ from 1. Without a depth they are 1.
@@ -164,33 +158,3 @@ def test_a_failure_of_the_sampler_ends_the_run(warm, monkeypatch):
   monkeypatch.setattr(build, 'make_verifier', lambda config: Failing(config.rewards))
   with pytest.raises(OSError, match='the disk of the verifier is full'):
     experiment.train(config, str(warm('failing')))
-
-
-@pytest.mark.nightly
-def test_ten_kills_change_nothing(warm):
-  knobs = CELLS['both'] | BESIDE | PARTIAL | {'rollout.depth': 2, 'steps': 60}
-  knobs |= {'checkpoint.every': 1, 'evaluate.every': 30, 'checkpoint.keep': 2}
-  whole, broken = warm('whole'), warm('broken')
-  assert start(whole, 2, **knobs).wait() == 0
-  draw = random.Random(0)
-  for _ in range(10):
-    before = checkpoint_steps(str(broken))
-    process = start(broken, 2, **knobs)
-    if draw.random() < 0.3:  # while it starts, resumes or compiles
-      time.sleep(draw.uniform(0, 10))
-    else:
-      while checkpoint_steps(str(broken)) == before:
-        assert process.poll() is None
-        time.sleep(0.01)
-      time.sleep(draw.uniform(0, 0.3))
-    assert process.poll() is None, 'the run ended before it was killed'
-    process.kill()
-    process.wait()
-  done = start(broken, 2, **knobs)
-  output = done.communicate()[0]
-  assert done.returncode == 0, output.decode()
-  one, other = last_run(whole), last_run(broken)
-  assert one.scalars == other.scalars
-  assert same(one.arrays, other.arrays)
-  assert one.rows == other.rows and texts(whole) == texts(broken)
-  assert '<title>training, step ' in (broken / 'report.html').read_text()

@@ -72,15 +72,6 @@ def test_another_process_samples_the_same(warm):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('cell', CELLS)
-@pytest.mark.parametrize('depth', [1, 2, 4])
-@pytest.mark.parametrize('partial', [False, True])
-def test_another_process_samples_the_same_in_every_cell(warm, cell, depth, partial):
-  knobs = CELLS[cell] | {'rollout.depth': depth} | (PARTIAL if partial else {})
-  compared(warm, **knobs)
-
-
-@pytest.mark.nightly
 def test_two_devices_in_each_process_and_an_older_actor(warm):
   # Hard problems are sampled with newer weights than the actor's.
   older = {'rollout.weight_sync_interval': 2}

@@ -28,7 +28,7 @@ def test_the_knob_names_a_folder_or_none(user, tmp_path, monkeypatch):
   monkeypatch.delenv('XDG_CACHE_HOME')
   assert cache.home('auto') == str(tmp_path / 'home' / '.cache' / 'bapo_jax')
   assert cache.home('~/mine') == str(tmp_path / 'home' / 'mine')
-  assert cache.described('~/mine', True).startswith('~/mine: warm start reused, ')
+  assert 'home/mine: warm start reused, ' in cache.described('~/mine', True)
   assert cache.described('', True) == 'off'
 
 

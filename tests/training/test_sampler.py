@@ -19,7 +19,7 @@ from bapo_jax.runtime import signals
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, remote_sampler, resolve, trainer
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
-from bapo_jax.training.sampler import LocalSampler, ThreadSampler
+from bapo_jax.training.sampler import Sampler, ThreadSampler
 from bapo_jax.training.submission import Actor, Round
 
 KNOBS: dict[str, Any] = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
@@ -66,18 +66,20 @@ def test_three_places_sample_the_same(warm, monkeypatch):
     config = tiny(**KNOBS, **{'mesh.rollout': rollout})
     verifier = making.OddVerifier()
     t, s = build.start(config, workdir, PhaseTimer(), verifier)
-    assert isinstance(t.sampler, ThreadSampler if rollout else LocalSampler)
+    assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
     found.append(submissions(t.sampler, t, s))
     t.sampler.close()
 
   r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
+  remote = RemoteSampler(
+    **vars(there), learners=r.mesh, timer=PhaseTimer(), links=links
+  )
   serving = threading.Thread(
     target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
   )
   serving.start()
-  remote = RemoteSampler(links, r.mesh, PhaseTimer())
   remote.compile().result()
   found.append(submissions(remote, t, s))
   remote.close(0)
@@ -104,9 +106,10 @@ def test_the_loop_names_no_place():
 def test_the_actor_of_the_learners_devices_is_deleted_and_others_are_kept():
   weights = {'w': jax.numpy.ones(3)}
   nothing: Any = None
-  remote = RemoteSampler(nothing, nothing, nothing)
+  parts = [nothing] * 7
+  remote = RemoteSampler(*parts, learners=nothing, timer=nothing, links=nothing)
   remote.free(weights)
   assert not weights['w'].is_deleted()
-  local = LocalSampler(*[nothing] * 7)
+  local = Sampler(*parts)
   local.free(weights)
   assert weights['w'].is_deleted()

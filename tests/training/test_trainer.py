@@ -80,7 +80,7 @@ class Script:
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': timer,
       'train_step': self.train_step,
-      'sampler': sampler.LocalSampler(
+      'sampler': sampler.Sampler(
         engine,
         nothing,
         Verification(PROBLEMS, nothing, nothing, timer),
