@@ -7,7 +7,6 @@ import json
 import math
 import pathlib
 import random
-import resource
 import signal
 import subprocess
 import time
@@ -21,7 +20,6 @@ from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
 from bapo_jax.run import experiment, page, report, resume
-from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
 from bapo_jax.training.config import fingerprint

@@ -5,9 +5,7 @@ prompts are submitted.
 """
 
 import json
-import random
 import subprocess
-import time
 
 import jax
 import making
@@ -18,7 +16,6 @@ from runs import PARTIAL, last_run, same, tiny
 
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment
-from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.training import build
 
 ADAPTED = {'batch.rule': 'adapted', 'buffer.reevaluate': 4}
