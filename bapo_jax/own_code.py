@@ -220,6 +220,10 @@ def section(
     ValueError: a function cannot be loaded or called with base.arguments, an argument
       has no usable type or default, or the slot does not know what it declares.
   """
+  # One class for equal knobs, so that two equal configs compare equal.
+  key = base, tuple(places), tuple(map(digest, places))
+  if not places or key in _sections:
+    return _sections.get(key, base)
   knobs: dict[str, Any] = {}
   needs: dict[str, Any] = {}
   for place in places:
@@ -249,12 +253,6 @@ def section(
           'default in another function of this knob; rename one of them'
         )
     needs |= _declared(place, function, base)
-  if not places:
-    return base
-  # One class for equal knobs, so that two equal configs compare equal.
-  key = base, tuple(places), tuple(map(digest, places))
-  if key in _sections:
-    return _sections[key]
   if rule is None:
     made: Any = pydantic.create_model('Custom', __base__=base, **knobs)
   else:
@@ -264,8 +262,7 @@ def section(
     made.keywords = tuple(name for name in knobs if name != 'rule')
   for name, value in needs.items():
     setattr(made, name, value)
-  _sections[key] = made
-  return made
+  return _sections.setdefault(key, made)
 
 
 def _hint(function: Function, parameter: inspect.Parameter) -> Any:

@@ -42,7 +42,7 @@ from bapo_jax.run import step_record
 from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import policy, resolve
+from bapo_jax.training import inputs, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
 from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
@@ -336,7 +336,7 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   Raises:
     ValueError: the step has no checkpoint, or the checkpoint is damaged.
   """
-  model = resolve.open_model(recorded.config)
+  model = inputs.open_model(recorded.config)
   read = policy.reader(recorded.config, model, workdir, recorded.step)
   flat = {path: read(path) for path in transformer.describe(model.spec)}
   return model.spec, traverse_util.unflatten_dict(flat, sep='/')

@@ -108,7 +108,11 @@ def plan(
   for (arm, name), i in itertools.product(zip(arms, names, strict=True), range(seeds)):
     config = config_of(run, arm, {'seed': run.seed + i, 'steps': last})
     forks.append(Fork(os.path.join(to, name, f'seed{config.seed}'), config))
-  experiment.check_code(workdir, forks[0].config)
+  if forks[0].config.code != run.code:
+    raise ValueError(
+      f'{workdir}: custom functions have changed since the run began '
+      f'({", ".join(run.code)} then); restore their files'
+    )
   return Plan(workdir, first, last, forks, to)
 
 

@@ -226,7 +226,7 @@ def _weighed(
   return gain_N, weight_N, loss.weights(CLIPPED, logp_BT, batch, bounds)
 
 
-def about(kind: type[Part]) -> str:
+def about(kind: type[Any]) -> str:
   """Returns the docstring of a rule without its list of arguments and results."""
   text = inspect.getdoc(getattr(kind, 'function', kind)) or ''
   for heading in ('Args:', 'Returns:', 'Raises:'):

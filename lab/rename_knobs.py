@@ -11,7 +11,6 @@ import argparse
 import copy
 import functools
 import json
-import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +25,11 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
   new = copy.deepcopy(dict(values))
   for path, rules in PARTS.items():
     *sections, name = path.split('.')
-    section = functools.reduce(operator.getitem, sections, new)
+    section = functools.reduce(lambda x, key: x.get(key, {}), sections, new)
     if name in section:  # a part that older configs lack
       section[name] = _flat(section[name], rules)
   for name in ('rewards', 'problems'):
-    if 'own' in new[name]:
+    if 'own' in new.get(name, {}):
       new[name]['custom'] = new[name].pop('own')
   return new
 

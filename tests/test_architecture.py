@@ -10,8 +10,6 @@ import re
 
 import pytest
 
-from bapo_jax.training import policy
-
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 'bapo_jax'
 
@@ -34,11 +32,11 @@ FOLDERS = (
 # Rules of one slot know the records and their knobs, and no other slot.
 SLOTS = {'replay_buffer', 'batch_rules', 'advantage', 'clip', 'loss'}
 SLOTS = {f'algorithms.{name}' for name in SLOTS}
-HELPERS = {'algorithms.bound_search', 'algorithms.knobs'}
+HELPERS = {'algorithms.bound_search'}
 
-# The learner receives its rules; one module looks their names up.
+# The learner receives its rules; the config lists them, and the judge knows some.
 RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}
-MAY_NAME_RULES = {'training.rules'}
+MAY_NAME_RULES = {'training.schema', 'training.refusals'}
 
 ONLY = {  # package -> the modules that may import it
   'transformers': {'data.tokenizer'},
@@ -53,15 +51,6 @@ ONLY = {  # package -> the modules that may import it
   'latex2sympy2_extended': {'rewards.latex.symbolic'},
 }
 # A bad knob is refused before any of these packages is imported.
-HEAVY = {
-  'jax',
-  'numpy',
-  'optax',
-  'flax',
-  'orbax',
-  'transformers',
-  'tensorflow_datasets',
-}
 
 
 def name_of(path):
@@ -136,26 +125,6 @@ def test_an_import_against_the_flow_is_found(tmp_path):
   path = tmp_path / 'module.py'
   path.write_text('def f():\n  from bapo_jax.learner import learner\n')
   assert against_the_flow('algorithms.clip', imports(path)[0]) == {'learner.learner'}
-
-
-def test_knobs_are_checked_before_jax_is_imported():
-  light, seen = ['training.config'], set()
-  while light:
-    needs, outside = imports(MODULES[name := light.pop()])
-    assert not outside & HEAVY, f'{name} imports {outside & HEAVY}'
-    seen.add(name)
-    light += needs - seen
-  assert 'models.knobs' in seen
-
-
-def test_the_digest_of_a_warm_start_covers_the_code_that_makes_it():
-  left, seen = ['training.sft'], set()
-  while left:
-    seen.add(name := left.pop())
-    left += imports(MODULES[name])[0] - seen
-  covered = {path for part in policy.WARM_START for path in PACKAGE.glob(part)}
-  assert not {name for name in seen if MODULES[name] not in covered}
-  assert all(any(PACKAGE.glob(part)) for part in policy.WARM_START)
 
 
 def functions(path):

@@ -36,7 +36,7 @@ def test_both_sides_have_the_same_settings(name):
   assert config.sampler.temperature == settings['temperature']
   assert config.optimizer.lr == settings['learning_rate']
   assert config.optimizer.max_norm == settings['max_grad_norm']
-  bounds = config.clip.fixed
+  bounds = config.clip
   assert (1 - bounds.low, bounds.high - 1) == pytest.approx([settings['epsilon']] * 2)
   assert (config.clip.rule, config.loss.kl) == ('fixed', settings['beta'])
   assert config.tokenizer.template.startswith('chat:') == peer.chat

@@ -183,7 +183,7 @@ def test_decoding_is_reported_beside_its_bound(one_device, monkeypatch):
   document = run({name: section.SECTIONS[name] for name in names})
   assert list(states(document).values()) == ['passed'] * 2 + ['skipped'] * 2
   assert document['machine']['platform'] == 'cpu'
-  assert 'commit unknown' in report.table(document)
+  assert 'commit unknown' in table(document)
   decoded = figures_of(document)['decode 0.1M', '512 slots of 57']
   assert decoded['of'] == 'roofline of measured rates'
   assert decoded['value'] > 0 and decoded['reference'] > 0

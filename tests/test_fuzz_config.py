@@ -17,7 +17,7 @@ from bapo_jax import knobs, sharding
 from bapo_jax.data import sources
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import budget, build, resolve
+from bapo_jax.training import budget, build, inputs, resolve
 from bapo_jax.training.config import Config, overrides, parse
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
@@ -80,7 +80,7 @@ def check_trainable(config: Config) -> None:
   """Model, decode slots and train step have shapes; nothing is allocated."""
   config = config.with_values(model={'attention': 'auto'})  # others need their device
   mesh = sharding.make(devices=jax.devices()[:1])
-  model = resolve.open_model(config)
+  model = inputs.open_model(config)
   counted = budget.count(config, model.spec, Schedule(), mesh)
   try:
     budget.check(counted, 2**34)

@@ -17,7 +17,6 @@ seats are empty (DAPO's dynamic sampling).
 3. X3: reusable groups from the replay buffer, drawn at random.
 """
 
-import functools
 from typing import Annotated, ClassVar, Literal
 
 import jax
@@ -224,20 +223,6 @@ Batching = Annotated[
     Adapted,
   ),
 ]
-
-
-@functools.partial(jax.jit, static_argnames=('rule', 'seats'))
-def select(
-  rule: BatchRule,
-  fresh: Groups,
-  reevaluated: Groups,
-  buffer: ReplayBuffer,
-  now: int | Array,
-  key: Array,
-  seats: int,
-) -> tuple[Groups, Array]:
-  """Applies a batch rule, as one program."""
-  return rule(fresh, reevaluated, buffer, now, key, seats=seats)
 
 
 def _sources(source: Array, *groups: Groups) -> Array:

@@ -59,7 +59,7 @@ def check(config: Config, workdir: str) -> int:
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
   cache.share_programs(config.cache)
-  config, known = r.config, facts.gather(r.config, r.files, r.mesh)
+  config, known = r.config, facts.gather(r.config, r.inputs, r.mesh)
   material = build.tabulate(r)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
@@ -79,7 +79,7 @@ def check(config: Config, workdir: str) -> int:
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
   """Describes one prompt as the model sees it, and the findings about the config."""
-  known = facts.gather(r.config, r.files, r.mesh)
+  known = facts.gather(r.config, r.inputs, r.mesh)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'

@@ -17,7 +17,7 @@ from bapo_jax.runtime import hosts
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import resolve
+from bapo_jax.training import inputs, resolve
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 
@@ -95,21 +95,21 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   if not undecided:
     config = config.with_values(problems=held_out)
   with hosts.first_ahead():  # one process downloads
-    files = resolve.read_files(config)
+    read = inputs.read(config)
   if undecided:
     # An evaluation may have no training problems of its own.
     asked = config if trains else config.with_values(problems={'overlap': 'keep'})
-    config, derived = derive(config, facts.gather(asked, files))
+    config, derived = derive(config, facts.gather(asked, read))
     config = config_lib.parse(config.model_dump())
     hosts.same_everywhere({'derived': config.model_dump()})
     log(screen(derived))
     if not trains:
       config = config.with_values(problems=held_out)
-      data = files.data._replace(training=files.data.held_out)
-      files = files._replace(data=data)
+      data = read.data._replace(training=read.data.held_out)
+      read = read._replace(data=data)
   elif config.derived:
     config = _read(config, workdir)
-  return resolve.resolve(config, files)
+  return resolve.resolve(config, read)
 
 
 def decide(config: Config, workdir: str) -> Config:

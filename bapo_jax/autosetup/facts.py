@@ -25,7 +25,7 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
-from bapo_jax.training.resolve import Files
+from bapo_jax.training.inputs import Inputs
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
 Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prompts
@@ -79,19 +79,19 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, files: Files, mesh: Mesh | None = None) -> Facts:
+def gather(config: Config, inputs: Inputs, mesh: Mesh | None = None) -> Facts:
   """Gathers the facts from what was read and from the devices.
 
   `mesh` is the mesh of the run; None: its knobs are still open.
   """
-  spec = files.model.spec
+  spec = inputs.model.spec
   # Repeats and overlap are logged later, when a run tabulates its problems.
-  training, held_out = prompts.split(config.problems, files.data, quiet=True)
+  training, held_out = prompts.split(config.problems, inputs.data, quiet=True)
   rows = [*training, *held_out]
 
   @functools.cache
   def lengths(template: str) -> Lengths:
-    reader = files.model.tokenizer._replace(template=template)
+    reader = inputs.model.tokenizer._replace(template=template)
     read = rows
     if template == '{problem}':  # the problems alone, without their system messages
       read = [row._replace(system='') for row in rows]
@@ -104,8 +104,8 @@ def gather(config: Config, files: Files, mesh: Mesh | None = None) -> Facts:
   memory = budget.limit(sharding.make() if mesh is None else mesh)
   return Facts(
     spec,
-    files.model.tokenizer,
-    files.data,
+    inputs.model.tokenizer,
+    inputs.data,
     training,
     held_out,
     lengths,

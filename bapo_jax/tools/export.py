@@ -15,9 +15,9 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, policy, resolve
+from bapo_jax.training import checkpoint, inputs, policy
 from bapo_jax.training.config import Config
-from bapo_jax.training.resolve import Model
+from bapo_jax.training.inputs import Model
 
 
 def export(
@@ -49,7 +49,7 @@ def export(
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
     raise ValueError(f'--to={to} is not empty; give a new directory')
-  model = resolve.open_model(config)
+  model = inputs.open_model(config)
   directory, tokenizer, spec = model
   part = to.rstrip('/') + '.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
@@ -61,7 +61,7 @@ def export(
     read = policy.reader(config, model, workdir, step, exact=True)
     hf_weights.save(part, read, spec, dtype, shard_bytes)
     write_configs(part, config, model, dtype)
-  tokenizer_lib.save(tokenizer, resolve.tokenizer_directory(config, directory), part)
+  tokenizer_lib.save(tokenizer, inputs.tokenizer_directory(config, directory), part)
   os.replace(part, to)
   log(f'Step {step} exported to {to}')
   return 0

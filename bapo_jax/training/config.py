@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import math
 import re
 import typing
 import warnings
@@ -24,131 +23,20 @@ from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
 from bapo_jax import knobs, own_code
-from bapo_jax.algorithms.advantage import Advantage, GroupRelative
-from bapo_jax.algorithms.batch_rules import Batching, FreshOnly
-from bapo_jax.algorithms.clip import Balanced, Clip
-from bapo_jax.algorithms.loss import Clipped, Loss
-from bapo_jax.algorithms.masks import Mask, NoMask
-from bapo_jax.algorithms.replay_buffer import Buffer
 from bapo_jax.data.knobs import (
   EMBEDDED,
-  ProblemsConfig,
-  PromptsConfig,
-  TokenizerConfig,
 )
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
-from bapo_jax.models import knobs as models
-from bapo_jax.parts import part_of, parts
-from bapo_jax.rewards.shaping import RewardsConfig
-from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
+from bapo_jax.parts import part_of
 from bapo_jax.training import foreign_names, refusals
 from bapo_jax.training import knobs as train
-from bapo_jax.types import Source
+from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
-
-
-class Config(Section):
-  """All knobs of a run; the sections are in the order in which a run uses them."""
-
-  title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
-  seed: int = knob(0, 'Seed of prompts, sampling and new adapters.', least=0)
-  steps: int = knob(80, 'Learner steps.', least=1)
-  responses: float = knob(
-    math.inf, 'Training responses after which the run ends.', above=0, infinite=True
-  )
-  code: tuple[str, ...] = knob(
-    (), 'Files of own functions, each with the digest of its text; set by the program.'
-  )
-  derived: tuple[str, ...] = knob(
-    (), 'Knobs that the config file leaves None, so that a new run derives them.'
-  )
-  cache: str = knob(
-    'auto',
-    'Folder of warm starts and compiled programs that runs share; auto: bapo_jax in '
-    "the user's cache, ~/.cache; empty: none.",
-  )
-  mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
-  model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
-  lora: models.LoraConfig = knob(models.LoraConfig, 'Low-rank adapters.')
-  logprobs: models.LogprobsConfig = knob(models.LogprobsConfig, 'Log-probabilities.')
-  tokenizer: TokenizerConfig = knob(TokenizerConfig, 'Tokenizer and template.')
-  problems: ProblemsConfig = knob(ProblemsConfig, 'Data.')
-  prompts: PromptsConfig = knob(PromptsConfig, 'Prompts.')
-  sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
-  rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
-  rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')
-  buffer: Buffer = knob(Buffer, 'Replay buffer.', needs='batch.uses_buffer')
-  batch: Batching = knob(FreshOnly, 'Batch rule.')
-  advantage: Advantage = knob(GroupRelative, 'Advantage rule.')
-  clip: Clip = knob(Balanced, 'Clip rule.')
-  mask: Mask = knob(NoMask, 'Mask rule.')
-  loss: Loss = knob(Clipped, 'Loss rule.')
-  learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
-  optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
-  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
-  evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
-  metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
-  checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
-
-  @property
-  def row_length(self) -> int:
-    """T, the number of tokens of a row: prompt and response at their longest."""
-    return self.prompts.max_prompt_tokens + self.sampler.max_new_tokens
-
-  @property
-  def seats(self) -> int:
-    """The number of groups in a batch."""
-    return self.batch.seats(self.prompts.count)
-
-  @property
-  def sources(self) -> tuple[Source, ...]:
-    """The sources that the rows of a batch may have."""
-    may_occur: dict[Source, bool] = {
-      'fresh': True,
-      'reevaluated': self.batch.reevaluates and self.buffer.reevaluate > 0,
-      'reused': self.batch.uses_buffer,
-    }
-    return tuple(source for source, may in may_occur.items() if may)
-
-  @property
-  def minibatch_rows(self) -> int:
-    """B, the number of rows in a minibatch."""
-    return self.seats // self.learner.minibatches * self.sampler.group_size
-
-  @property
-  def micro_batch_rows(self) -> int:
-    """The number of rows in a micro-batch, if all of them have full length."""
-    return -(-self.minibatch_rows // self.learner.grad_accum_steps)
-
-  @property
-  def places(self) -> int:
-    """The largest number of groups that are submitted and not yet trained on."""
-    rounds = self.batch.extra_rounds + 1
-    return self.prompts.count * (self.rollout.max_off_policy_steps * rounds + 1)
-
-  @property
-  def updates_per_step(self) -> int:
-    """The number of optimiser updates per learner step."""
-    return self.learner.epochs * self.learner.minibatches
-
-  def with_values(self, **sections: dict[str, Any]) -> 'Config':
-    """Returns a copy with other values: with_values(prompts={'count': 1})."""
-    changed = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
-    return self.model_copy(update=changed)
-
-
-PARTS = parts(Config)  # dotted name -> the rules of the part
-# Knobs that decide which other knobs exist.
-CHOICES = {f'{name}.rule' for name in PARTS} | {
-  'rewards.rule',
-  'problems.source',
-  'problems.test_source',
-}
 
 
 def fingerprint(values: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Refuses configs that cannot work: every refusal is one sentence, with the way out.
 
 1. `of_config` judges the knobs alone, before any file is read;
-2. `of_files` judges them with the model, the tokenizer and the problems, and traces a
+2. `of_inputs` judges them with the model, the tokenizer and the problems, and traces a
    user's rules.
 
 A start raises the first refusal; --mode=check prints all.
@@ -10,7 +10,7 @@ A start raises the first refusal; --mode=check prints all.
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,9 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.parts import Part
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
+from bapo_jax.training.inputs import Inputs
+from bapo_jax.training.schema import Config
 from bapo_jax.types import Batch, Bounds, empty_groups
-
-if TYPE_CHECKING:
-  from bapo_jax.training.config import Config
-  from bapo_jax.training.resolve import Files
 
 
 class Refused(ValueError):
@@ -58,7 +56,7 @@ def judge(sentences: Iterator[str]) -> None:
     raise Refused(refused)
 
 
-def of_config(config: 'Config') -> Iterator[str]:
+def of_config(config: Config) -> Iterator[str]:
   """Yields a sentence for each reason why a config cannot work on any machine."""
   yield from _clip(config.clip, config.loss)
   yield from _conflicts(config)
@@ -110,10 +108,13 @@ def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
     )
 
 
-def _conflicts(config: 'Config') -> Iterator[str]:
+def _conflicts(config: Config) -> Iterator[str]:
   """Yields a sentence for each conflict between knobs."""
-  count, seats = config.prompts.count, config.seats
-  group_size, longest = config.sampler.group_size, config.sampler.max_new_tokens
+  count = config.prompts.count
+  seats = config.seats
+  group_size = config.sampler.group_size
+  longest = config.sampler.max_new_tokens
+  yield from _sampling(config)
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
       yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
@@ -140,6 +141,16 @@ def _conflicts(config: 'Config') -> Iterator[str]:
       f'prompts.count={count} exceeds problems.train={train}, the number of '
       'generated training problems; lower prompts.count or raise problems.train'
     )
+  if seats % config.learner.minibatches:
+    beside = f' and {replayed} replayed' if replayed else ''
+    yield (
+      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
+      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
+    )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+  """Yields a sentence for each conflict between sampling ahead and other knobs."""
   if (
     config.sampler.actor_dtype != 'compute'
     and config.learner.recompute_logprobs == 'on'
@@ -166,15 +177,9 @@ def _conflicts(config: 'Config') -> Iterator[str]:
       f'mesh.rollout={config.mesh.rollout} devices and the others would wait for each '
       'other with rollout.depth=0; set rollout.depth=1 or more, or mesh.rollout=0'
     )
-  if seats % config.learner.minibatches:
-    beside = f' and {replayed} replayed' if replayed else ''
-    yield (
-      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
-      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
-    )
 
 
-def _contradictions(config: 'Config') -> Iterator[str]:
+def _contradictions(config: Config) -> Iterator[str]:
   """Yields a sentence for each set of knobs with which a rule has nothing to use."""
   clip = config.clip
   batch = config.batch
@@ -241,7 +246,7 @@ def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
     )
 
 
-def of_positions(config: 'Config', positions: int) -> Iterator[str]:
+def of_positions(config: Config, positions: int) -> Iterator[str]:
   """Yields a sentence if a row has more tokens than the model has positions."""
   prompt = config.prompts.max_prompt_tokens
   new = config.sampler.max_new_tokens
@@ -253,31 +258,31 @@ def of_positions(config: 'Config', positions: int) -> Iterator[str]:
     )
 
 
-def of_files(config: 'Config', files: 'Files') -> Iterator[str]:
+def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   """Yields a sentence for each reason why a config does not fit its files."""
-  directory, tokenizer, spec = files.model
+  directory, tokenizer, spec = inputs.model
   yield from _vocabulary(config, tokenizer, spec)
   if directory:
     yield from of_positions(config, spec.positions)
     yield from _raised(hf_weights.check, directory, spec)
   else:
-    yield from _raised(sources.sft_problems, config.problems, files.data)
-  yield from _raised(_check_rows, config, files)
+    yield from _raised(sources.sft_problems, config.problems, inputs.data)
+  yield from _raised(_check_rows, config, inputs)
   yield from of_custom_rules(config)
 
 
-def _check_rows(config: 'Config', files: 'Files') -> None:
+def _check_rows(config: Config, inputs: Inputs) -> None:
   """Raises a ValueError for a row whose answer or pictures cannot be used."""
-  has_vision = files.model.spec.vision is not None
+  has_vision = inputs.model.spec.vision is not None
   check = gold.check(config.rewards.rule)
 
   def check_row(row: Row) -> None:
     check(row)
     pictures.check_row(row, has_vision=has_vision)
 
-  sources.check(config.problems, files.data, check_row)
+  sources.check(config.problems, inputs.data, check_row)
   for knob in sources.SPLITS:  # generated rows are all alike
-    pictures.check_row(files.data.of(knob)[0], has_vision=has_vision)
+    pictures.check_row(inputs.data.of(knob)[0], has_vision=has_vision)
 
 
 def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
@@ -288,9 +293,7 @@ def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
     yield str(error)
 
 
-def _vocabulary(
-  config: 'Config', tokenizer: Tokenizer, spec: ModelSpec
-) -> Iterator[str]:
+def _vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> Iterator[str]:
   """Yields a sentence for token ids beyond the embedding, which JAX would clamp."""
   ids = tokenizer.backend.get_vocab()
   last = max(ids, key=ids.__getitem__, default='')
@@ -304,7 +307,7 @@ def _vocabulary(
     )
 
 
-def of_custom_rules(config: 'Config') -> Iterator[str]:
+def of_custom_rules(config: Config) -> Iterator[str]:
   """Traces every custom rule once on small shapes, without computing anything.
 
   Yields a sentence for each rule that raises an error, or does not return what its part

@@ -4,6 +4,7 @@ The functions below `train_loop` are in the order of its calls. The caller saves
 and evaluates.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import batch_rules, replay_buffer
+from bapo_jax.algorithms import replay_buffer
 from bapo_jax.learner import learner
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import exchange
@@ -26,7 +27,7 @@ from bapo_jax.training.submission import (
   StepKeys,
   step_keys,
 )
-from bapo_jax.types import SOURCES, Groups, concat
+from bapo_jax.types import SOURCES, BatchFunction, Groups, ReplayBuffer, concat
 
 
 def train_loop(
@@ -135,6 +136,20 @@ def hard_rows(config: Config, step: int) -> int:
   return min(k.reevaluate, k.capacity) if due else 0
 
 
+@functools.partial(jax.jit, static_argnames=('rule', 'seats'))
+def select(
+  rule: BatchFunction,
+  fresh: Groups,
+  reevaluated: Groups,
+  buffer: ReplayBuffer,
+  now: int | Array,
+  key: Array,
+  seats: int,
+) -> tuple[Groups, Array]:
+  """Applies a batch rule, as one program."""
+  return rule(fresh, reevaluated, buffer, now, key, seats=seats)
+
+
 def fill_batch(
   t: Trainer, s: TrainState, sampled: Sampled, keys: StepKeys
 ) -> tuple[TrainState, list[Rollout], Groups, Array]:
@@ -153,7 +168,7 @@ def fill_batch(
       fresh = concat(*(each.groups for each in rounds))
       reevaluated = sampled.reevaluated.groups
       inputs = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      filled = batch_rules.select(t.config.batch, *inputs)
+      filled = select(t.config.batch, *inputs)
       filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (exchange.whole(source_P) >= 0).all() and next_round <= last:

@@ -20,7 +20,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import programs, roofline
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.training import budget, resolve
+from bapo_jax.training import budget, inputs
 from bapo_jax.training.config import Config
 from benchmarks import machine
 from benchmarks.first_contact.figures import Context, Figure, Skip
@@ -43,7 +43,7 @@ def spec_of(context: Context, model: str) -> ModelSpec:
   on_cpu = jax.default_backend() == 'cpu'
   dtype = 'float32' if on_cpu else 'bfloat16'
   if model == EMBEDDED:
-    return dataclasses.replace(resolve.open_model(Config()).spec, compute=dtype)
+    return dataclasses.replace(inputs.open_model(Config()).spec, compute=dtype)
   if model == GIVEN:
     if not context.model:
       raise Skip('no model was given; --model=DIR adds a directory with config.json')

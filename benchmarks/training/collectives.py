@@ -26,7 +26,7 @@ from bapo_jax import main as main_lib
 from bapo_jax import sharding
 from bapo_jax.runtime import hosts
 from bapo_jax.tools.plan import hlo, programs
-from bapo_jax.training import budget, resolve
+from bapo_jax.training import budget, inputs
 from bapo_jax.training.config import Config
 from benchmarks import machine
 
@@ -63,7 +63,7 @@ def latency(mesh: Mesh, length: int, times: int) -> dict[int, float]:
 
 def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   """Program -> its collectives outside loops, and those of one way round every loop."""
-  spec = resolve.open_model(config).spec
+  spec = inputs.open_model(config).spec
   schedule = budget.choose_schedule(config, spec, mesh)
   found = {}
   for name in COUNTED:

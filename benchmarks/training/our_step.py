@@ -137,13 +137,13 @@ def write_model(t: Any, params: Any, path: str) -> None:
   from bapo_jax.models import transformer
   from bapo_jax.models.hf import weights as hf_weights
   from bapo_jax.tools import export
-  from bapo_jax.training import resolve
+  from bapo_jax.training import inputs
 
   os.makedirs(path, exist_ok=True)
   get = transformer.flatten(params).__getitem__
   hf_weights.save(path, get, t.spec, 'float32', 10**10)
-  model = resolve.open_model(t.config)
-  tokenizer.save(t.tokenizer, resolve.tokenizer_directory(t.config, ''), path)
+  model = inputs.open_model(t.config)
+  tokenizer.save(t.tokenizer, inputs.tokenizer_directory(t.config, ''), path)
   export.write_configs(path, t.config, model, 'float32')
 
 

@@ -33,9 +33,10 @@ function cutOff(logR, adv, bounds) {
 
 // A rule maps a token t and bounds to [ratio that the bounds clip, gain, weight], with
 // t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
-// t.logS = the mean of logR over the response, t.logW = its sum, t.future = the
-// discounted sum of logR over this and later tokens, t.adv = the advantage,
-// t.row = logR and logp of the response's tokens, t.squares = those of the batch (squaresOf), and t.outside = 1 if it is not in the batch.
+// t.response = logp and logR of the response's tokens, t.logS = the mean of logR over
+// the response, t.logW = its sum, t.future = the discounted sum of logR over this and
+// later tokens, t.adv = the advantage, t.squares = those of the batch (squaresOf), and
+// t.outside = 1 if it is not in the batch. `boundsAt` gives the bounds of any token.
 const LOSSES = {
   clipped(t, bounds, k) {
     const logR = clamp(t.logR, -k.limit, k.limit);
@@ -56,7 +57,7 @@ const LOSSES = {
   gmpo(t, bounds, k, boundsAt) {
     const clip = (x) => (t.adv > 0 ? Math.min(x.logR, Math.log(boundsAt(x).high))
       : Math.max(x.logR, Math.log(boundsAt(x).low)));
-    const gain = Math.exp(t.row.reduce((sum, x) => sum + clip(x), 0) / t.row.length) * t.adv;
+    const gain = Math.exp(t.response.reduce((sum, x) => sum + clip(x), 0) / t.response.length) * t.adv;
     return [Math.exp(t.logR), gain, clip(t) === t.logR ? gain : 0];
   },
   cispo(t, bounds) {
@@ -193,7 +194,7 @@ function curveOf(knobs, { bounds, tokens: [{ squares }] }) {
     const logR = Math.log(r);
     const logProx = knobs.moved * logR;
     const token = { logp: Math.log(p), logR, logProx, adv, squares, outside: 1 };
-    return rule({ ...token, row: [token], logS: logR, logW: logR, future: logR }, bounds).slice(1);
+    return rule({ ...token, response: [token], logS: logR, logW: logR, future: logR }, bounds).slice(1);
   };
 }
 
@@ -215,12 +216,12 @@ function tokensOf(batch, knobs) {
     const futures = [...ratios];
     for (let i = length - 2; i >= 0; i--) futures[i] += decay * futures[i + 1];
     const scale = sequence ? shortest / length : 1;
-    const row = ratios.map((logR, i) => ({ logR, logp: batch.old[first + i] + logR }));
+    const response = ratios.map((logR, i) => ({ logR, logp: batch.old[first + i] + logR }));
     ratios.forEach((logR, i) => {
       const [old, future] = [batch.old[first + i], futures[i]];
       const logProx = knobs.moved * logR;
       const adv = batch.adv[row];
-      tokens.push({ logp: old + logR, old, logR, logProx, row, logS, logW, future, scale, adv });
+      tokens.push({ logp: old + logR, old, logR, logProx, response, logS, logW, future, scale, adv });
     });
     first += length;
   });

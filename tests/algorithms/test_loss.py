@@ -213,7 +213,7 @@ def test_gmpo_golden():
 
 
 def test_gmpo_is_the_gradient_of_the_papers_objective():
-  # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over responses.
+  # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over rows.
   logp_BT, batch = making.mixed_tokens()
   low, high = np.exp([-0.4, 0.4])
 

@@ -12,7 +12,7 @@ from bapo_jax.data.made import drawn
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.tools import export
-from bapo_jax.training import build, resolve
+from bapo_jax.training import build, inputs, resolve
 
 
 @pytest.fixture(scope='module')
@@ -20,7 +20,7 @@ def config(tmp_path_factory):
   """Of a run on drawn pictures with a model that is read from a directory."""
   path = str(tmp_path_factory.mktemp('model'))
   embedded = tiny(**DRAWN)
-  model = resolve.open_model(embedded)
+  model = inputs.open_model(embedded)
   spec, tokenizer = model.spec, model.tokenizer
   flat = transformer.flatten(oracles.noisy(spec, 0))
   hf_weights.save(path, flat.__getitem__, spec)
@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 
 
 def test_lengths_count_what_pictures_take(config, one_device):
-  known = facts.gather(config, resolve.read_files(config))
+  known = facts.gather(config, inputs.read(config))
   problems = drawn.generate(config.problems)
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (
@@ -66,7 +66,7 @@ def test_a_problem_of_the_same_text_with_another_picture_is_another(
     asked = config.model_copy(
       update={'problems': config.problems.model_copy(update=problems)}
     )
-    files = resolve.read_files(asked)
+    files = inputs.read(asked)
     found = check_rules._overlap(asked, facts.gather(asked, files))
     return [finding.name for finding in found]
 

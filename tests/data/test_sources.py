@@ -12,7 +12,7 @@ from runs import tiny
 from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import drawn, synthetic
-from bapo_jax.training import refusals, resolve
+from bapo_jax.training import inputs, refusals
 
 SHORT = {'wording': 'short'}
 
@@ -133,7 +133,7 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
     sizes = {'model.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
     names = {'problems.source': source, 'problems.test_source': source}
     config = tiny(**sizes, **names)
-    return ' '.join(refusals.of_files(config, resolve.read_files(config)))
+    return ' '.join(refusals.of_inputs(config, inputs.read(config)))
 
   for source_, place in ((source, 'line 1: '), ('drawn', '')):
     assert refused(source_, 1) == ''

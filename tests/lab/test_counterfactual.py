@@ -342,8 +342,7 @@ def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
   run = tmp_path / 'run'
   shutil.copytree(RUN, run)
   config = json.loads((run / 'config.json').read_text())
-  config['clip']['rule'] = 'balanced'
-  config['clip']['balanced'] |= {'low': [0.6, 0.9], 'high': [1.2, 3.0]}
+  config['clip'] = {'rule': 'balanced', 'low': [0.6, 0.9], 'high': [1.2, 3.0]}
   (run / 'config.json').write_text(json.dumps(config))
   (path,) = (run / 'groups').glob('*.jsonl')
   lines = [json.loads(line) for line in path.read_text().splitlines()]

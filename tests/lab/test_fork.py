@@ -75,7 +75,7 @@ def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_ru
   assert (made.first, made.last) == (4, 7)
   assert [x.config.seed for x in made.forks] == [0, 1, 0, 1]
   assert made.forks[2].config.clip.low == (0.5, 0.9)
-  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.balanced')
+  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.low')
   # Nothing else differs from the run, except for names, ends and what is kept.
   same = made.forks[0].config.model_copy(
     update={x: getattr(whole_run.config, x) for x in ('title', 'steps', 'checkpoint')}
@@ -92,7 +92,7 @@ def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_ru
     (['--arms=run', '--arms=clip.rul=fixed'], 'no knob --config.clip.rul'),
     (['--arms=run', '--arms=fixed'], 'no knob --config.fixed'),
     (['--arms=run', '--arms=clip.rule=x'], 'clip.rule'),
-    (['--arms=run', '--arms=clip.high=1.3'], 'clip.rule'),  # has no effect
+    (['--arms=run', '--arms=clip.cap=3'], "cap is a knob of rule='dcpo'"),
     (['--arms=run', '--arms=sampler.temperature=2'], 'cannot differ between forks'),
     (['--arms=run', '--arms=optimizer.warmup=2'], 'cannot differ between forks'),
     (['--arms=run', '--arms=run'], 'two arms have the same name: run, run'),

@@ -26,7 +26,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.vision import sequence
 from bapo_jax.tools import export
-from bapo_jax.training.resolve import Model
+from bapo_jax.training.inputs import Model
 from bapo_jax.types import Pictures
 
 torch = pytest.importorskip(

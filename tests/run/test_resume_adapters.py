@@ -12,7 +12,7 @@ from runs import last_run, one_device, tiny
 from bapo_jax.models import lora, transformer
 from bapo_jax.run import resume
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, policy, resolve
+from bapo_jax.training import build, checkpoint, inputs, policy
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +40,7 @@ def test_a_checkpoint_of_adapters_has_no_other_weight(adapter_run, resumed):
 def test_adapters_are_read_merged_into_the_model(adapter_run, resumed):
   config, workdir, _ = adapter_run
   t, _, last = resumed
-  read = policy.reader(config, resolve.open_model(config), str(workdir), 4)
+  read = policy.reader(config, inputs.open_model(config), str(workdir), 4)
   for path, w in transformer.flatten(lora.merge(t.weights(last.params))).items():
     np.testing.assert_array_equal(read(path), w)
 

@@ -22,8 +22,8 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.run import experiment
 from bapo_jax.tools import export
-from bapo_jax.training import resolve
-from bapo_jax.training.resolve import Model
+from bapo_jax.training import inputs
+from bapo_jax.training.inputs import Model
 
 
 @pytest.fixture(scope='module', params=['embedded', 'from a directory'])
@@ -35,7 +35,7 @@ def run(request, tmp_path_factory):
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'tokenizer.path': name})
   experiment.claim(workdir, config)
-  params = oracles.noisy(resolve.open_model(config).spec, 1)
+  params = oracles.noisy(inputs.open_model(config).spec, 1)
   layout = sharding.shardings(params, sharding.make(2, 2, 2))
   saved(workdir, jax.device_put(params, layout))
   return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__

@@ -15,7 +15,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
-from bapo_jax.training import build, resolve
+from bapo_jax.training import build, inputs
 
 TEXTS = (
   ''.join(tokenizer_lib.CHARACTERS[2:]),
@@ -28,7 +28,7 @@ TEXTS = (
 def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
   ours = tokenizer_lib.load('characters', '{problem}\n')
   tokenizer_lib.save(ours, 'characters', str(tmp_path))
-  config = hf_config.config_of(resolve.open_model(tiny()).spec)
+  config = hf_config.config_of(inputs.open_model(tiny()).spec)
   (tmp_path / 'config.json').write_text(json.dumps(config))
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
   assert 'Qwen2' in type(theirs).__name__

@@ -9,7 +9,7 @@ from runs import plain, tiny
 from bapo_jax import knobs, main
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.models import transformer
-from bapo_jax.training import build, foreign_names, needs, resolve
+from bapo_jax.training import build, foreign_names, inputs, needs, resolve
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config, parse
 from bapo_jax.training.needs import inert
@@ -220,7 +220,7 @@ def objective(**overrides) -> str:
   """Returns the program of one optimiser update with these knobs."""
   config = tiny(**overrides)
   mesh = resolve.make_mesh(config, jax.devices()[:1])
-  spec = resolve.open_model(config).spec
+  spec = inputs.open_model(config).spec
   params = transformer.abstract(spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
   step = build.make_train_step(config, spec)

@@ -9,7 +9,7 @@ from runs import source, tiny
 from bapo_jax import main
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
-from bapo_jax.training import policy, resolve
+from bapo_jax.training import inputs, policy, resolve
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
@@ -28,8 +28,8 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
     (tmp_path / 'checkpoint-500' / name).rename(other / name)
   knobs = {'model.path': path, 'problems.source': 'synthetic'}
   with pytest.raises(ValueError, match=r'no tokenizer\.json'):
-    resolve.read_files(tiny(**knobs))
-  model = resolve.read_files(tiny(**knobs, **{'tokenizer.path': str(other)})).model
+    inputs.read(tiny(**knobs))
+  model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
   assert model.directory == path
   assert model.tokenizer.backend.name_or_path == str(other)
 
@@ -47,16 +47,16 @@ def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(hf_config.config_of(making.SEEING)))
   config = tiny(**{'model.path': str(tmp_path)})
-  found = resolve.read_spec(config, str(tmp_path), None)
+  found = inputs.read_spec(config, str(tmp_path), None)
   assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
   for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):
-    assert (resolve.open_model(tiny(**knobs)).spec.vision is not None) == sees
+    assert (inputs.open_model(tiny(**knobs)).spec.vision is not None) == sees
 
 
 @pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'model.tower.layers': 1}])
 def test_a_tower_that_cannot_be_trained_is_refused(knobs):
   with pytest.raises(ValueError, match=r'model\.train_tower=True'):
-    resolve.open_model(tiny(**{'model.train_tower': True} | knobs))
+    inputs.open_model(tiny(**{'model.train_tower': True} | knobs))
 
 
 def beyond(path, where):
@@ -101,7 +101,7 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
 def seeing(**knobs):
   """The spec of the embedded policy with a tower."""
   config = tiny(**{'model.tower.layers': 2} | knobs)
-  return resolve.open_model(config).spec
+  return inputs.open_model(config).spec
 
 
 def test_the_embedded_policy_has_the_tower_of_its_knobs():
@@ -111,7 +111,7 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
   assert (v.full_layers, v.patch, v.window, v.merge) == ((1,), 7, 28, 2)
   assert v.least_pixels == 28 * 28
   assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'
-  assert spec.vocab == resolve.open_model(tiny()).spec.vocab > v.image_token
+  assert spec.vocab == inputs.open_model(tiny()).spec.vocab > v.image_token
   assert spec.mrope == (2, 3, 3)  # of 8 pairs, as Qwen2.5-VL has 16, 24, 24 of 64
   for width in (2, 6, 8, 64):
     assert 2 * sum(seeing(**{'model.head_width': width}).mrope) == width

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 import runs
 
-from bapo_jax.training import build, resolve
+from bapo_jax.training import build, inputs, resolve
 
 SCRIPT = """
 import sys, runs
@@ -52,7 +52,7 @@ def test_products_are_lowered_with_the_precision_of_the_run(
 def test_auto_scores_again_unless_products_are_float32(compute, again):
   config = runs.tiny(**{'model.compute': compute})
   assert build.recomputes(config) == again
-  spec = resolve.open_model(config).spec
+  spec = inputs.open_model(config).spec
   assert spec.compute == ('bfloat16' if compute == 'bfloat16' else 'float32')
 
 

@@ -4,12 +4,14 @@ import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import pytest
 from runs import TINY, same, tiny
 from test_damage import files, flip
 
 from bapo_jax import sharding
 from bapo_jax.data import sources
+from bapo_jax.models import transformer
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, config, policy, sft
@@ -48,6 +50,31 @@ def test_a_run_of_an_experiment_has_the_warm_start_of_its_seed(one_device, tmp_p
   weights = load(made, tmp_path)
   assert same(weights, fitted(made, 3)) and not same(weights, fitted(made, 0))
   assert path.is_dir()
+
+
+# Norms of what 12 steps change, by policy.WARM_START: raise it if they change, since
+# runs share warm starts of the same version.
+GOLDEN = {
+  1: {
+    'embed': 0.199469,
+    'final_norm': 0.041577,
+    'layers/attn_norm': 0.033842,
+    'layers/down': 0.148910,
+    'layers/k_bias': 0.029279,
+    'layers/o': 0.134718,
+    'layers/q': 0.130862,
+    'layers/v': 0.134411,
+  },
+}
+
+
+def test_a_warm_start_gives_the_weights_of_its_version(one_device):
+  made = tiny(**{'sft.clean': 8, 'sft.noisy': 4})
+  first = transformer.init(resolve(made).spec, jax.random.key(0))
+  first, last = (transformer.flatten(x) for x in (first, fitted(made, 0)))
+  changes = {name: float(jnp.linalg.norm(last[name] - first[name])) for name in first}
+  expected = GOLDEN[policy.WARM_START]
+  assert {name: changes[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 def test_runs_that_differ_in_seed_start_from_the_same_policy(one_device, tmp_path):

@@ -312,9 +312,10 @@ def _positive(
 ) -> Any:
   value: Any = default if c.get(name) is None else c[name]
   if type(value) not in (int, kind) or not value > 0:
+    noun = 'integer' if kind is int else 'number'
     raise ValueError(
-      f'{name}={value!r:.60} must be a positive {kind.__name__}; correct it in '
-      f'config.json, or in {PIXELS} if it describes pictures'
+      f'{name}={value!r:.60} must be a positive {noun}; '
+      f'correct it in config.json, or in {PIXELS} if it describes pictures'
     )
   return kind(value)
 

@@ -29,7 +29,7 @@ from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.rollout import shapes
 from bapo_jax.tools.plan import roofline
 from bapo_jax.tools.plan.roofline import Cost, Traffic
-from bapo_jax.training import budget, build, policy, resolve
+from bapo_jax.training import budget, build, inputs, policy
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -73,9 +73,9 @@ def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's attention kernel."""
   if path := config.model.path:
     directory = hf_directory.find(path, 'model.path', ('config.json',))
-    spec = resolve.read_spec(config, directory, None)
+    spec = inputs.read_spec(config, directory, None)
   else:
-    spec = resolve.open_model(config).spec
+    spec = inputs.open_model(config).spec
   kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
   return dataclasses.replace(spec, attention=kind)
 
