@@ -1,6 +1,6 @@
 """Writes the numbers of a page of papers/ from the results of its experiments.
 
-  python -m lab.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
+  python -m lab.claims papers/balanced_po [--check] [--runs=runs/balanced_po]
 
 Writes the claims with their verdicts and the tables of every experiment (evidence.py)
 between markers in README.md, and the figures (figures.py) to figures/. --runs first

@@ -1,8 +1,8 @@
 r"""Runs an experiment with several workers, and tabulates its arms over the seeds.
 
   python -m lab.sweep configs/countdown.py:cells --results=runs/countdown
-  python -m lab.sweep papers/2510.18927/experiments.py:main \
-    --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
+  python -m lab.sweep papers/balanced_po/experiments.py:main \
+    --results=papers/balanced_po/results --runs=runs/balanced_po --workers=2
 
 Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
 writes <results>/<experiment>/<run>.json. Of the runs with equal warm starts, the first

@@ -221,7 +221,7 @@ def record(workdir: str = '') -> None:
 
   The seed is one for tuning. Stored are config, groups and checkpoint of the last step.
   """
-  paper = claims.load(str(ROOT / 'papers' / '2510.18927'))
+  paper = claims.load(str(ROOT / 'papers' / 'balanced_po'))
   level, updates = paper.MAIN
   knobs = paper.ARMS['grpo'] | paper.IMBALANCE[level] | paper.UPDATES[updates]
   seed = paper.TUNING[0]

@@ -69,10 +69,10 @@ def test_numbers_in_sentences_are_those_of_the_results():
   shares = []
   for arm in ('balanced', 'grpo', 'own_mean'):
     for updates in ('k4', 'k16'):
-      runs = stored('2510.18927', 'plane', arm, 'ratio3', updates).values()
+      runs = stored('balanced_po', 'plane', arm, 'ratio3', updates).values()
       steps = [x['steps']['clip/share_start'] for x in runs]
       shares.append(np.mean([np.mean([y for y in x if y is not None]) for x in steps]))
-  low, high = written('2510.18927', 'in the experiment above is (N) to (N).')
+  low, high = written('balanced_po', 'in the experiment above is (N) to (N).')
   assert math.isclose(min(shares), float(low), abs_tol=0.005)
   assert math.isclose(max(shares), float(high), abs_tol=0.0005)
 
@@ -155,7 +155,7 @@ def test_every_result_names_a_commit_of_the_history():
 @pytest.mark.parametrize(
   ('protocol', 'governed'),
   [
-    ('protocol.md', ['2*/results/*.json']),
+    ('protocol.md', ['2*/results/*', 'b*_*/results/*']),
     ('protocol2.md', [f'bench/results/{x}/*' for x in PROTOCOL_2 if x != 'tuning']),
   ],
 )
@@ -192,7 +192,7 @@ def test_every_finished_experiment_has_a_conclusion_and_its_compute(folder):
 
 def test_the_papers_settings_are_quoted_from_their_config():
   config = (PAPERS.parent / 'configs' / 'aime.py').read_text()
-  for folder in ('2510.18927', '2602.20722'):
+  for folder in ('balanced_po', 'batch_adaptation'):
     quoted = re.findall(
       r'```python\n(.*?)```', (PAPERS / folder / 'README.md').read_text(), re.S
     )
@@ -200,7 +200,7 @@ def test_the_papers_settings_are_quoted_from_their_config():
 
 
 # The smallest figure of each page: its experiment, and the runs of its first seed.
-SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay', 'bench': 'tuning'}
+SMALLEST = {'balanced_po': 'entropy', 'batch_adaptation': 'delay', 'bench': 'tuning'}
 
 
 @pytest.mark.nightly
@@ -256,7 +256,7 @@ def assert_alike(again, stored):
 
 def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
   """By accuracy at the end, mean over the seeds; of equal ones the smaller rate."""
-  folder = PAPERS / '2602.20722'
+  folder = PAPERS / 'batch_adaptation'
   module = claims.load(str(folder))
   ends: dict[str, dict[float, list[float]]] = {}
   for path in (folder / 'results' / 'countdown_tuning').glob('*.json'):
