@@ -6,7 +6,7 @@ Writes the claims with their verdicts and the tables of every experiment (eviden
 between markers in README.md, and the figures (figures.py) to figures/. --runs first
 summarises the recorded batches of these workdirs (counterfactual.py). --check writes
 nothing. Figures need matplotlib (requirements/notebooks.txt). A folder of papers/ has
-README.md, results/<experiment>/<run>.json, experiments.py with NAMES and
+README.md, results/<experiment>.jsonl (`experiments`), experiments.py with NAMES and
 `get_experiment`, and claims.py with CLAIMS, SHOWN (experiment -> evidence.Shown) and,
 optionally, RECORDED.
 """

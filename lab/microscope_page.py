@@ -37,7 +37,7 @@ from bapo_jax.algorithms import clip, knobs, loss, masks
 from bapo_jax.models import transformer
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import figures, microscope, outcomes, sweep
+from lab import experiments, figures, microscope, outcomes, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -509,8 +509,11 @@ def main(*flags: str) -> None:
   results = FOLDER / 'results' / 'microscope'
   if '--write' not in flags:
     commit = sweep.commit()
+    runs_of = experiments.read_runs(str(results))
     for seed in SEEDS:
-      measure(seed, results / f'{seed}.json', commit)
+      if not set(map(str, STALENESS)) <= set(runs_of.get(str(seed), ())):
+        measure(seed, results / f'{seed}.json', commit)
+    experiments.pack(str(results))
   runs = read()
   files.write(FOLDER / 'microscope.md', page(runs) + '\n')
   if len(runs) < FEWEST:
@@ -529,9 +532,8 @@ def small(runs: Sequence[Run]) -> Any:
 
 def read() -> list[Run]:
   """Returns the stored results of the seeds that are complete."""
-  paths = sorted((FOLDER / 'results' / 'microscope').glob('*.json'))
-  found = [json.loads(path.read_text()) for path in paths]
-  return [run for run in found if all(str(k) in run for k in STALENESS)]
+  runs = experiments.read_runs(str(FOLDER / 'results' / 'microscope')).values()
+  return [dict(run) for run in runs if all(str(k) in run for k in STALENESS)]
 
 
 if __name__ == '__main__':
