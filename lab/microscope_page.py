@@ -37,7 +37,7 @@ from bapo_jax.algorithms import clip, knobs, loss, masks
 from bapo_jax.models import transformer
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import experiments, figures, microscope, outcomes, sweep
+from lab import experiments, figures, microscope, outcomes, plots, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -521,7 +521,7 @@ def main(*flags: str) -> None:
   (FOLDER / 'figures').mkdir(exist_ok=True)
   drawn = {FOLDER / 'figures' / 'microscope.png': draw(runs), SMALL: small(runs)}
   for path, figure in drawn.items():
-    figure.savefig(path, dpi=100, metadata={'Software': None})
+    plots.save(figure, path, 100)
 
 
 def small(runs: Sequence[Run]) -> Any:

@@ -1,5 +1,7 @@
-"""The common look of the figures that matplotlib draws: colours, size and axes."""
+"""The common look of the figures that matplotlib draws: colours, size, axes, file."""
 
+import io
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,3 +26,16 @@ def dress(ax: 'Axes', title: str) -> None:
   ax.set_title(title, loc='left', fontsize=11, fontweight='bold')
   ax.spines[['top', 'right']].set_visible(False)
   ax.tick_params(labelsize=9)
+
+
+def save(figure: 'Figure', path: str | os.PathLike[str], dpi: int) -> None:
+  """Writes a PNG file of 256 colours, which has a third of the usual size.
+
+  Equal numbers give equal files: the file does not name the version of matplotlib.
+  """
+  from PIL import Image  # matplotlib needs it
+
+  picture = io.BytesIO()
+  figure.savefig(picture, format='png', dpi=dpi, metadata={'Software': None})
+  colours = Image.open(picture).convert('RGB').quantize(dither=Image.Dither.NONE)
+  colours.save(path, optimize=True)

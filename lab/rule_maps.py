@@ -23,7 +23,7 @@ from bapo_jax.algorithms import loss
 from bapo_jax.training import rules as rules_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipRule, Weigh
-from lab import rule_curves
+from lab import plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
@@ -171,4 +171,4 @@ def draw() -> 'Figure':
 
 
 if __name__ == '__main__':
-  draw().savefig(PATH, dpi=80, metadata={'Software': None})
+  plots.save(draw(), PATH, 80)

@@ -51,7 +51,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Groups, concat, take
 from configs import base
-from lab import claims, neutral_record, rule_curves, run_plots
+from lab import claims, neutral_record, plots, rule_curves, run_plots
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
@@ -340,7 +340,7 @@ def picture() -> None:
   fig, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout='constrained')
   draw_bounds(axes[0])
   draw_seats(axes[1])
-  fig.savefig(ROOT / 'docs' / 'two_rules.png', dpi=100)
+  plots.save(fig, ROOT / 'docs' / 'two_rules.png', 100)
 
 
 def draw_bounds(axis: Axes) -> None:
