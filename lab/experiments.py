@@ -260,16 +260,19 @@ def read_runs(results: str) -> dict[str, Result]:
   table = path.parent / f'{path.name}.jsonl'
   stored: dict[str, Result] = {}
   if table.exists():
-    rows = map(json.loads, table.read_text(encoding='utf-8').splitlines())
-    details = map(json.loads, _unzip(path.parent)[path.name].splitlines())
-    for row, detail in zip(rows, details, strict=True):
-      name = row.pop('run')
-      if detail.pop('run') != name:
-        raise ValueError(f'{table} and details.zip have different runs; restore both')
-      stored[name] = row | detail
+    rows = _by_run(table.read_text(encoding='utf-8'))
+    details = _by_run(_unzip(path.parent).get(path.name, ''))
+    if [*rows] != [*details]:
+      raise ValueError(f'{table} and details.zip have different runs; restore both')
+    stored = {name: row | details[name] for name, row in rows.items()}
   for file in sorted(path.glob('*.json')):
     stored[file.stem] = files.read_json(file, WAY_OUT)
   return stored
+
+
+def _by_run(lines: str) -> dict[str, dict[str, Any]]:
+  rows = map(json.loads, lines.splitlines())
+  return {row.pop('run'): row for row in rows}
 
 
 def names(folder: str | pathlib.Path) -> list[str]:
