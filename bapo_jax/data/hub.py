@@ -62,7 +62,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   )
 
 
-def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
+def _of_split(folder: str, split: str, knob: str):
   """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
@@ -98,7 +98,7 @@ def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
     yield f'tfds:{name}:{split}, row {i}', fields
 
 
-def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
+def _prepared(name: str, split: str, knob: str):
   """Returns the builder of a data set after writing the data to disk."""
   builder = _builder(name, knob)
   source = f'--config.{knob}=tfds:{name}'
@@ -125,7 +125,7 @@ def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
   return builder
 
 
-def _builder(name: str, knob: str) -> 'tfds.core.DatasetBuilder':
+def _builder(name: str, knob: str):
   # Imported late because only this kind of source needs it.
   try:
     import tensorflow_datasets as tfds
@@ -150,7 +150,7 @@ def _builder(name: str, knob: str) -> 'tfds.core.DatasetBuilder':
     ) from error
 
 
-def _has_network() -> bool:
+def _has_network():
   """Returns whether host names resolve; True behind a proxy, which resolves them."""
   try:
     socket.getaddrinfo('github.com', 443)

@@ -53,7 +53,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} contains no problem; give another file')
 
 
-def _items(path: str, whole: bool) -> Iterator[Item]:
+def _items(path: str, whole: bool):
   kind = path.removesuffix('.gz').rpartition('.')[2]
   if kind == 'parquet':
     yield from _parquet(path, whole)
@@ -66,7 +66,7 @@ def _items(path: str, whole: bool) -> Iterator[Item]:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[IO[str]]:
+def _opened(path: str):
   """Opens a text file, compressed or not; a damaged file raises a ValueError."""
   opened = gzip.open if path.endswith('.gz') else open
   try:
@@ -83,13 +83,13 @@ def _opened(path: str) -> Iterator[IO[str]]:
     ) from error
 
 
-def _json_lines(path: str, file: IO[str]) -> Iterator[Item]:
+def _json_lines(path: str, file: IO[str]):
   for number, line in enumerate(file, 1):
     if text := line.rstrip():
       yield f'{path}, line {number}', _loads(path, text, number)
 
 
-def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
+def _json_list(path: str, file: IO[str]):
   """Yields the objects of a JSON list, which may be the field `data` of an object."""
   rows = _loads(path, file.read(), 1)
   if isinstance(rows, dict):
@@ -103,7 +103,7 @@ def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
     yield f'{path}, row {number}', row
 
 
-def _loads(path: str, text: str, line: int) -> Any:
+def _loads(path: str, text: str, line: int):
   """Parses JSON text that starts in a line of the file; an error names its line."""
   try:
     return json.loads(text)
@@ -115,7 +115,7 @@ def _loads(path: str, text: str, line: int) -> Any:
     raise ValueError(f'{path}, line {line}: not JSON ({reason}); correct it') from error
 
 
-def _csv(path: str, file: IO[str]) -> Iterator[Item]:
+def _csv(path: str, file: IO[str]):
   """Yields the rows below the header, all values as text; skips blank lines."""
   reader = csv.DictReader(file, strict=True)
   try:
@@ -136,7 +136,7 @@ def _csv(path: str, file: IO[str]) -> Iterator[Item]:
     ) from error
 
 
-def _parquet(path: str, whole: bool) -> Iterator[Item]:
+def _parquet(path: str, whole: bool):
   """Yields rows in which, unless `whole`, columns without a meaning are None."""
   import pyarrow.parquet
 

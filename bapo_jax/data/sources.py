@@ -60,7 +60,7 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   return [f'--config.problems.{knob}={path}{_hint(path)}' for path in paths]
 
 
-def _hint(path: str) -> str:
+def _hint(path: str):
   on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
   is_file = path.endswith(local_files.SUFFIXES)
   return f' (or hub:{path}?)' if on_hub and not is_file else ''
@@ -89,9 +89,7 @@ def read(problems: ProblemsConfig) -> Data:
   return Data(rows['source'], rows['test_source'], generated)
 
 
-def _split(
-  problems: ProblemsConfig, knob: Knob, generated: Sequence[Problem]
-) -> list[Row]:
+def _split(problems: ProblemsConfig, knob: Knob, generated: Sequence[Problem]):
   """Returns the training or the held-out rows of generated problems."""
   training = problems.train
   ids = list(range(training) if knob == 'source' else range(training, problems.count))
@@ -164,9 +162,7 @@ def sft_problems(
   return data.generated[source][: problems.train], solve
 
 
-def _files(
-  problems: ProblemsConfig, knob: Knob
-) -> Iterator[tuple[str, Iterable[Item]]]:
+def _files(problems: ProblemsConfig, knob: Knob):
   """Yields (folder of pictures, rows with their places) of each file of a source."""
   source = getattr(problems, knob)
   if own_code.is_place(source):
@@ -185,7 +181,7 @@ def _files(
     yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
 
 
-def _custom_items(problems: ProblemsConfig, path: str) -> list[Item]:
+def _custom_items(problems: ProblemsConfig, path: str):
   """Returns the rows that a user's function returns, each a dict as in a file."""
   function = own_code.bind(path, problems.custom)
   try:
@@ -198,7 +194,7 @@ def _custom_items(problems: ProblemsConfig, path: str) -> list[Item]:
   return [(f'{path}, row {i}', row) for i, row in enumerate(dicts, 1)]
 
 
-def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
+def _parse_name(knob: Knob, source: str):
   """Returns ('hub' or 'tfds', name@revision, split); None for other sources."""
   where, _, rest = source.partition(':')
   if where not in ('hub', 'tfds') or where == source:

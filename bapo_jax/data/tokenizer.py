@@ -109,7 +109,7 @@ def load(path: str, template: str) -> Tokenizer:
   return Tokenizer(backend, _end_tokens(path, backend), template)
 
 
-def _load(path: str) -> Any:
+def _load(path: str):
   import transformers
 
   try:
@@ -142,7 +142,7 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
       shutil.copyfile(os.path.join(source, name), os.path.join(path, name))
 
 
-def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
+def _end_tokens(path: str, backend: Any):
   """Returns the end tokens; asks config.json if no other file names one."""
   ends = [backend.eos_token_id]
   for name in ('generation_config.json', 'config.json'):
@@ -209,9 +209,7 @@ def special_tokens(backend: Any) -> re.Pattern[str]:
   return re.compile('|'.join(tokens) or '(?!)')
 
 
-def _render_prompts(
-  tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool
-) -> list[str]:
+def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool):
   """Renders each problem as a chat that ends where the assistant's answer begins."""
   template = tokenizer.template.removeprefix('chat:')
   conversations = []
@@ -236,7 +234,7 @@ def _render_prompts(
   return prompts
 
 
-def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[str]:
+def _render(backend: Any, conversations: list[Any], *, answered: bool):
   """Returns each chat as text; if not `answered`, up to where the answer begins."""
   if not conversations:
     return []
@@ -281,7 +279,7 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   return None
 
 
-def _ids(backend: Any, text: str | list[str]) -> Any:
+def _ids(backend: Any, text: str | list[str]):
   return backend(text, add_special_tokens=False)['input_ids']
 
 

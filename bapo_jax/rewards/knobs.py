@@ -80,7 +80,7 @@ class Verification(Slot):
   )
 
   @pydantic.model_validator(mode='after')
-  def _one_weight_per_rule(self) -> Self:
+  def _one_weight_per_rule(self):
     count = len(self.rule.split(','))
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(

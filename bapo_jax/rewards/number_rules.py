@@ -27,7 +27,7 @@ DIGITS = 28  # digits that Decimal represents exactly
 LONGEST = 200  # characters of a number with label and unit
 
 
-def _bare(text: str) -> str | None:
+def _bare(text: str):
   r"""Spells a text, without `(B)` and `x =`; None if another text precedes `=`."""
   text = spell(text)
   text = split_choice(text)[1] or text
@@ -109,7 +109,7 @@ SENTENCE_END = re.compile(  # text after a number: at most a unit up to the full
 )
 
 
-def _last_number(text: str) -> Fraction | None:
+def _last_number(text: str):
   """Returns the last number of a text if its sentence ends with it, else None.
 
   A known unit may follow the number. A number that is denied (`not 5`) or part of an
@@ -133,7 +133,7 @@ def _last_number(text: str) -> Fraction | None:
   return sign * Fraction(match[0].replace(',', ''))
 
 
-def _unify(text: str) -> str:
+def _unify(text: str):
   return re.sub(rf'\\?\$|[{CURRENCY}]', '', text.translate(CHARACTERS))
 
 
@@ -167,7 +167,7 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   return answers.compared(value == right, _spelled(value))
 
 
-def _spelled(value: Fraction) -> str:
+def _spelled(value: Fraction):
   """Spells a number for counting votes: a finite decimal if exact, else a fraction."""
   decimal = Decimal(value.numerator) / value.denominator
   return f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)

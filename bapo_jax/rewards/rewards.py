@@ -76,7 +76,7 @@ class Verifier:
       verdicts[i] = verdict
     return PendingVerdicts(verdicts, samples)
 
-  def _futures(self, requests: list[list[Sample]]) -> list[Future[list[Verdict]]]:
+  def _futures(self, requests: list[list[Sample]]):
     """Starts to score each request elsewhere: in the thread, or in a process."""
     if self._here:
       self._thread = self._thread or ThreadPoolExecutor(1)
@@ -85,7 +85,7 @@ class Verifier:
       self._pool = VerifierPool(self._knobs)
     return self._pool.submit(requests) if self._pool else []
 
-  def _slow(self, rule: str) -> bool:
+  def _slow(self, rule: str):
     """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)

@@ -80,7 +80,7 @@ class Worker:
       return None
     return self._reply()
 
-  def _reply(self) -> dict[str, Any]:
+  def _reply(self):
     line = self._replies.readline()
     if not line.endswith(b'\n'):
       raise EOFError('the worker is dead')
@@ -182,7 +182,7 @@ class VerifierPool:
     for thread in self._threads:
       thread.join()
 
-  def _serve(self, thread: int) -> None:
+  def _serve(self, thread: int):
     while task := self._tasks.get():
       request, batch, future = task
       try:
@@ -195,13 +195,11 @@ class VerifierPool:
         future.set_exception(error)
     self._end(thread)
 
-  def _end(self, thread: int) -> None:
+  def _end(self, thread: int):
     if worker := self._workers.get(thread):
       worker.end()
 
-  def _verify(
-    self, thread: int, request: Request, batch: Batch
-  ) -> Verdict | list[Verdict]:
+  def _verify(self, thread: int, request: Request, batch: Batch):
     """Returns the verdicts of a worker, or one for all samples if no worker has any."""
     for _ in range(DEATHS):
       worker = self._worker(thread)
@@ -229,14 +227,14 @@ class VerifierPool:
       return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
     return CLOSED if self._closed else FATAL
 
-  def _silence(self, request: Request) -> float:
+  def _silence(self, request: Request):
     """Returns the seconds of wall time after which a silent worker is killed."""
     if not self._own:
       return self._stalled
     # An async function is called on `parallel` samples at once.
     return GRACE_S + -(-len(request) // self._knobs.parallel) * self._knobs.timeout
 
-  def _worker(self, thread: int) -> Worker | None:
+  def _worker(self, thread: int):
     """Returns a thread's worker, forked if necessary; None if the pool is closed."""
     worker = self._workers.get(thread)
     if not self._closed and worker and worker.pid:

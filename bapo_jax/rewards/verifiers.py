@@ -49,7 +49,7 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
     raise ValueError(text[:LONGEST])
   used: collections.Counter[int] = collections.Counter()
 
-  def value(node: ast.expr) -> Fraction:
+  def value(node: ast.expr):
     match node:
       case ast.BinOp() if type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](value(node.left), value(node.right))
@@ -67,7 +67,7 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
-def _unlatex(text: str) -> str:
+def _unlatex(text: str):
   r"""Rewrites LaTeX as plain signs: 3\,\times\,\frac{8}{2} becomes 3*((8)/(2))."""
   text = spell(answers.without_markdown(text))
   while FRACTION.search(text):

@@ -43,7 +43,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   seed = problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
-  def draw() -> tuple[tuple, tuple]:
+  def draw():
     numbers = tuple(int(n) for n in rng.integers(0, BASE, knobs.shown))
     chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
     signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
@@ -87,13 +87,13 @@ def _value(read: Sequence[int], terms: Sequence[int]) -> int:
   return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
 
 
-def _sum(values: Sequence[object], terms: Sequence[int]) -> str:
+def _sum(values: Sequence[object], terms: Sequence[int]):
   signed = zip(values, terms, strict=True)
   text = ''.join(f'{"+" if n > 0 else "-"}{value}' for value, n in signed)
   return text.removeprefix('+')
 
 
-def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str) -> str:
+def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str):
   asked = f'{_sum([f"x{abs(n)}" for n in terms], terms)} mod {BASE}'
   if wording == 'short':
     return f'{pictures.PLACEHOLDER}{asked}'
@@ -106,7 +106,7 @@ def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str)
 
 def _picture(
   rng: np.random.Generator, kind: str, numbers: Sequence[int], sides: Sequence[int]
-) -> bytes:
+):
   """Returns a square PNG; colours, widths and places are random."""
   side = sides[int(rng.integers(len(sides)))]
   light = rng.integers(230, 256, 3).astype(np.uint8)
@@ -115,11 +115,11 @@ def _picture(
   return pictures.png(canvas_HW3)
 
 
-def _dark(rng: np.random.Generator) -> np.ndarray:
+def _dark(rng: np.random.Generator):
   return rng.integers(0, 150, 3).astype(np.uint8)
 
 
-def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]):
   """Draws bars on a line, beside an axis with a tick at every unit."""
   side = len(canvas)
   axis = 4
@@ -137,7 +137,7 @@ def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
     canvas[ground + 1 :, left : left + width] = colour  # makes a height of 0 visible
 
 
-def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]):
   """Draws a column of dots per quantity, in random cells out of ten, between lines."""
   wide = len(canvas) // len(numbers)
   across, down = (wide - 2) // 2, len(canvas) // 5
@@ -152,7 +152,7 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
       canvas[top : top + size, left : left + size] = colour
 
 
-def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]):
   """Draws horizontal segments, one per row, over vertical lines one unit apart."""
   unit = (len(canvas) - 2) // BASE
   high = len(canvas) // len(numbers)
@@ -166,7 +166,7 @@ def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -
       canvas[row - 3 : row + 5, end : end + 2] = colour
 
 
-def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]):
   """Draws dials in rows, with hands turned by tenths of a turn from the top."""
   across = math.ceil(math.sqrt(len(numbers)))
   cell = len(canvas) // across

@@ -59,7 +59,7 @@ PAIR_LEVELS = {
 HARD = 100  # added to a and b of a hard problem of `pair`
 
 
-def _problem(text: str, answer: int, numbers: tuple[int, ...]) -> Problem:
+def _problem(text: str, answer: int, numbers: tuple[int, ...]):
   return Problem(Row(text, str(answer)), answer, numbers)
 
 
@@ -203,7 +203,7 @@ def solve_pair(
   return '|'.join(written) + rf'\boxed{{{stated}}}'
 
 
-def _join(numbers: Iterable[int], digits: int) -> str:
+def _join(numbers: Iterable[int], digits: int):
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
 
@@ -233,7 +233,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """
   rng = np.random.default_rng((problems.seed, problems.level))
 
-  def draw() -> tuple[str, Problem]:
+  def draw():
     problem = FAMILIES[problems.family].draw(rng, problems)
     return problem.text, problem
 

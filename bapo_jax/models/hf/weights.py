@@ -156,7 +156,7 @@ def check(path: str, spec: ModelSpec) -> Index:
 
 def _load_parameter(
   parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
-) -> jax.Array:
+):
   shape = like.shape
   dtype = like.dtype
   layers, tail = split(parameter, shape)
@@ -215,9 +215,7 @@ def _load_parameter(
   )
 
 
-def _blocks(
-  layers: int, start: int, stop: int, row_bytes: int
-) -> Iterator[tuple[range, int, int]]:
+def _blocks(layers: int, start: int, stop: int, row_bytes: int):
   """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
   together = max(BLOCK // ((stop - start) * row_bytes), 1)
   rows = max(BLOCK // row_bytes, 1)
@@ -233,7 +231,7 @@ def _read_rows(
   sizes: Shape,
   hull: list[Span],
   lead: int,
-) -> np.ndarray:
+):
   """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
 
   The axes have these `sizes`; in the file, the first `lead` of them are one axis.
@@ -261,7 +259,7 @@ def finite(array: np.ndarray) -> bool:
 
 
 @functools.partial(jax.jit, donate_argnums=0)  # in place
-def _update(shard: jax.Array, piece: jax.Array, corner: Any) -> jax.Array:
+def _update(shard: jax.Array, piece: jax.Array, corner: Any):
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
   bits = f'uint{8 * piece.dtype.itemsize}'

@@ -52,7 +52,7 @@ def forward(
 
 def _hidden(
   params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
-) -> Array:
+):
   v = vision_of(spec)
   # Half of the rotary pairs rotate by the row of a patch, half by the column.
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
@@ -93,7 +93,7 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
   return spec.vision
 
 
-def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
+def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec):
   # The kernel spans two frames, and a picture repeats its frame. One product with the
   # sum of the kernel over frames therefore suffices.
   v = vision_of(spec)
@@ -106,7 +106,7 @@ def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
   return product(x_RZE.astype(spec.compute), kernel_ED)
 
 
-def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
+def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout):
   """Computes attention [R, Z, H, C] from each patch to the patches of its window.
 
   Windows are small and of one size, so the plain kernel suffices on every platform.
@@ -130,7 +130,7 @@ def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -
   return jnp.take_along_axis(attended_NYHC.reshape(R, W * Y, H, C), slot_RZ11, 1)
 
 
-def _affine(x: Array, w: Tree, name: str, axes: int = 1) -> Array:
+def _affine(x: Array, w: Tree, name: str, axes: int = 1):
   """Multiplies x [..., *in] by a weight [*in, *out] and adds its bias."""
   bias = w[f'{name}_bias'].astype(x.dtype)
   out = product(x, w[name], axes)

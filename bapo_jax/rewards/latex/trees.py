@@ -35,7 +35,7 @@ GREEK = re.compile(rf'\\(?:{LETTERS}|ell)')
 ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
-def _numeral(text: str) -> Fraction:
+def _numeral(text: str):
   if '\\' in text:
     return _repeating(text)
   digits = text.replace(',', '').replace(THOUSANDS, '').lower()
@@ -45,7 +45,7 @@ def _numeral(text: str) -> Fraction:
   return Fraction(number.rstrip('.')) * Fraction(10) ** int(exponent or 0)
 
 
-def _repeating(text: str) -> Fraction:
+def _repeating(text: str):
   r"""Returns the value of a repeating decimal such as 0.1\overline{6}.
 
   Raises a ValueError for a period of nines: 0.\overline{9} is left to calculate.
@@ -218,7 +218,7 @@ def plain(tree: Tree) -> Fraction | None:
   return None
 
 
-def _parts(tree: Tree) -> list[Tree]:
+def _parts(tree: Tree):
   return [part for part in tree[1:] if isinstance(part, tuple)]
 
 
@@ -237,7 +237,7 @@ def _flat(tree: Tree, kind: str) -> list[Tree]:
   return [part for inner in tree[1:] for part in _flat(inner, kind)]
 
 
-def _factor_kind(tree: Tree) -> str:  # two factors of one kind can be multiplied
+def _factor_kind(tree: Tree):  # two factors of one kind can be multiplied
   if plain(tree) is not None:
     return 'number'
   if tree[0] == 'root' or (tree[0] == 'pow' and plain(tree[1]) is not None):
