@@ -90,7 +90,15 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
     # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
-      answer_format = _answer_format(name, answer, row.get(answer))
+      value = row.get(answer)
+      text = value if isinstance(value, str) else ''
+      answer_format = 'hashes' if '####' in text else 'plain'
+      if _plain(answer) == 'solution' and OPENER in text:
+        answer_format = 'boxed'
+      elif _plain(answer) == 'solution' and answer_format == 'plain':
+        # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it
+        # is the reference for reward functions and may be the bare answer.
+        answer_format = 'boxed' if name == 'problem and answer' else 'bare'
       return Layout(name, problem, answer, source, answer_format)
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
@@ -204,19 +212,6 @@ def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]):
     if field and (not inner or isinstance(row[field], dict)):
       return f'{field}.{inner}' if inner else field
   return ''
-
-
-def _answer_format(layout: str, field: str, value: Any):
-  text = value if isinstance(value, str) else ''
-  boxed = OPENER in text
-  hashes = '####' in text
-  if _plain(field) != 'solution':
-    return 'hashes' if hashes else 'plain'
-  if hashes and not boxed:
-    return 'hashes'
-  # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, a solution
-  # is the reference for reward functions and may be the bare answer.
-  return 'boxed' if boxed or layout == 'problem and answer' else 'bare'
 
 
 def _get(row: Any, path: str):

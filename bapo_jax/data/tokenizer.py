@@ -100,28 +100,24 @@ def load(path: str, template: str) -> Tokenizer:
       f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
       "directory with tokenizer.json, or 'characters'"
     )
-  backend = _load(path)
-  if template.startswith('chat:') and not backend.chat_template:
-    raise ValueError(
-      f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
-      "none; remove the prefix 'chat:' and write the whole prompt"
-    )
-  return Tokenizer(backend, _end_tokens(path, backend), template)
-
-
-def _load(path: str):
   import transformers
 
   try:
     # Uses tokenizer.json unchanged. AutoTokenizer follows config.json: for Qwen2 it
     # replaces the splitting rules of tokenizer.json with Qwen's.
-    return transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    backend: Any = transformers.PreTrainedTokenizerFast.from_pretrained(path)
   except Exception as error:  # transformers raises many types
     reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
       f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
       'directory with tokenizer.json'
     ) from None
+  if template.startswith('chat:') and not backend.chat_template:
+    raise ValueError(
+      f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
+      "none; remove the prefix 'chat:' and write the whole prompt"
+    )
+  return Tokenizer(backend, _end_tokens(path, backend), template)
 
 
 # Tokenizer files of all versions and model families.

@@ -1,6 +1,6 @@
 """Knobs of verification; worker processes read them, so this module loads no JAX."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
