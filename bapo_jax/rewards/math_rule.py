@@ -126,7 +126,9 @@ def read(text: str, commas_group: bool) -> Answer:
   text = spelling.unwrap(WORDS.sub(',', text))
   text = spelling.UNION.join(map(_upright, text.split(spelling.UNION)))
   if matrix := MATRIX.fullmatch(text):
-    inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3]).strip(' ' + spelling.ROW)
+    inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3] or '').strip(
+      ' ' + spelling.ROW
+    )
     if not inner:
       raise ValueError('an empty part')
     rows = [row.split('&') for row in inner.split(spelling.ROW)]

@@ -164,10 +164,7 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
     if not re.search(NUMBER, content):
       return Verdict(False, 'no number', None)
     return Verdict(None, 'not one number with a known unit', None)
-  return answers.compared(value == right, _spelled(value))
-
-
-def _spelled(value: Fraction):
-  """Spells a number for counting votes: a finite decimal if exact, else a fraction."""
+  # Spelled for counting votes: a finite decimal if exact, else a fraction.
   decimal = Decimal(value.numerator) / value.denominator
-  return f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)
+  spelled = f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)
+  return answers.compared(value == right, spelled)

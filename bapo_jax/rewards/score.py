@@ -69,7 +69,12 @@ class Scorer:
     """Returns what one rule returns for every sample, or the exceptions it raises."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
-    samples = [x._replace(row=_row(x)) for x in samples]
+    # A generated problem has two fields.
+    rows = [
+      json.loads(x.row) if x.row else {'problem': x.prompt, 'answer': x.answer}
+      for x in samples
+    ]
+    samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
     function = self._own[rule]
     batched = _batched(function)
     arguments = [samples] if batched else samples
@@ -145,12 +150,6 @@ class Scorer:
     except (TypeError, ValueError, OverflowError, AttributeError):
       pass
     return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
-
-
-def _row(sample: Sample):
-  """Returns the fields of a sample's row; generated problems have two."""
-  generated = {'problem': sample.prompt, 'answer': sample.answer}
-  return json.loads(sample.row) if sample.row else generated
 
 
 def _batched(function: Callable):

@@ -201,6 +201,10 @@ class VerifierPool:
 
   def _verify(self, thread: int, request: Request, batch: Batch):
     """Returns the verdicts of a worker, or one for all samples if no worker has any."""
+    stalled = self._stalled
+    if self._own:  # an async function is called on `parallel` samples at once
+      calls = -(-len(request) // self._knobs.parallel)
+      stalled = GRACE_S + calls * self._knobs.timeout
     for _ in range(DEATHS):
       worker = self._worker(thread)
       if worker is None:
@@ -210,7 +214,7 @@ class VerifierPool:
       deadline = self._knobs.deadline * len(request)
       seconds = min(batch.seconds, deadline)
       try:
-        reply = worker.request(request, seconds, self._silence(request))
+        reply = worker.request(request, seconds, stalled)
       except (OSError, EOFError) as error:
         worker.end()
         if self._own and isinstance(error, TimeoutError):
@@ -226,13 +230,6 @@ class VerifierPool:
       late = seconds == deadline
       return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
     return CLOSED if self._closed else FATAL
-
-  def _silence(self, request: Request):
-    """Returns the seconds of wall time after which a silent worker is killed."""
-    if not self._own:
-      return self._stalled
-    # An async function is called on `parallel` samples at once.
-    return GRACE_S + -(-len(request) // self._knobs.parallel) * self._knobs.timeout
 
   def _worker(self, thread: int):
     """Returns a thread's worker, forked if necessary; None if the pool is closed."""

@@ -67,14 +67,6 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
-def _unlatex(text: str):
-  r"""Rewrites LaTeX as plain signs: 3\,\times\,\frac{8}{2} becomes 3*((8)/(2))."""
-  text = spell(answers.without_markdown(text))
-  while FRACTION.search(text):
-    text = FRACTION.sub(r'((\1)/(\2))', text)
-  return CROSS.sub('*', text.translate(BRACKETS))
-
-
 def countdown(answer: str, text: str) -> Verdict:
   """Verifies an expression that uses each number exactly once and equals the target.
 
@@ -95,7 +87,12 @@ def countdown(answer: str, text: str) -> Verdict:
     return Verdict(False, 'no box and no <answer>', None)
   if len(content) > 2 * LONGEST:
     return Verdict(False, f'more than {LONGEST} characters', None)
-  expression, equals, claimed = _unlatex(content).partition('=')
+  # LaTeX becomes plain signs: 3\,\times\,\frac{8}{2} is 3*((8)/(2)).
+  content = spell(answers.without_markdown(content))
+  while FRACTION.search(content):
+    content = FRACTION.sub(r'((\1)/(\2))', content)
+  content = CROSS.sub('*', content.translate(BRACKETS))
+  expression, equals, claimed = content.partition('=')
   if equals and expression.strip() == str(target):
     expression, claimed = claimed, expression
   spelled = ''.join(expression.split())
