@@ -59,7 +59,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   )
 
 
-def _of_split(folder: str, split: str, knob: str):
+def _of_split(folder, split, knob):
   """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
@@ -120,7 +120,7 @@ def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
     yield f'tfds:{name}:{split}, row {i}', fields
 
 
-def _builder(name: str, knob: str) -> Any:
+def _builder(name, knob) -> Any:
   # Imported late because only this kind of source needs it.
   try:
     import tensorflow_datasets as tfds

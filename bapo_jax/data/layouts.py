@@ -58,7 +58,7 @@ EXACT = 2**53  # a larger float may stand for several integers
 OPENER = r'\boxed{'
 
 
-def _plain(name: str):
+def _plain(name):
   return re.sub(r'[\s_-]', '', str(name)).lower()
 
 
@@ -172,7 +172,7 @@ def read_rows(
   return rows
 
 
-def _pictures(row: dict[str, Any], folder: str):
+def _pictures(row: dict[str, Any], folder):
   """Returns the picture files of a row, in order."""
   for name in PICTURES:
     for field, values in row.items():
@@ -188,7 +188,7 @@ def _pictures(row: dict[str, Any], folder: str):
   return ()
 
 
-def _picture(value: Any, folder: str):
+def _picture(value, folder):
   """Returns an image file that is given as bytes, a path or a dict of `datasets`."""
   if isinstance(value, dict):
     value = value.get('path') if value.get('bytes') is None else value['bytes']
@@ -214,7 +214,7 @@ def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]):
   return ''
 
 
-def _get(row: Any, path: str):
+def _get(row, path):
   for name in path.split('.'):
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
@@ -224,7 +224,7 @@ def _get(row: Any, path: str):
   return row
 
 
-def _read(row: dict[str, Any], path: str, read: Callable[..., Any], *options: Any):
+def _read(row: dict[str, Any], path, read: Callable[..., Any], *options):
   """Reads the value of a field; an error names the field."""
   value = _get(row, path)
   try:
@@ -233,7 +233,7 @@ def _read(row: dict[str, Any], path: str, read: Callable[..., Any], *options: An
     raise ValueError(f'field {path!r}: {error}') from error
 
 
-def _chat(value: Any, solved: bool):
+def _chat(value, solved):
   """Returns (problem, system message, solution) from a string or chat messages.
 
   The solution is the assistant's last message, allowed if `solved`, or else ''.
@@ -258,7 +258,7 @@ def _chat(value: Any, solved: bool):
   return _statement(texts[-1], 'problem'), system, solution
 
 
-def _content(value: Any):
+def _content(value):
   """Joins the text of content parts; returns other content unchanged.
 
   A part {"type": "image"} becomes <image>: its picture is in the row's `images`.
@@ -282,13 +282,13 @@ def _content(value: Any):
   return ''.join(texts)
 
 
-def _statement(value: Any, what: str):
+def _statement(value, what):
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f'{shown(value)} is not a {what}; give text')
   return _readable(value, r'\0')
 
 
-def _readable(text: str, refused: str):
+def _readable(text, refused):
   if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
     raise ValueError(
       f'{shown(text)} contains {bad[0]!r}; remove this character, or write '
@@ -297,7 +297,7 @@ def _readable(text: str, refused: str):
   return text
 
 
-def _answer(value: Any):
+def _answer(value):
   """Extracts the answer from a string, number, one-item list or countdown problem."""
   if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
     with contextlib.suppress(ValueError):  # a string that only looks like a list
@@ -322,7 +322,7 @@ def _answer(value: Any):
   return text
 
 
-def _extract(value: Any, answer_format: str):
+def _extract(value, answer_format):
   """Returns (answer, verifier or '') from the value of a field."""
   text = value if isinstance(value, str) else ''
   # A worked solution below bare answers: without this, all of it would be the answer.
@@ -345,7 +345,7 @@ def _extract(value: Any, answer_format: str):
   return _answer(value), ''
 
 
-def _in_box(value: Any):
+def _in_box(value):
   text = str(value)
   start = text.rfind(OPENER) + len(OPENER)
   depth = int(start >= len(OPENER))
@@ -358,7 +358,7 @@ def _in_box(value: Any):
   raise ValueError(rf'{shown(value)} has no \boxed{{}} that is closed; add it')
 
 
-def _verifier(value: Any):
+def _verifier(value):
   """Returns the verifier for a data set of this name; '' if it is unknown."""
   name = value[0] if isinstance(value, list) and value else value
   if not isinstance(name, str):

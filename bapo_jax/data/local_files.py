@@ -53,7 +53,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} contains no problem; give another file')
 
 
-def _items(path: str, whole: bool):
+def _items(path, whole):
   kind = path.removesuffix('.gz').rpartition('.')[2]
   if kind == 'parquet':
     yield from _parquet(path, whole)
@@ -73,7 +73,7 @@ def _items(path: str, whole: bool):
           yield f'{path}, line {number}', _loads(path, text, number)
 
 
-def _json_list(path: str, text: str):
+def _json_list(path, text):
   """Yields the objects of a JSON list, which may be the field `data` of an object."""
   rows = _loads(path, text, 1)
   if isinstance(rows, dict):
@@ -87,7 +87,7 @@ def _json_list(path: str, text: str):
     yield f'{path}, row {number}', row
 
 
-def _loads(path: str, text: str, line: int):
+def _loads(path, text, line):
   """Parses JSON text that starts in a line of the file; an error names its line."""
   try:
     return json.loads(text)
@@ -99,7 +99,7 @@ def _loads(path: str, text: str, line: int):
     raise ValueError(f'{path}, line {line}: not JSON ({reason}); correct it') from error
 
 
-def _csv(path: str, file: IO[str]):
+def _csv(path, file: IO[str]):
   """Yields the rows below the header, all values as text; skips blank lines."""
   reader = csv.DictReader(file, strict=True)
   try:
@@ -120,7 +120,7 @@ def _csv(path: str, file: IO[str]):
     ) from error
 
 
-def _parquet(path: str, whole: bool):
+def _parquet(path, whole):
   """Yields rows in which, unless `whole`, columns without a meaning are None."""
   import pyarrow.parquet
 

@@ -88,7 +88,7 @@ def read(problems: ProblemsConfig) -> Data:
   return Data(rows['source'], rows['test_source'], generated)
 
 
-def _split(problems: ProblemsConfig, knob: Knob, generated: Sequence[Problem]):
+def _split(problems, knob: Knob, generated: Sequence[Problem]):
   """Returns the training or the held-out rows of generated problems."""
   training = problems.train
   ids = list(range(training) if knob == 'source' else range(training, problems.count))
@@ -161,7 +161,7 @@ def sft_problems(
   return data.generated[source][: problems.train], solve
 
 
-def _files(problems: ProblemsConfig, knob: Knob):
+def _files(problems, knob: Knob):
   """Yields (folder of pictures, rows with their places) of each file of a source."""
   source = getattr(problems, knob)
   if own_code.is_place(source):
@@ -187,7 +187,7 @@ def _files(problems: ProblemsConfig, knob: Knob):
     yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
 
 
-def _parse_name(knob: Knob, source: str):
+def _parse_name(knob: Knob, source):
   """Returns ('hub' or 'tfds', name@revision, split); None for other sources."""
   where, _, rest = source.partition(':')
   if where not in ('hub', 'tfds') or where == source:

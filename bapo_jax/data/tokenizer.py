@@ -138,7 +138,7 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
       shutil.copyfile(os.path.join(source, name), os.path.join(path, name))
 
 
-def _end_tokens(path: str, backend: Any):
+def _end_tokens(path, backend):
   """Returns the end tokens; asks config.json if no other file names one."""
   ends = [backend.eos_token_id]
   for name in ('generation_config.json', 'config.json'):
@@ -205,7 +205,7 @@ def special_tokens(backend: Any) -> re.Pattern[str]:
   return re.compile('|'.join(tokens) or '(?!)')
 
 
-def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool):
+def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
   """Renders each problem as a chat that ends where the assistant's answer begins."""
   template = tokenizer.template.removeprefix('chat:')
   conversations = []
@@ -230,7 +230,7 @@ def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool
   return prompts
 
 
-def _render(backend: Any, conversations: list[Any], *, answered: bool):
+def _render(backend, conversations: list[Any], *, answered):
   """Returns each chat as text; if not `answered`, up to where the answer begins."""
   if not conversations:
     return []
@@ -275,7 +275,7 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   return None
 
 
-def _ids(backend: Any, text: str | list[str]):
+def _ids(backend, text: str | list[str]):
   return backend(text, add_special_tokens=False)['input_ids']
 
 

@@ -58,7 +58,7 @@ def blocks(length_S: Any, n: int) -> Any:
   return (length_S + n - 1) // n
 
 
-def _last(length: Any, n: int):
+def _last(length, n):
   """Returns the last live block, in a kernel: Python's // would ask for the device."""
   return lax.div(length - 1, np.int32(n))
 
@@ -148,14 +148,14 @@ def attend(
 
 
 def _tpu(
-  q_SKGC: Array,
+  q_SKGC,
   new: KeysValues,
   cache: KeysValues,
-  position_S: Array,
-  length_S: Array,
+  position_S,
+  length_S,
   *,
-  n: int = 0,
-  interpret: bool = False,
+  n=0,
+  interpret=False,
 ):
   """Writes the column, then runs the kernel in blocks of n (default block_columns).
 
@@ -208,7 +208,7 @@ def _tpu(
   return mixed_SKGC[:, :, :heads], (k_SKCT, v_SKTC)
 
 
-def _visits(length_S: Array, halves: int, steps: int, n: int):
+def _visits(length_S, halves, steps, n):
   """Plans the grid of the TPU kernel: a step for each live block of a half.
 
   Returns (the slot of each step [halves * steps], the first step of each slot [S], the
@@ -226,9 +226,7 @@ def _visits(length_S: Array, halves: int, steps: int, n: int):
   return slot_hN.ravel(), (end_hS - count_hS).ravel(), end_hS[:, -1].max()
 
 
-def _tpu_step(
-  slot_N, first_S, length_S, q, k, v, out, *softmax, steps: int, n: int, axis: int
-):
+def _tpu_step(slot_N, first_S, length_S, q, k, v, out, *softmax, steps, n, axis):
   """Folds one block of a slot, all key heads, into the running softmax of the slot."""
   i = pl.program_id(1)
   slot = slot_N[pl.program_id(0) * steps + i]
@@ -256,15 +254,15 @@ def _tpu_step(
 
 
 def _gpu(
-  q_SKGC: Array,
+  q_SKGC,
   new: KeysValues,
   cache: KeysValues,
-  position_S: Array,
-  length_S: Array,
+  position_S,
+  length_S,
   *,
-  n: int = BLOCK,
-  span: int = SPAN,
-  interpret: bool = False,
+  n=BLOCK,
+  span=SPAN,
+  interpret=False,
 ):
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
 
@@ -316,7 +314,7 @@ def _gpu(
   return mixed_SKGC.astype(q_SKGC.dtype), (k_SKCT, v_SKTC)
 
 
-def _gpu_span(*refs: Any, G: int, n: int, span: int):
+def _gpu_span(*refs, G, n, span):
   """Writes the newest column, and folds the live blocks of a span of one key head.
 
   The softmax of the first span starts from the newest column, so that no program reads

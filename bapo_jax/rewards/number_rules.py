@@ -27,7 +27,7 @@ DIGITS = 28  # digits that Decimal represents exactly
 LONGEST = 200  # characters of a number with label and unit
 
 
-def _bare(text: str):
+def _bare(text):
   r"""Spells a text, without `(B)` and `x =`; None if another text precedes `=`."""
   text = spell(text)
   text = split_choice(text)[1] or text
@@ -109,7 +109,7 @@ SENTENCE_END = re.compile(  # text after a number: at most a unit up to the full
 )
 
 
-def _last_number(text: str):
+def _last_number(text):
   """Returns the last number of a text if its sentence ends with it, else None.
 
   A known unit may follow the number. A number that is denied (`not 5`) or part of an
@@ -133,7 +133,7 @@ def _last_number(text: str):
   return sign * Fraction(match[0].replace(',', ''))
 
 
-def _unify(text: str):
+def _unify(text):
   return re.sub(rf'\\?\$|[{CURRENCY}]', '', text.translate(CHARACTERS))
 
 

@@ -83,7 +83,7 @@ class Verifier:
       verdicts[i] = verdict
     return PendingVerdicts(verdicts, samples)
 
-  def _slow(self, rule: str):
+  def _slow(self, rule):
     """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)

@@ -60,12 +60,12 @@ class Scorer:
     columns = [self._values(rule, samples) for rule in self.rules]
     return [self._combined(values) for values in zip(*columns, strict=True)]
 
-  def _verify(self, rule: str, sample: Sample):
+  def _verify(self, rule, sample):
     """Verifies by the rule that the row names, or else by `rule`."""
     name = sample.rule or rule
     return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
 
-  def _values(self, rule: str, samples: Sequence[Sample]):
+  def _values(self, rule, samples: Sequence[Sample]):
     """Returns what one rule returns for every sample, or the exceptions it raises."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
@@ -97,7 +97,7 @@ class Scorer:
     """Awaits a function on all values, k.parallel at once, k.timeout seconds each."""
     free = asyncio.Semaphore(self._k.parallel)
 
-    async def one(argument: Any):
+    async def one(argument):
       async with free:
         try:
           return await asyncio.wait_for(function(argument), self._k.timeout)
@@ -125,7 +125,7 @@ class Scorer:
     assert first is not None
     return first._replace(reward=reward, parts=parts)
 
-  def _verdict(self, rule: str, value: Any):
+  def _verdict(self, rule, value):
     """Converts what a rule returns; what it should not return is undecided."""
     if isinstance(value, TimeoutError):
       return Verdict(None, f'{rule}: {value}'[:200], None)
@@ -156,7 +156,7 @@ def _batched(function: Callable):
   return bool(own_code.declares(function).get('batched'))
 
 
-def _call(function: Callable, argument: Any):
+def _call(function: Callable, argument):
   """Calls a user's function; returns the exception that it raises."""
   try:
     return function(argument)

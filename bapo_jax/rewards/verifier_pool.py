@@ -182,7 +182,7 @@ class VerifierPool:
     for thread in self._threads:
       thread.join()
 
-  def _serve(self, thread: int):
+  def _serve(self, thread):
     while task := self._tasks.get():
       request, batch, future = task
       try:
@@ -195,11 +195,11 @@ class VerifierPool:
         future.set_exception(error)
     self._end(thread)
 
-  def _end(self, thread: int):
+  def _end(self, thread):
     if worker := self._workers.get(thread):
       worker.end()
 
-  def _verify(self, thread: int, request: Request, batch: Batch):
+  def _verify(self, thread, request: Request, batch: Batch):
     """Returns the verdicts of a worker, or one for all samples if no worker has any."""
     stalled = self._stalled
     if self._own:  # an async function is called on `parallel` samples at once
@@ -231,7 +231,7 @@ class VerifierPool:
       return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
     return CLOSED if self._closed else FATAL
 
-  def _worker(self, thread: int):
+  def _worker(self, thread):
     """Returns a thread's worker, forked if necessary; None if the pool is closed."""
     worker = self._workers.get(thread)
     if not self._closed and worker and worker.pid:

@@ -61,7 +61,7 @@ def main(memory_mb: int, knobs: str) -> None:
     os.close(sockets[0])
 
 
-def _work(requests: socket.socket, memory_mb: int, scorer: Scorer):
+def _work(requests: socket.socket, memory_mb, scorer: Scorer):
   """Replies to requests with verdicts until half of the memory is used."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (memory_mb << 20),) * 2)

@@ -81,7 +81,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   return tuple(drawn[i] for i in rng.permutation(count))
 
 
-def _combine(rng: np.random.Generator, numbers: Sequence[int]):
+def _combine(rng, numbers: Sequence[int]):
   values = list(numbers)
   while len(values) > 1:
     b, a = (values.pop(rng.integers(len(values))) for _ in range(2))
@@ -128,7 +128,7 @@ def solve(
   return work + (rf'\boxed{{{expression}}}' if value == problem.answer else '')
 
 
-def _chain(rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float):
+def _chain(rng, numbers: Sequence[int], largest, slip):
   """Returns a chain's expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))

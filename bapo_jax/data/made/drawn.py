@@ -96,7 +96,7 @@ def _sum(values: Sequence[object], terms: Sequence[int]):
   return text.removeprefix('+')
 
 
-def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str):
+def _text(kind, numbers: Sequence[int], terms: Sequence[int], wording):
   asked = f'{_sum([f"x{abs(n)}" for n in terms], terms)} mod {BASE}'
   if wording == 'short':
     return f'{pictures.PLACEHOLDER}{asked}'

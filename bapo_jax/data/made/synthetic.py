@@ -59,7 +59,7 @@ PAIR_LEVELS = {
 HARD = 100  # added to a and b of a hard problem of `pair`
 
 
-def _problem(text: str, answer: int, numbers: tuple[int, ...]):
+def _problem(text, answer, numbers: tuple[int, ...]):
   return Problem(Row(text, str(answer)), answer, numbers)
 
 
@@ -203,7 +203,7 @@ def solve_pair(
   return '|'.join(written) + rf'\boxed{{{stated}}}'
 
 
-def _join(numbers: Iterable[int], digits: int):
+def _join(numbers: Iterable[int], digits):
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
 

@@ -155,7 +155,7 @@ def check(path: str, spec: ModelSpec) -> Index:
 
 
 def _load_parameter(
-  parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
+  parameter, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ):
   shape = like.shape
   dtype = like.dtype
@@ -215,7 +215,7 @@ def _load_parameter(
   )
 
 
-def _blocks(layers: int, start: int, stop: int, row_bytes: int):
+def _blocks(layers, start, stop, row_bytes):
   """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
   together = max(BLOCK // ((stop - start) * row_bytes), 1)
   rows = max(BLOCK // row_bytes, 1)
@@ -226,11 +226,11 @@ def _blocks(layers: int, start: int, stop: int, row_bytes: int):
 
 def _read_rows(
   tensor: safetensors_io.Tensor,
-  start: int,
-  stop: int,
+  start,
+  stop,
   sizes: Shape,
   hull: list[Span],
-  lead: int,
+  lead,
 ):
   """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
 
@@ -259,7 +259,7 @@ def finite(array: np.ndarray) -> bool:
 
 
 @functools.partial(jax.jit, donate_argnums=0)  # in place
-def _update(shard: jax.Array, piece: jax.Array, corner: Any):
+def _update(shard: jax.Array, piece: jax.Array, corner):
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
   bits = f'uint{8 * piece.dtype.itemsize}'

@@ -50,9 +50,7 @@ def forward(
   return jnp.where(live_RM1, merged_RMD, 0)
 
 
-def _hidden(
-  params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
-):
+def _hidden(params, pixels_RZE, at: grids.Layout, spec, schedule: Schedule):
   v = vision_of(spec)
   # Half of the rotary pairs rotate by the row of a patch, half by the column.
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
@@ -93,7 +91,7 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
   return spec.vision
 
 
-def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec):
+def _embed_patches(params, pixels_RZE, spec):
   # The kernel spans two frames, and a picture repeats its frame. One product with the
   # sum of the kernel over frames therefore suffices.
   v = vision_of(spec)
@@ -106,7 +104,7 @@ def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec):
   return product(x_RZE.astype(spec.compute), kernel_ED)
 
 
-def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout):
+def _in_windows(q_RZHC, k_RZHC, v_RZHC, at: grids.Layout):
   """Computes attention [R, Z, H, C] from each patch to the patches of its window.
 
   Windows are small and of one size, so the plain kernel suffices on every platform.
@@ -130,7 +128,7 @@ def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout):
   return jnp.take_along_axis(attended_NYHC.reshape(R, W * Y, H, C), slot_RZ11, 1)
 
 
-def _affine(x: Array, w: Tree, name: str, axes: int = 1):
+def _affine(x, w, name, axes=1):
   """Multiplies x [..., *in] by a weight [*in, *out] and adds its bias."""
   bias = w[f'{name}_bias'].astype(x.dtype)
   out = product(x, w[name], axes)

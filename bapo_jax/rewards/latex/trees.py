@@ -37,7 +37,7 @@ GREEK = re.compile(rf'\\(?:{LETTERS}|ell)')
 ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
-def _numeral(text: str):
+def _numeral(text):
   r"""Returns the value of a numeral, or of a repeating decimal such as 0.1\overline{6}.
 
   Raises a ValueError for a period of nines: 0.\overline{9} is left to calculate.
@@ -147,7 +147,7 @@ class _Parser:
     self.depth -= 1
     return tree
 
-  def _atom(self, token: str) -> Tree:
+  def _atom(self, token) -> Tree:
     if token and token[0] in '.0123456789':
       if not self.accept('_'):
         return ('num', _numeral(token))
@@ -217,11 +217,11 @@ def plain(tree: Tree) -> Fraction | None:
   return None
 
 
-def _parts(tree: Tree):
+def _parts(tree):
   return [part for part in tree[1:] if isinstance(part, tuple)]
 
 
-def _nodes(tree: Tree) -> set[Tree]:
+def _nodes(tree) -> set[Tree]:
   return {tree}.union(*map(_nodes, _parts(tree)))
 
 
@@ -230,13 +230,13 @@ def symbols(tree: Tree) -> set[str | Tree]:
   return {node[1] for node in _nodes(tree) if node[0] == 'sym'}
 
 
-def _flat(tree: Tree, kind: str) -> list[Tree]:
+def _flat(tree, kind) -> list[Tree]:
   if tree[0] != kind:
     return [tree]
   return [part for inner in tree[1:] for part in _flat(inner, kind)]
 
 
-def _factor_kind(tree: Tree):  # two factors of one kind can be multiplied
+def _factor_kind(tree):  # two factors of one kind can be multiplied
   if plain(tree) is not None:
     return 'number'
   if tree[0] == 'root' or (tree[0] == 'pow' and plain(tree[1]) is not None):
@@ -316,7 +316,7 @@ def equal(gold: Tree, response: Tree) -> bool:
   return gold == response
 
 
-def _degree(node: Tree) -> int:
+def _degree(node) -> int:
   """Returns the factor by which a node raises the degree of an algebraic number.
 
   No bound is known for π, e and irrational exponents. They count as degree 4, twice
@@ -333,7 +333,7 @@ def _degree(node: Tree) -> int:
   return 1
 
 
-def _height(tree: Tree) -> float:
+def _height(tree) -> float:
   """Returns a bound on the decimal digits of a value's coefficients.
 
   Raises a ValueError for a power of more than MOST_DIGITS, without evaluating it.
@@ -360,7 +360,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 
 
-def _value(tree: Tree) -> Any:
+def _value(tree) -> Any:
   match tree:
     case ('num', number) | ('mixed', number):
       return mpmath.mpf(number.numerator) / number.denominator
