@@ -76,7 +76,14 @@ def read(problems: ProblemsConfig) -> Data:
   rows: dict[str, list[Row]] = {}
   for knob, source in names.items():
     if source in MADE:
-      rows[knob] = _split(problems, knob, generated[source])
+      made = generated[source]
+      ids = [*range(len(made))]
+      ids = ids[: problems.train] if knob == 'source' else ids[problems.train :]
+      if source != 'drawn':
+        # Recorded runs number problems in the order of tensorflow-datasets, which sorts
+        # by the MD5 sum of split and id. A different order would change the run.
+        ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
+      rows[knob] = [made[i].row for i in ids]
     elif knob == 'test_source' and source == names['source']:
       rows[knob] = rows['source']
     else:
@@ -86,17 +93,6 @@ def read(problems: ProblemsConfig) -> Data:
         for row in layouts.read_rows(items, whole=problems.whole, folder=folder)
       ]
   return Data(rows['source'], rows['test_source'], generated)
-
-
-def _split(problems, knob: Knob, generated: Sequence[Problem]):
-  """Returns the training or the held-out rows of generated problems."""
-  training = problems.train
-  ids = list(range(training) if knob == 'source' else range(training, problems.count))
-  if getattr(problems, knob) != 'drawn':
-    # Recorded runs number problems in the order of tensorflow-datasets, which sorts
-    # by the MD5 sum of split and id. A different order would change the run.
-    ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-  return [generated[i].row for i in ids]
 
 
 def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:

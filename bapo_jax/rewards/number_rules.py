@@ -48,8 +48,6 @@ def integer(text: str) -> int | None:
   """
   if len(text) > LONGEST:
     return None
-  if text.isascii() and text.isdigit() and len(text) <= 9:  # fast path
-    return int(text) if int(text) <= 999 else None
   bare = _bare(text)
   if bare is None or re.search('[eE]', bare):  # 1e2
     return None

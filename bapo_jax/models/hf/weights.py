@@ -160,7 +160,7 @@ def _load_parameter(
   shape = like.shape
   dtype = like.dtype
   layers, tail = split(parameter, shape)
-  axes = file_axes(parameter, tail)
+  axes = _file_axes(parameter, tail)
   order = list(itertools.chain(*axes))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
   # The part of every axis of the file that each device of this process holds.
@@ -287,7 +287,7 @@ def save(
     for parameter, (shape, _) in transformer.describe(spec).items():
       array = get(parameter)
       layers, tail = split(parameter, shape)
-      order = list(itertools.chain(*file_axes(parameter, tail)))
+      order = list(itertools.chain(*_file_axes(parameter, tail)))
       for i in range(layers):
         layer = np.asarray(array if len(tail) == len(shape) else array[i])
         layer = layer.transpose(order).astype(kind)
@@ -318,7 +318,7 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
   shapes = {}
   for parameter, (shape, _) in transformer.describe(spec).items():
     layers, tail = split(parameter, shape)
-    merged = [math.prod(tail[i] for i in axes) for axes in file_axes(parameter, tail)]
+    merged = [math.prod(tail[i] for i in axes) for axes in _file_axes(parameter, tail)]
     shapes |= {NAMES[parameter].format(i): tuple(merged) for i in range(layers)}
   return shapes
 
@@ -328,7 +328,7 @@ def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
   return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
 
 
-def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
+def _file_axes(parameter, tail):
   """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
 
   A file has projections as [out, in] and biases as [out], each merged to one axis.

@@ -78,7 +78,15 @@ def _hidden(params, pixels_RZE, at: grids.Layout, spec, schedule: Schedule):
     return sharding.constrain(x_RZD, sharding.ROWS), None
 
   is_full_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
-  x_RZD = _embed_patches(params, pixels_RZE, spec)
+  # The kernel spans two frames, and a picture repeats its frame. One product with the
+  # sum of the kernel over frames therefore suffices.
+  mean_E, std_E = (
+    jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
+  )
+  x_RZE = pixels_RZE.astype(jnp.float32) / 255
+  x_RZE = (x_RZE - mean_E[None, None]) / std_E[None, None]
+  kernel_ED = params['patch'].sum(1).reshape(v.numbers, v.width)
+  x_RZD = product(x_RZE.astype(spec.compute), kernel_ED)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
   xs = params['layers'], is_full_L
   return lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)[0]
@@ -89,19 +97,6 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
   if spec.vision is None:
     raise ValueError('this model has no vision tower; choose a Qwen2.5-VL model')
   return spec.vision
-
-
-def _embed_patches(params, pixels_RZE, spec):
-  # The kernel spans two frames, and a picture repeats its frame. One product with the
-  # sum of the kernel over frames therefore suffices.
-  v = vision_of(spec)
-  mean_E, std_E = (
-    jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
-  )
-  x_RZE = pixels_RZE.astype(jnp.float32) / 255
-  x_RZE = (x_RZE - mean_E[None, None]) / std_E[None, None]
-  kernel_ED = params['patch'].sum(1).reshape(v.numbers, v.width)
-  return product(x_RZE.astype(spec.compute), kernel_ED)
 
 
 def _in_windows(q_RZHC, k_RZHC, v_RZHC, at: grids.Layout):
