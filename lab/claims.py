@@ -12,7 +12,6 @@ optionally, RECORDED.
 """
 
 import argparse
-import os
 import pathlib
 import re
 import statistics
@@ -29,37 +28,29 @@ EMPTY = 'Not run: there are no results yet.'
 WAITING = 'Not finished: the results are shown when all runs are done.'
 
 
-def load(folder: str) -> types.ModuleType:
-  """Returns experiments.py of a folder as a module, extended by claims.py.
+def load(folder: str) -> types.SimpleNamespace:
+  """Returns the names of a folder's experiments.py and claims.py.
 
   Raises:
-    ValueError: one of the files is missing, or both define a name.
+    ValueError: one of the files is missing.
   """
-  module = experiments.run_file(os.path.join(folder, 'experiments.py'))
-  claims = vars(experiments.run_file(os.path.join(folder, 'claims.py')))
-  added = {name: value for name, value in claims.items() if name[:1] != '_'}
-  twice = [x for x, value in added.items() if vars(module).get(x, value) is not value]
-  if twice:
-    raise ValueError(
-      f'{folder}: experiments.py and claims.py both define {", ".join(twice)}; '
-      'rename those of claims.py'
-    )
-  vars(module).update(added)
-  return module
+  parts = [experiments.run_file(f'{folder}/{x}.py') for x in ('claims', 'experiments')]
+  return types.SimpleNamespace(**vars(parts[0]) | vars(parts[1]))
 
 
-def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
+def read_page(module: Any, folder: str) -> dict[str, dict[str, Result]]:
   """Reads experiment -> run -> result; see `experiments.read`.
 
   An unfinished experiment that is shown as a whole has no results.
   """
-  found = {}
+  results = {}
   for name in module.NAMES:
-    made = module.get_experiment(name)
-    stored = experiments.read(made, f'{folder}/results/{name}')
-    partial = len(stored) < len(experiments.runs(made))
-    found[name] = {} if partial and module.SHOWN[name].whole else stored
-  return found
+    experiment = module.get_experiment(name)
+    results[name] = experiments.read(experiment, f'{folder}/results/{name}')
+    partial = len(results[name]) < len(experiments.runs(experiment))
+    if partial and module.SHOWN[name].whole:
+      results[name] = {}
+  return results
 
 
 def page(
@@ -126,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   module = load(flags.folder)
   if flags.runs:
     counterfactual.store_summaries(module, flags.folder, flags.runs)
-  path, results = pathlib.Path(flags.folder, 'README.md'), read(module, flags.folder)
+  path, results = (
+    pathlib.Path(flags.folder, 'README.md'),
+    read_page(module, flags.folder),
+  )
   before = path.read_text(encoding='utf-8')
   text = page(before, module, results, flags.folder)
   if flags.check:

@@ -12,13 +12,13 @@
 """
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import runpy
 import sys
 import types
 import zipfile
@@ -74,18 +74,15 @@ class RunSpec(NamedTuple):
   config: Config
 
 
-def run_file(path: str) -> types.ModuleType:
-  """Executes a Python file and returns its module.
+def run_file(path: str) -> types.SimpleNamespace:
+  """Executes a Python file and returns its names.
 
   Raises:
     ValueError: the path is not a Python file.
   """
-  spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-  if spec is None or spec.loader is None or not os.path.isfile(path):
+  if not path.endswith('.py') or not os.path.isfile(path):
     raise ValueError(f'{path} is not a Python file; give path/experiments.py:name')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return types.SimpleNamespace(**runpy.run_path(path))
 
 
 def load(description: str) -> Experiment:
