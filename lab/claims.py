@@ -13,7 +13,6 @@ optionally, RECORDED.
 
 import argparse
 import pathlib
-import re
 import statistics
 import types
 from collections.abc import Mapping, Sequence
@@ -81,7 +80,7 @@ def page(
 def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   """Returns the part of a page about one experiment: commits, figures, tables."""
   commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
-  noun = 'commit' if len(commits) == 1 else 'commits'
+  noun = 'commit' + 's' * (len(commits) > 1)
   seconds = statistics.median(result['seconds'] for result in results.values())
   parts = [
     f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}; training took '
@@ -100,11 +99,11 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
 def between(text: str, what: str, content: str) -> str:
   """Replaces the text between the markers of `what`."""
   begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
-  if text.count(begin) != 1 or text.count(end) != 1:
-    raise ValueError(f'the page must have {begin} and {end} exactly once')
-  block = f'{begin}\n\n{content}\n\n{end}'
-  pattern = re.escape(begin) + '.*?' + re.escape(end)
-  return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
+  before, found, rest = text.partition(begin)
+  _, found_end, after = rest.partition(end)
+  if not found or not found_end:
+    raise ValueError(f'the page must have {begin} and, after it, {end}')
+  return f'{before}{begin}\n\n{content}\n\n{end}{after}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -263,14 +263,17 @@ def checks(
   module: Any, results: Mapping[str, Mapping[str, Result]]
 ) -> tuple[dict[str, bool], str]:
   """Returns check -> whether it holds, and the table of a page's checks."""
-  held, rows = {}, []
+  holds = {}
+  rows = []
   for name, check in getattr(module, 'CHECKS', {}).items():
-    stored = results.get(check.experiment, {})
-    held[name], figure = check.passes(stored) if stored else (False, NOT_RUN)
-    answer = ('yes' if held[name] else 'no') if stored else ''
-    rows.append([check.text, check.experiment, figure, answer])
+    holds[name] = False
+    row = [check.text, check.experiment, NOT_RUN, '']
+    if stored := results.get(check.experiment):
+      holds[name], row[2] = check.passes(stored)
+      row[3] = 'yes' if holds[name] else 'no'
+    rows.append(row)
   header = ['check', 'experiment', 'found', 'holds']
-  return held, markdown.table(rows, header, 'llll') if rows else ''
+  return holds, markdown.table(rows, header, 'llll') if rows else ''
 
 
 def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
@@ -278,24 +281,24 @@ def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
 
   A claim has a row per part; its sentence and verdict are in the first.
   """
-  held, table = checks(module, results)
+  holds, table = checks(module, results)
   rows = []
   for claim in module.CLAIMS:
-    name, verdict, effects, figure = claim.experiment, NOT_RUN, [], ''
+    verdict = NOT_RUN
+    effects = []
+    link = claim.experiment
     if claim.parts:
-      seeds = module.get_experiment(name).seeds
-      verdict, effects = judge(claim, results.get(name, {}), seeds, held)
-      figure = next(iter(module.SHOWN[name].figures), '')
-    link = f'[{name}](figures/{figure}.png)' if effects and figure else name
-    source = f'{claim.text} ({claim.source}; {claim.scale})'
-    first = [source, f'**{verdict}**', link]
-    for part, effect in zip(
-      claim.parts, effects or [[''] * 3] * len(claim.parts), strict=True
-    ):
-      rows.append([*first[:2], part.text, part.paper, *effect, first[2]])
-      first = [''] * 3
-    if not claim.parts:
-      rows.append([*first[:2], '', '', '', '', '', link])
+      seeds = module.get_experiment(link).seeds
+      verdict, effects = judge(claim, results.get(link, {}), seeds, holds)
+    if effects and (figure := next(iter(module.SHOWN[link].figures), '')):
+      link = f'[{link}](figures/{figure}.png)'
+    first = [f'{claim.text} ({claim.source}; {claim.scale})', f'**{verdict}**']
+    parts = [[part.text, part.paper] for part in claim.parts] or [['', '']]
+    effects = effects or [['', '', '']] * len(parts)
+    for part, effect in zip(parts, effects, strict=True):
+      rows.append([*first, *part, *effect, link])
+      first = ['', '']
+      link = ''
   header = ['claim', 'verdict', 'comparison', 'in the paper', 'here', 'p']
   header += ['seeds as claimed', 'experiment']
   return '\n\n'.join(filter(None, [table, markdown.table(rows, header, 'lllllrrl')]))
