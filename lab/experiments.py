@@ -243,7 +243,7 @@ def _unzip(folder: pathlib.Path) -> dict[str, str]:
     return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
-def read_runs(results: str) -> dict[str, Result]:
+def read_runs(results: str) -> dict[str, dict[str, Any]]:
   """Reads run name -> result: the packed runs of an experiment and those under way.
 
   Raises:
@@ -251,7 +251,7 @@ def read_runs(results: str) -> dict[str, Result]:
   """
   path = pathlib.Path(results)
   table = path.parent / f'{path.name}.jsonl'
-  stored: dict[str, Result] = {}
+  stored: dict[str, dict[str, Any]] = {}
   if table.exists():
     rows = _by_run(table.read_text(encoding='utf-8'))
     details = _by_run(_unzip(path.parent).get(table.name, ''))
