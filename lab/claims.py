@@ -1,12 +1,12 @@
 """Writes the numbers of a page of papers/ from the results of its experiments.
 
-  python -m lab.claims papers/2510.18927 [--check] [--runs=runs/2510.18927]
+  python -m lab.claims papers/balanced_po [--check] [--runs=runs/balanced_po]
 
 Writes the claims with their verdicts and the tables of every experiment (evidence.py)
 between markers in README.md, and the figures (figures.py) to figures/. --runs first
 summarises the recorded batches of these workdirs (counterfactual.py). --check writes
 nothing. Figures need matplotlib (requirements/notebooks.txt). A folder of papers/ has
-README.md, results/<experiment>/<run>.json, experiments.py with NAMES and
+README.md, results/<experiment>.jsonl (`experiments`), experiments.py with NAMES and
 `get_experiment`, and claims.py with CLAIMS, SHOWN (experiment -> evidence.Shown) and,
 optionally, RECORDED.
 """

@@ -97,9 +97,7 @@ def write(
   for name, shown in module.SHOWN.items():
     for title, drawn in shown.figures.items() if results[name] else ():
       figure = DRAWN[drawn.kind](results[name], drawn)
-      # Without matplotlib's version in the file, equal numbers give equal files.
-      path = os.path.join(folder, 'figures', f'{title}.png')
-      figure.savefig(path, metadata={'Software': None})
+      plots.save(figure, os.path.join(folder, 'figures', f'{title}.png'), DPI)
 
 
 def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':

@@ -1,24 +1,39 @@
 """Computes outcomes of runs, and the statistics of their paired differences.
 
+  python -m lab.outcomes
+
 `OUTCOMES` computes scalar outcomes from the result of one run. After a divergence, the
-accuracy is 0 up to the planned end. `contrast` pairs runs with equal seeds.
+accuracy is 0 up to the planned end. `contrast` pairs runs with equal seeds. The command
+writes papers/results.csv, a row per run with the outcomes in LISTED.
 """
 
+import csv
 import functools
+import io
 import math
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from scipy import stats
 
+from bapo_jax.runtime import files
+from lab import experiments
 from lab.experiments import Result
 
+PAPERS = pathlib.Path(__file__).parents[1] / 'papers'
 Cell = tuple[str, ...]  # (arm, level, ...)
 COLLAPSE = 2 / 3  # share of the best accuracy of a run
 SPIKE = 5.0  # multiple of the median gradient norm of a run
 LEVEL = 0.95  # of intervals
 ROUNDING, DIGITS = 1e-12, 12  # smaller differences of outcomes are rounding
 FEWEST = 6  # seeds of a test; with five seeds the smallest two-sided p is 1/16
+# Outcomes in papers/results.csv.
+LISTED = (
+  'before', 'final', 'area', 'newly_solved', 'newly_failed', 'accuracy_of_failed',
+  'collapsed', 'entropy', 'grad_norm', 'share', 'clipped', 'steps', 'updates',
+  'responses', 'seconds',
+)  # fmt: skip
 
 
 def area(result: Result) -> float:
@@ -281,3 +296,38 @@ def holm(p_values: Sequence[float]) -> list[float]:
     largest = max(largest, (len(p_values) - rank) * p_values[i])
     adjusted[i] = min(1.0, largest)
   return adjusted
+
+
+def results_csv(papers: pathlib.Path) -> str:
+  """Returns a table of all runs below a folder: identity, commit and outcomes.
+
+  Outcomes have five digits; an unknown outcome is empty.
+  """
+  text = io.StringIO()
+  table = csv.writer(text, lineterminator='\n')
+  identity = ('paper', 'experiment', 'run', 'arm', 'levels', 'seed', 'diverged')
+  table.writerow([*identity, *LISTED, 'commit'])
+  for folder in sorted(papers.glob('*/results')):
+    for experiment in experiments.names(folder):
+      for run, result in experiments.read_runs(f'{folder}/{experiment}').items():
+        if 'evaluations' not in result:  # not a run of an experiment
+          continue
+        outcomes = [OUTCOMES[name][1](result) for name in LISTED]
+        table.writerow(
+          [
+            folder.parent.name,
+            experiment,
+            run,
+            result['arm'],
+            ' '.join(result['levels'].values()),
+            result['seed'],
+            int(result['diverged']),
+            *('' if math.isnan(x) else f'{x:.5g}' for x in outcomes),
+            result['commit'][:12],
+          ]
+        )
+  return text.getvalue()
+
+
+if __name__ == '__main__':
+  files.write(PAPERS / 'results.csv', results_csv(PAPERS))

@@ -41,28 +41,28 @@ def train(
     rows: training problems; each row has the fields of a row in a file.
     held_out: problems for evaluation; by default the last tenth of `rows`.
     rules: slot ('loss', 'clip', 'mask', 'advantage', 'batch', 'buffer.thresholds',
-      'rewards.shaping') -> function, place or name of a rule.
+      'rewards.shaping') -> function, its path, or name of a rule.
 
   Raises:
     ValueError: the config is invalid, or the run cannot start or continue.
   """
   values = config_lib.load(config) if isinstance(config, str) else config
-  found = {f'{slot}.rule': _place(rule) for slot, rule in rules.items()}
+  overrides = {f'{slot}.rule': _path(rule) for slot, rule in rules.items()}
   if reward is not None:
     one = isinstance(reward, str) or callable(reward)
-    found['rewards.rule'] = ','.join(map(_place, [reward] if one else reward))
+    overrides['rewards.rule'] = ','.join(map(_path, [reward] if one else reward))
   if rows is not None:
     training, rest = _divided(rows, held_out)
-    found['problems.source'] = own_code.register(_returning('rows', training))
-    found['problems.test_source'] = own_code.register(_returning('held_out', rest))
-  values = config_lib.merged(values, found | dict(knobs))
+    overrides['problems.source'] = own_code.register(_returning('rows', training))
+    overrides['problems.test_source'] = own_code.register(_returning('held_out', rest))
+  values = config_lib.merged(values, overrides | dict(knobs))
   parsed = config_lib.parse(config_lib.decided(values))
   needs.refuse(knobs, [parsed])
   return experiment.train(parsed, workdir)
 
 
-def _place(rule: Rule) -> str:
-  """Returns the name or place of a rule; functions are registered."""
+def _path(rule: Rule) -> str:
+  """Returns the name or path of a rule; functions are registered."""
   return rule if isinstance(rule, str) else own_code.register(rule)
 
 

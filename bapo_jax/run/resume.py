@@ -27,17 +27,17 @@ def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
   They include the groups in flight, for which this function waits: to sample them again
   would need the weights of rollout.depth steps.
   """
-  found = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  saved = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if t.config.rollout.depth:
-    found['queue'] = in_flight(t, s)
+    saved['queue'] = in_flight(t, s)
   if s.step % t.config.rollout.weight_sync_interval:
-    found['actor'] = s.actor_adapters
+    saved['actor'] = s.actor_adapters
     if s.actor_adapters is None:
       actor = t.actor(s.params) if s.actor is None else s.actor  # None: restoring
       weights = decode.params_of(actor, t.spec).items()
-      found['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
+      saved['actor'] = {name: w for name, w in weights if name not in (t.base or {})}
   partial = t.sampler.state()
-  return found | ({} if partial is None else {'partial': partial})
+  return saved | ({} if partial is None else {'partial': partial})
 
 
 def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
@@ -62,14 +62,14 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]
   A finished run with checkpoint.final=weights stores no optimiser state, except for
   float32 master weights.
   """
-  found = arrays(t, s)
+  saved = arrays(t, s)
   bare = t.config.checkpoint.final == 'weights' and finished(t.config, s)
   if bare:
     master = getattr(s.opt, 'master', None)
-    found['opt'] = {} if master is None else {'master': master}
+    saved['opt'] = {} if master is None else {'master': master}
   numbers = {name: getattr(s, name) for name in SCALARS}
   queue = [each.ready.result().described() for each in s.queue]
-  return found, {'run': numbers, 'weights_only': bare, 'queue': queue}
+  return saved, {'run': numbers, 'weights_only': bare, 'queue': queue}
 
 
 def resume(
@@ -86,25 +86,27 @@ def resume(
   """
   if (step := checkpoints.latest_step()) is None:
     return s, {'wall_s': 0.0, 'phases': {}, 'peak_rss_bytes': 0}
-  found, meta = checkpoint.restore(checkpoints, step, arrays(t, s.replace(step=step)))
+  restored, meta = checkpoint.restore(
+    checkpoints, step, arrays(t, s.replace(step=step))
+  )
   log(f'Resuming after step {step}.')
   s = s.replace(**meta['run'])
   _check(t, s, meta)
-  actor = found.pop('actor', None)
+  actor = restored.pop('actor', None)
   if actor is not None:  # else the next step creates actor and version
     s = s.replace(
       actor=t.sampler.place(t.actor(actor)), actor_adapters=t.adapters(actor)
     )
-  partial = found.pop('partial', None)
-  groups = found.pop('queue', [])
+  partial = restored.pop('partial', None)
+  groups = restored.pop('queue', [])
   if not same:
-    found['buffer'] = s.buffer
-    return s.replace(**found), meta
+    restored['buffer'] = s.buffer
+    return s.replace(**restored), meta
   if partial:
     t.sampler.restore(partial)
   pairs = zip(groups, meta.get('queue', []), strict=True)
   queue = tuple(_waiting(Sampled.restored(*pair)) for pair in pairs)
-  return s.replace(**found, queue=queue), meta
+  return s.replace(**restored, queue=queue), meta
 
 
 def _waiting(sampled: Sampled) -> InFlight:

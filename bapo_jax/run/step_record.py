@@ -49,13 +49,13 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   weight_P = np.asarray([getattr(weights, SOURCES[i]) for i in source_P], np.float32)
   adv_PG = np.asarray(jax.jit(t.config.advantage)(groups.reward_PG))
   adv_PG = adv_PG * weight_P[:, None]
-  left = MOST_TOKENS
+  budget = MOST_TOKENS
   lines = []
   for p, (number, of_seat) in enumerate(updated):
     group = Groups(*(x[p] for x in groups))  # without P
     problem = int(groups.id_P[p])
-    responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, left)
-    left -= sum(response['tokens'] for response in responses)
+    responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, budget)
+    budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
     length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
@@ -79,7 +79,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     if any(t.problems.pictures):
       row['pictures'] = files.write_pictures(workdir, t.problems.pictures[problem])
     lines.append(json.dumps(row | {'responses': responses}, allow_nan=False))
-    if left <= 0:
+    if budget <= 0:
       break
   path = os.path.join(workdir, FOLDER, f'{record.step + 1}.jsonl')
   files.write(path, '\n'.join([*lines, '']))
@@ -108,17 +108,17 @@ def _responses(
   group: Groups,
   adv_G: np.ndarray,
   of_seat: Updated | None,
-  left: int,
+  budget: int,
 ) -> list[dict[str, Any]]:
-  """Describes a group's responses; beyond `left` tokens, without per-token fields."""
+  """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
-  found = []
+  responses = []
   for g, text in enumerate(texts):
     mask_T = np.asarray(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
     version_N = version_GT[g, mask_T]
-    left -= len(tokens_N)
+    budget -= len(tokens_N)
     reward, advantage = _numbers([reward_G[g], adv_G[g]])
     response: dict[str, Any] = {
       'response': text,
@@ -131,7 +131,7 @@ def _responses(
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
     response |= dict.fromkeys(OF_TOKENS)
-    if left >= 0:
+    if budget >= 0:
       ids = tokens_N.tolist()
       response |= {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
       response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
@@ -139,8 +139,8 @@ def _responses(
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
         response |= {'learner_logp': _numbers(logp_N), 'ratio': _numbers(ratio_N)}
         response['cut'] = [int(cut) for cut in cut_N]
-    found.append(response)
-  return found
+    responses.append(response)
+  return responses
 
 
 def _numbers(values: Any) -> list[float | None]:

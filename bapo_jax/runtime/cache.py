@@ -92,7 +92,7 @@ def prune(folder: str, limit: int = LIMIT) -> None:
   remove it meanwhile, and a run whose entry is gone repeats the work.
   """
   root = pathlib.Path(folder)
-  found = []
+  by_use = []
   entries = [(path, path.rglob('*')) for path in root.glob('warmstart/*/*')]
   entries += [(path, [path]) for path in root.glob('xla/**/*')]
   for entry, paths in entries:
@@ -103,9 +103,9 @@ def prune(folder: str, limit: int = LIMIT) -> None:
     if stats:
       # Most systems renew the time of the last access once a day, which suffices.
       used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
-      found.append((used, sum(stat.st_size for stat in stats), entry))
-  excess = sum(size for _, size, _ in found) - limit
-  for _, size, entry in sorted(found):
+      by_use.append((used, sum(stat.st_size for stat in stats), entry))
+  excess = sum(size for _, size, _ in by_use) - limit
+  for _, size, entry in sorted(by_use):
     if excess <= 0:
       return
     if entry.is_dir():

@@ -82,27 +82,27 @@ def initialise(
   describes a cluster but the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
-  given = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
-  if len(given) in (1, 2):
+  present = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
+  if len(present) in (1, 2):
     raise ValueError(
-      f'{" ".join(given)}: give all of --coordinator, --process, --processes, or none'
+      f'{" ".join(present)}: give all of --coordinator, --process, --processes, or none'
     )
   if process is None or processes is None:
     # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
     names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
     at, i, n = (os.environ.get(name, '') for name in names)
-    place = (at, int(i), int(n)) if at and i and n else None
+    cluster = (at, int(i), int(n)) if at and i and n else None
   else:
-    place = coordinator, process, processes
-  if place:
-    _check(*place)
-    if place[2] == 1:
+    cluster = coordinator, process, processes
+  if cluster:
+    _check(*cluster)
+    if cluster[2] == 1:
       return
   _explain_abort(
-    f'not all processes reached {place[0] if place else "the coordinator"} within '
+    f'not all processes reached {cluster[0] if cluster else "the coordinator"} within '
     f'{start_s:.0f} s; start every process with the same --coordinator'
   )
-  if _join(place, int(start_s)):
+  if _join(cluster, int(start_s)):
     import jax
 
     _here.update(process=jax.process_index(), processes=jax.process_count())
@@ -137,10 +137,10 @@ def _check(coordinator: str, process: int, processes: int) -> None:
     ) from None
 
 
-def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
+def _join(cluster: tuple[str, int, int] | None, start_s: int) -> bool:
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
-  `place` is (coordinator, process, processes); with None, JAX detects the cluster.
+  `cluster` is (coordinator, process, processes); with None, JAX detects the cluster.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
   import jax
@@ -148,25 +148,25 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
   # runtime/signals.py handles SIGTERM; this service would swallow the signal.
   jax.config.update('jax_enable_preemption_service', False)
   # For runtime/link.py, on backends that cannot send arrays to other hosts themselves.
-  jax.config.update('jax_cross_host_transfer_socket_address', _own_address(place))
+  jax.config.update('jax_cross_host_transfer_socket_address', _own_address(cluster))
   jax.config.update('jax_cross_host_transfer_timeout_seconds', SHUTDOWN_S)
   # By default JAX gives each SLURM task one device. An empty list lifts this limit: a
   # task that is alone on its node gets all devices of the node.
   nodes, tasks = (os.environ.get(f'SLURM_{x}') for x in ('STEP_NUM_NODES', 'NTASKS'))
-  coordinator, process, processes = place or (None, None, None)
+  coordinator, process, processes = cluster or (None, None, None)
   try:
     jax.distributed.initialize(
       coordinator,
       processes,
       process,
       local_device_ids=[] if nodes and nodes == tasks else None,
-      cluster_detection_method='deactivate' if place else None,
+      cluster_detection_method='deactivate' if cluster else None,
       initialization_timeout=start_s,
       heartbeat_timeout_seconds=HEARTBEAT_S,
       shutdown_timeout_seconds=SHUTDOWN_S,
     )
   except Exception as error:  # raised by metadata servers, host names or Kubernetes
-    if not place and str(error) == 'coordinator_address should be defined.':
+    if not cluster and str(error) == 'coordinator_address should be defined.':
       return False
     raise ValueError(
       f'the processes of this run cannot be joined ({type(error).__name__}: {error}); '
@@ -175,10 +175,10 @@ def _join(place: tuple[str, int, int] | None, start_s: int) -> bool:
   return True
 
 
-def _own_address(place: tuple[str, int, int] | None) -> str:
+def _own_address(cluster: tuple[str, int, int] | None) -> str:
   """Returns host:port of this process, with a free port, as other processes see it."""
   # An address for documentation stands for the rest of the network.
-  target = place[0].rpartition(':')[0] if place else '192.0.2.1'
+  target = cluster[0].rpartition(':')[0] if cluster else '192.0.2.1'
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
     try:
       probe.connect((target, 9))  # sends nothing, but chooses the network

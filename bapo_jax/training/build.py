@@ -263,8 +263,8 @@ def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, T
     params, base = jax.eval_shape(make, jax.random.key(0)), params
   elif budget.frozen_tower(config, spec):
     base = {policy.TOWER: params.pop(policy.TOWER)}
-  found = params, jax.eval_shape(optimizer(config).init, params), base
-  return sharding.abstract(found, sharding.shardings(found, mesh))
+  state = params, jax.eval_shape(optimizer(config).init, params), base
+  return sharding.abstract(state, sharding.shardings(state, mesh))
 
 
 def build(

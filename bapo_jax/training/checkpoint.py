@@ -263,8 +263,8 @@ def _saveable(tree: Tree) -> dict[str, Any]:
 
   orbax saves no device array of a single one of several processes.
   """
-  found = _solid(tree)
-  return found if hosts.alone() or hosts.processes() > 1 else jax.device_get(found)
+  leaves = _solid(tree)
+  return leaves if hosts.alone() or hosts.processes() > 1 else jax.device_get(leaves)
 
 
 def _set_damaged_aside(workdir: str) -> None:

@@ -175,8 +175,8 @@ def _measure(values: Sequence[float]) -> dict[str, float]:
 
 def _means_of_part(name: str, parts_PG: np.ndarray) -> list[float]:
   """Returns the mean of a part of the reward for each problem that has the part."""
-  given = ([parts[name] for parts in row if name in parts] for row in parts_PG)
-  return [sum(values) / len(values) for values in given if values]
+  present = ([parts[name] for parts in row if name in parts] for row in parts_PG)
+  return [sum(values) / len(values) for values in present if values]
 
 
 def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:

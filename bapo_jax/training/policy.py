@@ -177,10 +177,10 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     except ValueError as error:  # the recipe is known, so repeat it
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
-    made = sources.sft_problems(config.problems, r.data)
+    material = sources.sft_problems(config.problems, r.data)
     T = config.row_length
     params = sharding.under(mesh, sft.fit)(
-      r.tokenizer, spec, mesh, T, *made, config.sft, config.sft.seed, r.schedule
+      r.tokenizer, spec, mesh, T, *material, config.sft, config.sft.seed, r.schedule
     )
   if not _finite(params):
     raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
@@ -209,18 +209,18 @@ def fingerprint(weights: Tree) -> str:
 
 @jax.jit
 def _mixed(x: Array) -> Array:
-  """Returns two sums, modulo 2^32, of hashes of the bits and place of every element."""
+  """Returns two sums, modulo 2^32, of hashes of every element's bits and position."""
   kind = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
   bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
-  place = jnp.zeros(x.shape, jnp.uint32)
+  position = jnp.zeros(x.shape, jnp.uint32)
   stride = 1
   for axis in reversed(range(x.ndim)):
     iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    place = place + iota * jnp.uint32(stride % 2**32)
+    position = position + iota * jnp.uint32(stride % 2**32)
     stride = stride * x.shape[axis]
   sums = []
   for odd in (0x9E3779B1, 0x85EBCA77):  # constants of the golden ratio and of xxHash
-    mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
+    mixed = (bits ^ (position * jnp.uint32(odd))) * jnp.uint32(0xC2B2AE3D)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(odd)
     sums.append((mixed ^ (mixed >> 13)).sum(dtype=jnp.uint32))
   return jnp.stack(sums)

@@ -92,8 +92,8 @@ class RemoteSampler(SamplerElsewhere):
     self._busy = answer.busy
     self._ready = answer.ready
     self.signal = answer.signal
-    ahead = time.perf_counter() - time.time()
-    span = answer.span[0] + ahead, answer.span[1] + ahead
+    offset = time.perf_counter() - time.time()
+    span = answer.span[0] + offset, answer.span[1] + offset
     return Sampled.restored(answer.groups, answer.described)._replace(span=span)
 
   def state(self) -> Tree:

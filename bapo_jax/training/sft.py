@@ -141,8 +141,8 @@ def fit(
         prompts = [encoded[i].tokens for i in index]
         drawn = [problems[i] for i in index]
         purpose = (seed, start, len(name))
-        made = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
-        tokens, weights = (x.reshape(count, k.batch, -1) for x in made)
+        numbers = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
+        tokens, weights = (x.reshape(count, k.batch, -1) for x in numbers)
         yield from zip(tokens, weights, index.reshape(count, k.batch), strict=True)
 
   with progress_bar(k.clean + k.noisy, 'warm start', 'step') as progress:

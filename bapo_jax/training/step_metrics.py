@@ -154,7 +154,7 @@ def theory(
   (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
   of mixed verdicts; the terms of such a source are 0.
   """
-  found = {}
+  estimates = {}
   estimate = 0.0
   for source in SOURCES:
     seen = (float(update[f'loss/tv_{source}']) for update in updates)
@@ -169,8 +169,8 @@ def theory(
     terms = {name: 0.0 if nothing else share * x for name, x in terms.items()}
     gain, moved, stale = terms.values()
     estimate += gain - moved - stale
-    found |= terms
-  return found | {'theory/estimate': estimate}
+    estimates |= terms
+  return estimates | {'theory/estimate': estimate}
 
 
 @jax.jit

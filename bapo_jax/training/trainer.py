@@ -167,8 +167,8 @@ def fill_batch(
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
       reevaluated = sampled.reevaluated.groups
-      given = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      filled = select(t.config.batch, *given)
+      inputs = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
+      filled = select(t.config.batch, *inputs)
       filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
@@ -211,13 +211,13 @@ def update(
     skips = skips + 1 if metrics['learner/skipped'] else 0
   # If the rewards of every group are equal, every advantage is 0.
   reward_PG = exchange.whole(batch.reward_PG)
-  taught_P = (reward_PG.max(1) > reward_PG.min(1)) & (exchange.whole(source_P) >= 0)
+  learnable_P = (reward_PG.max(1) > reward_PG.min(1)) & (exchange.whole(source_P) >= 0)
   s = s.replace(
     params=params,
     opt=opt,
     updates=s.updates + sum(not metrics['learner/skipped'] for metrics in learned),
     consecutive_skips=skips,
-    idle_steps=0 if taught_P.any() else s.idle_steps + 1,
+    idle_steps=0 if learnable_P.any() else s.idle_steps + 1,
   )
   return s, StepRecord(s.step, batch, source_P, updates)
 

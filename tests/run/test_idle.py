@@ -63,10 +63,3 @@ def rows(idle, accuracy):
 )
 def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
   assert re.search(words, report.idle_sentence(rows(idle, accuracy)))
-
-
-def test_the_console_names_the_series_that_goes_on():
-  text = report.idle_sentence(rows([1, 2, 3, 0, 1], 0.0), latest=True)
-  assert 'in step 5: no group had right and wrong responses (mean accuracy 0.0' in text
-  graded = [row | {'batch/learnable': 0.5} for row in rows([1], 0.5)]
-  assert 'rewards within every group' in report.idle_sentence(graded, latest=True)

@@ -4,7 +4,6 @@ The reference has the same rollout.depth, and samples on the learner's devices w
 prompts are submitted.
 """
 
-import json
 import subprocess
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import runs
 from runs import PARTIAL, last_run, same, tiny
+from test_many_processes import texts
 
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment
@@ -40,15 +40,6 @@ def trained(workdir, monkeypatch, devices, saved=SAVED, **knobs):
   return [last_run(workdir, step) for step in saved]
 
 
-def texts(workdir):
-  """The responses of all evaluations, with their verdicts."""
-  found = {}
-  for path in (workdir / 'eval').glob('*.json'):
-    samples = json.loads(path.read_text())['samples']
-    found[path.name] = [(x['response'], x['verdict']) for x in samples]
-  return found
-
-
 def check_equal(one, other, folders):
   """Asserts that two runs have equal states, metrics and evaluated responses."""
   for a, b in zip(one, other, strict=True):
@@ -56,7 +47,7 @@ def check_equal(one, other, folders):
     assert a.rows == b.rows
     assert same(a.arrays, b.arrays)
   assert texts(folders[0]) == texts(folders[1])
-  assert len(texts(folders[0])) == 3
+  assert texts(folders[0]).keys() >= {'0.json', '3.json', '6.json'}
 
 
 def compared(warm, monkeypatch, cell, depth, partial, devices=1):

@@ -7,8 +7,8 @@ import processes
 import pytest
 import runs
 from runs import PARTIAL, last_run, same
-from test_many_processes import FAR, differences
-from test_overlap import ADAPTED, KNOBS, SAVED, check_equal, start, texts
+from test_many_processes import FAR, differences, texts
+from test_overlap import ADAPTED, KNOBS, SAVED, check_equal, start
 
 from bapo_jax.runtime import hosts, metrics
 

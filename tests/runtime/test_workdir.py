@@ -55,10 +55,8 @@ def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
 
 CONFIGS = {
   'no JSON': lambda path: path.write_text('{"seed": '),
-  'empty': lambda path: path.write_text(''),
   'a list': lambda path: path.write_text('[1]'),
   'absent': lambda path: path.unlink(),
-  'a link to itself': lambda path: (path.unlink(), path.symlink_to(path.name)),
 }
 
 
