@@ -20,7 +20,7 @@ docs/guide/running.md has the lines that call `append` in TRL, verl and OpenRLHF
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 REQUIRED = ('group', 'reward', 'tokens', 'behavior_logp', 'logp')
@@ -38,6 +38,38 @@ ROUNDING = 0.01
 LARGEST = 1e15
 
 
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and abs(value) <= LARGEST
+
+
+def _is_logp(value: Any) -> bool:
+  return _is_number(value) and value <= ROUNDING
+
+
+def _is_int32(value: Any) -> bool:
+  return type(value) is int and -(1 << 31) <= value < 1 << 31
+
+
+LOGP = (
+  _is_logp,
+  'the log-probability of the token (natural logarithm, from '
+  f'{-LARGEST:g} to 0), or set its mask to 0',
+)
+# Field -> whether a value is right, and what to write. Lists have a value per token.
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+  'reward': (_is_number, f'a finite number, from {-LARGEST:g} to {LARGEST:g}'),
+  'update': (
+    lambda x: _is_int32(x) and x >= 0,
+    'the number of the minibatch, less than 2^31',
+  ),
+  'tokens': (_is_int32, 'the id of the token, a whole number of 32 bits'),
+  'mask': (lambda x: x in (0, 1), '1 for tokens in the loss, else 0'),
+  'pieces': (lambda x: isinstance(x, str), 'the text of the token'),
+  'behavior_logp': LOGP,
+  'logp': LOGP,
+}
+
+
 def append(
   path: str | os.PathLike[str],
   *,
@@ -48,7 +80,7 @@ def append(
   logp: Any,
   mask: Any = None,
   pieces: Any = None,
-  update: Any = 0,
+  update: Any = None,
 ) -> None:
   """Appends a line per response.
 
@@ -65,7 +97,7 @@ def append(
   Raises:
     ValueError: a value is wrong; see `read`. Nothing is written.
   """
-  given = {
+  fields = {
     'group': group,
     'reward': reward,
     'tokens': tokens,
@@ -73,7 +105,9 @@ def append(
     'logp': logp,
     'mask': mask,
     'pieces': pieces,
+    'update': update,
   }
+<<<<<<< HEAD
   columns = {k: _plain(values) for k, values in given.items() if values is not None}
   update = _plain(update)
   if not isinstance(update, list):
@@ -92,8 +126,21 @@ def append(
     if all(row['mask']):
       written.pop('mask', None)
     texts.append(json.dumps(written, ensure_ascii=False) + '\n')
+=======
+  columns = {k: _plain(values) for k, values in fields.items() if values is not None}
+  if not isinstance(columns.get('update', []), list):
+    columns['update'] = [columns['update']] * len(columns['tokens'])
+  lengths = {name: len(values) for name, values in columns.items()}
+  if len(set(lengths.values())) > 1:
+    raise ValueError(f'{lengths} responses; give the same number of each')
+  lines = []
+  for i, values in enumerate(zip(*columns.values(), strict=True)):
+    row = _checked(dict(zip(columns, values, strict=True)), f'response {i}')
+    written = {name: row[name] for name in columns}
+    lines.append(json.dumps(written, ensure_ascii=False) + '\n')
+>>>>>>> results
   with open(path, 'a', encoding='utf-8') as file:
-    file.writelines(texts)
+    file.writelines(lines)
 
 
 def _plain(value: Any) -> Any:
@@ -101,17 +148,6 @@ def _plain(value: Any) -> Any:
   if hasattr(value, 'tolist'):
     value = value.tolist()
   return [_plain(x) for x in value] if isinstance(value, list | tuple) else value
-
-
-def _trimmed(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns a checked row up to its last token in the loss, with rounded numbers."""
-  end = max((t + 1 for t, inside in enumerate(row['mask']) if inside), default=0)
-  mask = row['mask'][:end]
-  short = {name: row[name][:end] for name in ('tokens', 'pieces')}
-  for name in ('behavior_logp', 'logp'):
-    pairs = zip(row[name][:end], mask, strict=True)
-    short[name] = [round(x, 6) if m else 0.0 for x, m in pairs]
-  return row | short | {'mask': [int(m) for m in mask]}
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -128,110 +164,85 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
   # Not splitlines: the text of a token may be another separator of lines.
   for number, line in enumerate(path.read_text(encoding='utf-8').split('\n'), 1):
     if line.strip():
-      try:
-        row = _trimmed(_checked(_parsed(line)))
-      except ValueError as error:
-        raise ValueError(f'{path}, line {number}: {error}') from error
+      row = _parsed(line, f'{path}, line {number}')
       groups.setdefault(repr(row['group']), []).append(row)
   if not groups:
     raise ValueError(f'{path} has no lines; write one JSON object per response')
-  sizes = {len(rows) for rows in groups.values()}
-  if len(sizes) > 1:
-    small, large = (
-      pick(groups, key=lambda name: len(groups[name])) for pick in (min, max)
-    )
+  sizes = {name: len(rows) for name, rows in groups.items()}
+  small = min(sizes, key=sizes.__getitem__)
+  large = max(sizes, key=sizes.__getitem__)
+  if sizes[small] != sizes[large]:
     raise ValueError(
-      f'{path}: group {small:.60} has {len(groups[small])} responses and group '
-      f'{large:.60} has '
-      f'{len(groups[large])}; write all responses of every group, each of them once'
+      f'{path}: group {small:.60} has {sizes[small]} responses and group {large:.60} '
+      f'has {sizes[large]}; write all responses of every group, each of them once'
     )
   return [_group(rows) for rows in groups.values()]
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parsed(line: str, where: str) -> dict[str, Any]:
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f'not JSON ({error}); write one object per line') from error
+    raise ValueError(
+      f'{where}: not JSON ({error}); write one object per line'
+    ) from error
   if not isinstance(row, dict):
-    raise ValueError(f'not a JSON object; write one with {", ".join(REQUIRED)}')
-  return row
+    raise ValueError(f'{where}: not a JSON object; write one per response')
+  return _checked(row, where)
 
 
-def _checked(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a response, with defaults for the optional ones."""
+def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+  """Returns the fields of a response up to its last token in the loss.
+
+  Optional fields have their defaults, and numbers are rounded.
+  """
   for name in REQUIRED:
     if name not in row:
-      raise ValueError(f'{name} is missing; a line needs {", ".join(REQUIRED)}')
-  if unknown := sorted(set(row) - set(REQUIRED) - set(OPTIONAL)):
-    known = ', '.join((*REQUIRED, *OPTIONAL))
-    raise ValueError(f'{unknown[0]} is no field; rename or remove it (fields: {known})')
-  if isinstance(row['reward'], bool):
-    row['reward'] = int(row['reward'])
-  if not _finite(row['reward']):
-    raise ValueError(
-      f'reward is {row["reward"]!r:.40}; write a finite number, from {-LARGEST:g} to '
-      f'{LARGEST:g}'
-    )
+      raise ValueError(f'{where}: {name} is missing; write {", ".join(REQUIRED)}')
+  for name in row:
+    if name not in (*REQUIRED, *OPTIONAL):
+      known = ', '.join((*REQUIRED, *OPTIONAL))
+      raise ValueError(
+        f'{where}: {name} is no field; rename or remove it (fields: {known})'
+      )
   tokens = row['tokens']
-  if not isinstance(tokens, list) or not all(map(_is_int32, tokens)):
-    raise ValueError(
-      'tokens is not a list of token ids; write whole numbers of 32 bits'
-    )
-  row.setdefault('mask', [1] * len(tokens))
-  row.setdefault('pieces', [f'<{token}>' for token in tokens])
-  if not _is_int32(row.setdefault('update', 0)) or row['update'] < 0:
-    raise ValueError(
-      f'update is {row["update"]!r:.40}; write the number of the minibatch, less than '
-      '2^31'
-    )
-  for name in ('mask', 'pieces', 'behavior_logp', 'logp'):
+  if not isinstance(tokens, list):
+    raise ValueError(f'{where}: tokens is {tokens!r:.40}; write a list of token ids')
+  pieces = [f'<{token}>' for token in tokens]
+  row = {'mask': [1] * len(tokens), 'pieces': pieces, 'update': 0} | row
+  for name in ('mask', *COLUMNS):
     values = row[name]
     if not isinstance(values, list) or len(values) != len(tokens):
       count = f'{len(values)} values' if isinstance(values, list) else repr(values)
       raise ValueError(
-        f'{name} has {count} for {len(tokens)} tokens; write a list with one per token'
+        f'{where}: {name} has {count} for {len(tokens)} tokens; write a list with one '
+        'per token'
       )
-  if bad := [x for x in row['mask'] if x not in (0, 1)]:
-    raise ValueError(
-      f'mask contains {bad[0]!r:.40}; write 1 for tokens in the loss, else 0'
-    )
-  if not all(isinstance(piece, str) for piece in row['pieces']):
-    raise ValueError('pieces contains a value that is not text; decode each token')
+  for name, (right, cure) in VALUES.items():
+    of_token = name in ('mask', *COLUMNS)
+    for t, value in enumerate(row[name] if of_token else [row[name]]):
+      # Trainers have anything as the log-probability of a token outside the loss.
+      if not right(value) and not ('logp' in name and not row['mask'][t]):
+        item = f'{name}[{t}]' if of_token else name
+        raise ValueError(f'{where}: {item} is {value!r:.40}; write {cure}')
+  end = max((t + 1 for t, inside in enumerate(row['mask']) if inside), default=0)
+  short = {name: row[name][:end] for name in ('mask', *COLUMNS)}
   for name in ('behavior_logp', 'logp'):
-    for t, value in enumerate(row[name]):
-      if row['mask'][t] and not (_finite(value) and value <= ROUNDING):
-        raise ValueError(
-          f'{name}[{t}] is {value!r:.40}; write the log-probability of the token '
-          f'(natural logarithm, {-LARGEST:g} to 0), or set its mask to 0'
-        )
-  return row
-
-
-def _finite(value: Any) -> bool:
-  return type(value) in (int, float) and abs(value) <= LARGEST
-
-
-def _is_int32(value: Any) -> bool:
-  return type(value) is int and -(1 << 31) <= value < 1 << 31
+    pairs = zip(short[name], short['mask'], strict=True)
+    short[name] = [round(x, 6) if inside else 0.0 for x, inside in pairs]
+  short['mask'] = list(map(int, short['mask']))
+  return row | short | {'reward': +row['reward']}  # 1 for True
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Returns a group as in a recorded step, from its rows."""
   moved = len({row['reward'] for row in rows}) > 1
-  responses = [
-    {
-      'reward': row['reward'],
-      'taught': True,
-      'ids': row['tokens'],
-      'pieces': row['pieces'],
-      'sampler_logp': row['behavior_logp'],
-      'learner_logp': row['logp'] if moved else None,
-      'mask': row['mask'],
-      'update': row['update'],
-    }
-    for row in rows
-  ]
+  responses = []
+  for row in rows:
+    response = {key: row[name] for name, key in COLUMNS.items()}
+    response |= {name: row[name] for name in ('reward', 'mask', 'update')}
+    learner_logp = row['logp'] if moved else None
+    responses.append(response | {'learner_logp': learner_logp, 'taught': True})
   return {'source': 'fresh', 'responses': responses}
 
 
@@ -242,13 +253,11 @@ def columns(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   tokens: its reward counts. Groups are numbered, since a step may have two groups of a
   problem.
   """
-  found: dict[str, list[Any]] = {name: [] for name in (*REQUIRED, 'pieces', 'update')}
+  rows = []
   for number, group in enumerate(groups):
     for response in group['responses']:
       used = response['learner_logp'] and response['taught']
-      found['group'].append(number)
-      found['reward'].append(response['reward'])
-      found['update'].append(group['update'] or 0)
-      for name, key in COLUMNS.items():
-        found[name].append(response[key] if used else [])
-  return found
+      row = {name: response[key] if used else [] for name, key in COLUMNS.items()}
+      row |= {'group': number, 'reward': response['reward']}
+      rows.append(row | {'update': group['update'] or 0})
+  return {name: [row[name] for row in rows] for name in rows[0]}

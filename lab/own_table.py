@@ -8,6 +8,7 @@
 """
 
 import base64
+import contextlib
 import functools
 import inspect
 import itertools
@@ -44,6 +45,7 @@ BASES: dict[str, type[Part]] = {'loss': LossRule, 'clip': ClipRule}
 CLIPPED = loss.Clipped()
 
 Tokens = tuple[Array, Batch]  # logp_BT and the batch
+Axes = dict[str, list[float]]  # knob -> values
 
 
 def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
@@ -71,13 +73,15 @@ def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
   if part not in BASES:
     raise ValueError(f'{rule}: give {own_code.EXAMPLE}, loss.<rule> or clip.<rule>')
   kind = BASES[part].rules.type_of(name)
-  entries = (_of_clip if part == 'clip' else _of_loss)(kind, name, recorded)
-  axes = [{'name': knob, 'values': values} for knob, values in entries['axes'].items()]
+  own, others, entries = (_of_clip if part == 'clip' else _of_loss)(
+    kind, name, recorded
+  )
+  axes = {f'{part}.own.{knob}': values for knob, values in own.items()} | others
   return entries | {
     'slot': part,
     'title': name,
     'about': about(kind),
-    'axes': axes,
+    'axes': [{'name': knob, 'values': values} for knob, values in axes.items()],
     'defaults': {f'{part}.own.{knob}': x for knob, x in _floats(kind).items()},
     'ratios': RATIOS.tolist(),
   }
@@ -92,47 +96,31 @@ def _gives_bounds(rule: Callable, recorded: Tokens) -> bool:
   return isinstance(bounds, Bounds)
 
 
-def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> dict[str, Any]:
-  """Returns the entries of a loss rule, for each of some constant clip bounds."""
-  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes, Any]:
+  """Returns the axes and entries of a loss rule, for some constant clip bounds."""
   make: Callable[..., Any] = functools.partial(kind, rule=name)
-  uses_bounds, uses_probability = _uses(kind, name, recorded)
+  uses_bounds, uses_probability = _uses(make, _floats(kind), recorded)
+  others = BOUNDS if uses_bounds else {}
   probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
   grid = _grid(probabilities)
-  largest = LARGEST_TABLE // (len(grid[0]) * 2 + mask_BT.sum())
 
-  def find(ratio_BT: Array) -> Bounds:
-    return rule_curves.constant()
+  def trial(rule: Any, *tokens: Any) -> Any:
+    return loss.weights(rule, *tokens, rule_curves.constant())
 
-  def trial(**own: float) -> Any:
-    return jax.eval_shape(functools.partial(make(**own), find=find), *recorded)
-
-  knobs = _knobs(kind, trial)
-  axes = _axes('loss', knobs, BOUNDS if uses_bounds else {}, int(largest))
-  gains, weights, tokens = [], [], []
-  for values in itertools.product(*axes.values()):
-    at = dict(zip(axes, values, strict=True))
-    bounds = rule_curves.constant(*(at.pop(name) for name in BOUNDS if uses_bounds))
-    rule = make(**_own(at))
+  largest = LARGEST_TABLE // _size(grid, recorded)
+  own = _axes(make, _floats(kind), trial, recorded, others, largest)
+  tables = []
+  for values in itertools.product(*own.values(), *others.values()):
+    rule = make(**dict(zip(own, values, strict=False)))
+    bounds = rule_curves.constant(*values[len(own) :])
     gain_N, weight_N = rule_curves.curve(rule, *grid, bounds)
-    gains.append(gain_N)
-    weights.append(weight_N)
-    tokens.append(np.asarray(loss.weights(rule, *recorded, bounds))[mask_BT])
-  return {
-    'beside': {
-      'clip.rule': 'fixed' if uses_bounds else 'unclipped',
-      'mask.rule': 'none',
-    },
-    'axes': axes,
-    'probabilities': probabilities.tolist(),
-    'gains': packed(gains),
-    'weights': packed(weights),
-    'tokens': packed(tokens),
-  }
+    tables.append((gain_N, weight_N, loss.weights(rule, *recorded, bounds)))
+  beside = {'clip.rule': 'fixed' if uses_bounds else 'unclipped', 'mask.rule': 'none'}
+  return own, others, {'beside': beside} | _packed(tables, probabilities, recorded)
 
 
-def _of_clip(kind: type[Part], name: str, recorded: Tokens) -> dict[str, Any]:
-  """Returns the entries of a clip rule beside the loss rule `clipped`.
+def _of_clip(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes, Any]:
+  """Returns the axes and entries of a clip rule beside the loss rule `clipped`.
 
   Two bounds apply to single tokens as they are. A mask, or bounds by row or token, may
   depend on the token, so each token of the grid is added to the batch in turn.
@@ -141,40 +129,45 @@ def _of_clip(kind: type[Part], name: str, recorded: Tokens) -> dict[str, Any]:
   bounds = _bounds(make(), *recorded)
   by_token = bounds.keep_BT is not None or any(jnp.ndim(x) for x in bounds[:6])
   by_token = by_token or bool(jnp.isfinite(bounds.cap))  # depends on a row's source
-  mask_BT = np.asarray(recorded[1].loss_mask_BT)
   grid = _grid(PROBABILITIES)
-  size = len(grid[0]) * 2 + int(mask_BT.sum()) if by_token else len(OF_BOUNDS)
+  size = _size(grid, recorded) if by_token else len(OF_BOUNDS)
   largest = min(LARGEST_TABLE // size, MOST_COMBINATIONS * len(STALE))
   fewest = COUNTS[-1] ** len(_floats(kind))
   fitting = [x for x in (STALE, STALE[::2]) if len(x) * fewest <= largest]
   stale = [*fitting, STALE[::4]][0]
 
-  def trial(**own: float) -> Any:
-    return jax.eval_shape(functools.partial(_bounds, make(**own)), *recorded)
-
-  axes = _axes('clip', _knobs(kind, trial), {'stale': stale}, largest)
+  others = {'stale': stale}
+  own = _axes(make, _floats(kind), _bounds, recorded, others, largest)
   compute = _weighed if by_token else _scalars
-  found: list[Any] = []
-  for values in itertools.product(*list(axes.values())[:-1]):
-    own = _own(dict(zip(axes, values, strict=False)))
-    at = jax.jit(functools.partial(compute, make(**own)))
-    found += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
-  shared = {
-    'beside': {
-      'loss.rule': 'clipped',
-      'loss.aggregate': 'token',
-      'mask.rule': 'none',
-    },
-    'axes': axes,
-  }
-  if not by_token:
-    return shared | {'bounds': packed(found)}
-  gains, weights, weights_BT = zip(*found, strict=True)
-  return shared | {
-    'probabilities': PROBABILITIES.tolist(),
+  tables: list[Any] = []
+  for values in itertools.product(*own.values()):
+    rule = make(**dict(zip(own, values, strict=True)))
+    at = jax.jit(functools.partial(compute, rule))
+    tables += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
+  beside = {'loss.rule': 'clipped', 'loss.aggregate': 'token', 'mask.rule': 'none'}
+  if by_token:
+    entries = _packed(tables, PROBABILITIES, recorded)
+  else:
+    entries = {'bounds': packed(tables)}
+  return own, others, {'beside': beside} | entries
+
+
+def _size(grid: Tokens, recorded: Tokens) -> int:
+  """Returns how many numbers a table has for one combination of knobs."""
+  return len(grid[0]) * 2 + int(recorded[1].loss_mask_BT.sum())
+
+
+def _packed(
+  tables: list[Any], probabilities: np.ndarray, recorded: Tokens
+) -> dict[str, Any]:
+  """Returns the entries for tables of (gain_N, weight_N, weight_BT)."""
+  mask_BT = np.asarray(recorded[1].loss_mask_BT)
+  gains, weights, weights_BT = zip(*tables, strict=True)
+  return {
+    'probabilities': probabilities.tolist(),
     'gains': packed(gains),
     'weights': packed(weights),
-    'tokens': packed([weight_BT[mask_BT] for weight_BT in weights_BT]),
+    'tokens': packed([np.asarray(weight_BT)[mask_BT] for weight_BT in weights_BT]),
   }
 
 
@@ -247,48 +240,33 @@ def _floats(kind: type[Part]) -> dict[str, float]:
   return {k: x for k, x in defaults.items() if isinstance(x, float)}
 
 
-def _own(values: dict[str, float]) -> dict[str, float]:
-  """Returns argument -> value for the axes of a rule's own knobs."""
-  return {k.rpartition('.')[2]: x for k, x in values.items() if '.own.' in k}
+def _axes(
+  make: Callable[..., Any],
+  defaults: dict[str, float],
+  trial: Callable[..., Any],
+  recorded: Tokens,
+  others: Axes,
+  largest: int,
+) -> Axes:
+  """Returns knob -> values: with `others`, at most `largest` combinations.
 
-
-def _knobs(kind: type[Part], trial: Callable) -> dict[str, dict[int, list[float]]]:
-  """Returns argument -> count -> about as many values, without values that it refuses.
-
-  `trial` calls the rule with arguments by name; a rule refuses by a ValueError.
+  Every knob has as many values as possible, from a quarter to four times its default,
+  without those that the rule refuses: `trial` applies it to the recorded tokens.
   """
+  space = largest // math.prod(map(len, others.values()))
 
   @functools.cache
-  def accepted(name: str, value: float) -> bool:
-    try:
-      trial(**{name: value})
-    except ValueError:
-      return False
-    return True
+  def accepted(name: str, count: int) -> list[float]:
+    values = []
+    for value in dict.fromkeys(_around(defaults[name], count)):
+      with contextlib.suppress(ValueError):
+        jax.eval_shape(functools.partial(trial, make(**{name: value})), *recorded)
+        values.append(value)
+    return values
 
-  return {
-    name: {
-      count: [x for x in dict.fromkeys(_around(default, count)) if accepted(name, x)]
-      for count in COUNTS
-    }
-    for name, default in _floats(kind).items()
-  }
-
-
-def _axes(
-  slot: str,
-  knobs: dict[str, dict[int, list[float]]],
-  others: dict[str, list[float]],
-  largest: int,
-) -> dict[str, list[float]]:
-  """Returns knob -> values, with at most `largest` combinations; `others` come last.
-
-  Every knob has as many values as possible, from a quarter to four times its default.
-  """
-  for kept, count in itertools.product(range(len(knobs), -1, -1), COUNTS):
-    chosen = list(knobs.items())[:kept]
-    axes = {f'{slot}.own.{name}': values[count] for name, values in chosen} | others
-    if math.prod(len(values) for values in axes.values()) <= largest:
+  for kept, count in itertools.product(range(len(defaults), -1, -1), COUNTS):
+    axes = {name: accepted(name, count) for name in list(defaults)[:kept]}
+    if math.prod(map(len, axes.values())) <= space:
       return axes
   raise ValueError(f'the batch is too long for a table; {rule_curves.WAY_OUT}')
 
@@ -302,20 +280,20 @@ def _around(default: float, count: int) -> list[float]:
   return [x if x == default else float(f'{x:.3g}') for x in value_N.tolist()]
 
 
-def _uses(kind: type[Part], name: str, recorded: Tokens) -> tuple[bool, bool]:
+def _uses(
+  make: Callable[..., Any], defaults: dict[str, float], recorded: Tokens
+) -> tuple[bool, bool]:
   """Returns whether the clip bounds and the probability of a token make a difference.
 
   A knob at its default may hide a difference, so the knobs have other values as well.
   """
-  grid, uses_bounds, uses_probability = _grid(PROBABILITIES), False, False
-  defaults = _floats(kind)
+  grid = _grid(PROBABILITIES)
+  uses_bounds = uses_probability = False
   some = [_around(x, COUNTS[-1]) for x in defaults.values()]
   for values in zip(*some, strict=True) if some else [()]:
-    rule: Any = kind(rule=name, **dict(zip(defaults, values, strict=True)))
-    open_BT, closed_BT = (
-      loss.weights(rule, *recorded, bounds)
-      for bounds in (rule_curves.constant(), rule_curves.constant(1.0, 1.0))
-    )
+    rule = make(**dict(zip(defaults, values, strict=True)))
+    open_BT = loss.weights(rule, *recorded, rule_curves.constant())
+    closed_BT = loss.weights(rule, *recorded, rule_curves.constant(1.0, 1.0))
     uses_bounds |= bool((open_BT != closed_BT).any())
     for x_N in rule_curves.curve(rule, *grid, rule_curves.constant(0.8, 1.2)):
       x_SPR = x_N.reshape(2, -1, len(RATIOS))

@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from bapo_jax.algorithms.knobs import BalancedClip
 from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
@@ -348,15 +347,15 @@ def draw_bounds(axis: Axes) -> None:
   logp_BT, rows = rule_curves.recorded(BATCH)
   ratio_BT = loss.ratio(logp_BT, rows)
   scale_B = loss.row_scale(rows.loss_mask_BT, 'token', 1)
-  data = ratio_BT, rows, loss.weigher(loss.clipped, logp_BT, rows, scale_B)
+  data = ratio_BT, rows, loss.weigher(loss.Clipped(), logp_BT, rows, scale_B)
   adv_BT = jnp.broadcast_to(rows.adv_B[:, None], ratio_BT.shape)
   for sign, colour in ((1, '#0072B2'), (-1, '#D55E00')):
     kind_BT = rows.loss_mask_BT & (sign * adv_BT > 0)
     x_N, y_N = ratio_BT[kind_BT], adv_BT[kind_BT]
     axis.plot(x_N, y_N, '.', color=colour, ms=5, alpha=0.35, markeredgewidth=0)
   for name, style, bounds in (
-    ('fixed', ':', clip.fixed(*data)),
-    ('balanced', '--', clip.balanced(*data, BalancedClip(target=TARGET))),
+    ('fixed', ':', clip.Fixed()(*data)),
+    ('balanced', '--', clip.Balanced(target=TARGET)(*data)),
   ):
     ends = f'{float(bounds.low):.2f} .. {float(bounds.high):.2f}'
     for bound, label in ((bounds.low, f'{name}: {ends}'), (bounds.high, None)):
