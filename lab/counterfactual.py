@@ -39,7 +39,7 @@ from bapo_jax.algorithms.clip import Balanced, ClipRule, Recipe
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
-from bapo_jax.runtime import files, markdown
+from bapo_jax.runtime import markdown
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import inputs, policy
@@ -530,8 +530,7 @@ def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:
 
 def read_summaries(folder: str) -> list[dict[str, Any]]:
   """Returns the stored summaries, ordered by run name."""
-  paths = sorted(pathlib.Path(folder, 'results', 'recorded').glob('*.json'))
-  return [files.read_json(path, experiments.WAY_OUT) for path in paths]
+  return [*experiments.read_runs(f'{folder}/results/recorded').values()]
 
 
 def store_summaries(module: Any, folder: str, runs: str) -> None:
@@ -543,3 +542,4 @@ def store_summaries(module: Any, folder: str, runs: str) -> None:
     workdir = os.path.join(runs, experiment, name)
     if run.arm == arm and os.path.isdir(workdir):
       experiments.write(path, name, summarise(workdir, arms, arm))
+  experiments.pack(path)

@@ -4,19 +4,24 @@
    runs share, and the knobs in which arms and factors differ.
 2. `runs` builds the config of every run: arms x factor levels x seeds.
 3. `outcome` extracts the quantities of tables and figures from a finished workdir;
-   `write` stores them in <results>/<run>.json.
-4. `undone` lists the runs to train, and `read` loads the results of an experiment.
+   `write` stores them in <results>/<experiment>/<run>.json.
+4. `pack` joins the files of a complete experiment: <results>/<experiment>.jsonl has a
+   line per run, and <results>/details.zip the long fields of its runs.
+5. `undone` lists the runs to train, and `read` loads the results of an experiment.
    Both raise an error if results have different versions of the code.
 """
 
-import importlib.util
+import contextlib
+import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import runpy
 import sys
 import types
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,6 +44,7 @@ STEP_METRICS = (
   'loss/entropy', 'loss/ratio_max', 'learner/grad_norm', 'learner/skipped',
   'learner/updates',
 )  # fmt: skip
+DETAILS = ('right', 'steps', 'versions')  # fields of a result in details.zip
 WAY_OUT = 'remove the file and run the experiment again'
 
 
@@ -68,18 +74,15 @@ class RunSpec(NamedTuple):
   config: Config
 
 
-def run_file(path: str) -> types.ModuleType:
-  """Executes a Python file and returns its module.
+def run_file(path: str) -> types.SimpleNamespace:
+  """Executes a Python file and returns its names.
 
   Raises:
     ValueError: the path is not a Python file.
   """
-  spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-  if spec is None or spec.loader is None or not os.path.isfile(path):
+  if not path.endswith('.py') or not os.path.isfile(path):
     raise ValueError(f'{path} is not a Python file; give path/experiments.py:name')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return types.SimpleNamespace(**runpy.run_path(path))
 
 
 def load(description: str) -> Experiment:
@@ -195,10 +198,80 @@ def _short(value: float) -> float | None:
 
 
 def write(results: str, name: str, result: Result) -> None:
-  """Stores the result of a run."""
-  os.makedirs(results, exist_ok=True)
-  text = json.dumps(result, separators=(',', ':'), allow_nan=False)
-  files.write(f'{results}/{name}.json', text + '\n')
+  """Stores the result of a run; `results` is the folder of its experiment."""
+  files.write(f'{results}/{name}.json', _line(result))
+
+
+def _line(value: Mapping[str, Any]) -> str:
+  return json.dumps(value, separators=(',', ':'), allow_nan=False) + '\n'
+
+
+def pack(results: str) -> None:
+  """Replaces the files of an experiment's runs by lines of two files; see `read_runs`.
+
+  The lines are ordered by run name, so that equal results give equal files.
+  """
+  lines = []
+  details = []
+  for name, result in sorted(read_runs(results).items()):
+    long = {field: x for field, x in result.items() if field in DETAILS}
+    short = {field: x for field, x in result.items() if field not in DETAILS}
+    lines.append(_line({'run': name} | short))
+    details.append(_line({'run': name} | long))
+  path = pathlib.Path(results)
+  texts = _unzip(path.parent) | {f'{path.name}.jsonl': ''.join(details)}
+  buffer = io.BytesIO()
+  with zipfile.ZipFile(buffer, 'w') as archive:
+    for name, text in sorted(texts.items()):
+      # Without the time of writing, equal results give equal files.
+      archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_LZMA)
+  # The lines need the archive, and the runs' files are removed when both are complete.
+  files.write(path.parent / 'details.zip', buffer.getvalue())
+  files.write(f'{results}.jsonl', ''.join(lines))
+  for file in path.glob('*.json'):
+    file.unlink()
+  with contextlib.suppress(OSError):  # without the folder, or with other files in it
+    path.rmdir()
+
+
+def _unzip(folder: pathlib.Path) -> dict[str, str]:
+  """Returns file name -> text of details.zip; empty without this file."""
+  path = folder / 'details.zip'
+  if not path.exists():
+    return {}
+  with zipfile.ZipFile(path) as archive:
+    return {name: archive.read(name).decode() for name in archive.namelist()}
+
+
+def read_runs(results: str) -> dict[str, dict[str, Any]]:
+  """Reads run name -> result: the packed runs of an experiment and those under way.
+
+  Raises:
+    ValueError: a file is damaged.
+  """
+  path = pathlib.Path(results)
+  table = path.parent / f'{path.name}.jsonl'
+  stored: dict[str, dict[str, Any]] = {}
+  if table.exists():
+    rows = _by_run(table.read_text(encoding='utf-8'))
+    details = _by_run(_unzip(path.parent).get(table.name, ''))
+    if [*rows] != [*details]:
+      raise ValueError(f'{table} and details.zip have different runs; restore both')
+    stored = {name: row | details[name] for name, row in rows.items()}
+  for file in sorted(path.glob('*.json')):
+    stored[file.stem] = files.read_json(file, WAY_OUT)
+  return stored
+
+
+def _by_run(lines: str) -> dict[str, dict[str, Any]]:
+  rows = map(json.loads, lines.splitlines())
+  return {row.pop('run'): row for row in rows}
+
+
+def names(folder: str | pathlib.Path) -> list[str]:
+  """Returns the experiments that have results in a folder, sorted."""
+  paths = pathlib.Path(folder).glob('*')
+  return sorted({path.stem for path in paths if path.suffix in ('', '.jsonl')})
 
 
 def undone(
@@ -215,28 +288,31 @@ def undone(
   Raises:
     ValueError: a stored result has another config or another version of the code.
   """
-  by_config = {}
-  for path in sorted(pathlib.Path(results).parent.glob('*/*.json')):
-    stored = files.read_json(path, WAY_OUT)
-    if isinstance(stored, dict) and stored.get('versions') == dict(versions):
-      by_config[stored.get('config')] = stored
+  folder = pathlib.Path(results).parent
+  by_config = {
+    result.get('config'): result
+    for name in names(folder)
+    for result in read_runs(f'{folder}/{name}').values()
+    if result.get('versions') == dict(versions)
+  }
+  stored = read_runs(results)
   missing = {}
   for name, run in specs.items():
-    path, config = f'{results}/{name}.json', fingerprint(run.config)
-    if not os.path.exists(path):
-      if config not in by_config:
-        missing[name] = run
-        continue
+    config = fingerprint(run.config)
+    if name in stored:
+      result = stored[name]
+      if result['config'] != config:
+        raise ValueError(f'{results}: {name} has another config; {WAY_OUT}')
+      if result['versions'] != dict(versions):
+        raise ValueError(
+          f'{results}: {name} is of other code or packages, at commit '
+          f'{result["commit"]}; continue at this commit, or remove its results'
+        )
+    elif config in by_config:
       identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
       write(results, name, by_config[config] | identity)
-    stored = files.read_json(path, WAY_OUT)
-    if stored.get('config') != config:
-      raise ValueError(f'{path} has another config than the experiment; {WAY_OUT}')
-    if stored.get('versions') != dict(versions):
-      raise ValueError(
-        f'{path} is of other code or packages, at commit {stored.get("commit")}; '
-        'continue at this commit, or remove its results'
-      )
+    else:
+      missing[name] = run
   return missing
 
 
@@ -247,20 +323,21 @@ def read(experiment: Experiment, results: str) -> dict[str, Result]:
     ValueError: a result does not match the run of its file name, or two results are of
       different versions of the code.
   """
-  stored: dict[str, Result] = {}
+  stored = read_runs(results)
+  matching: dict[str, Result] = {}
   for name, run in runs(experiment).items():
-    path = f'{results}/{name}.json'
-    if not os.path.exists(path):
+    if name not in stored:
       continue
-    result = files.read_json(path, WAY_OUT)
+    result = stored[name]
     identity = result['arm'], result['levels'], result['seed']
     if identity != (run.arm, run.levels, run.seed):
-      raise ValueError(f'{path} is the result of another run; {WAY_OUT}')
-    earlier = next(iter(stored.values()), result)
+      raise ValueError(f'{results}: {name} is the result of another run; {WAY_OUT}')
+    earlier = next(iter(matching.values()), result)
     if result['versions'] != earlier['versions']:
       raise ValueError(
-        f'{path} (commit {result["commit"][:12]}) is of other code or packages '
-        f'than commit {earlier["commit"][:12]}; remove the results of one commit'
+        f'{results}: {name} (commit {result["commit"][:12]}) is of other code or '
+        f'packages than commit {earlier["commit"][:12]}; remove the results of one '
+        'commit'
       )
-    stored[name] = result
-  return stored
+    matching[name] = result
+  return matching

@@ -37,7 +37,7 @@ from bapo_jax.models import transformer
 from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
 from bapo_jax.types import Tree
-from lab import figures, microscope, sweep
+from lab import experiments, figures, microscope, plots, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
@@ -159,7 +159,7 @@ def measure(
   if all(str(k) in found for k in staleness):
     return
   task = microscope.enumerate_task()
-  weights = policies(task, seed, path.with_suffix('.npy'))
+  weights = policies(task, seed, path.parent.with_suffix('.npz'))
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
@@ -187,18 +187,20 @@ def measure(
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
   """Returns staleness k -> the weights of k updates before the last.
 
-  Trains the policy and stores these weights if `path` does not exist. Training is not
+  Trains the policy and stores these weights if `path` lacks the seed. Training is not
   reproducible on another processor, because 64 updates enlarge rounding errors; the
   figures of stored weights are.
   """
   _, unflatten = ravel_pytree(transformer.init(microscope.SPEC, jax.random.key(0)))
-  if not path.exists():
+  stored = dict(np.load(path)) if path.exists() else {}
+  if str(seed) not in stored:
     first = microscope.warm_start(task, WARM, seed)
     kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)
     flat_SP = np.stack([ravel_pytree(kept[-1 - k])[0] for k in STALENESS])
+    stored[str(seed)] = flat_SP
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, flat_SP)
-  flat_SP = np.load(path)
+    np.savez_compressed(path, allow_pickle=False, **stored)
+  flat_SP = stored[str(seed)]
   return {k: unflatten(jnp.asarray(x)) for k, x in zip(STALENESS, flat_SP, strict=True)}
 
 
@@ -393,9 +395,9 @@ def page(runs: Sequence[Run]) -> str:
       '![cosine and alignment against staleness](figures/microscope.png)',
       f'Written by `python -m lab.microscope_page`, which measures what is missing; '
       f'{len(runs)} of {len(SEEDS)} seeds, at {commits}; means with 95 % t intervals '
-      'over the seeds. Raw results and weights: [results/microscope]'
-      '(results/microscope). A seed takes two to four minutes of a core. The policy '
-      f'has {transformer.count(microscope.SPEC):,} parameters and an accuracy J '
+      'over the seeds. Raw [results](results/microscope.jsonl) and [weights]'
+      '(results/microscope.npz). A seed takes two to four minutes of a core. The '
+      f'policy has {transformer.count(microscope.SPEC):,} parameters and an accuracy J '
       f'of {accuracy:.3f} ± {half:.3f}, and every one of '
       f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to each of '
       f'{microscope.PROMPTS} prompts is enumerated: the gradient of J is exact, and so '
@@ -479,8 +481,11 @@ def main(*flags: str) -> None:
   results = FOLDER / 'results' / 'microscope'
   if '--write' not in flags:
     commit = sweep.commit()
+    runs_of = experiments.read_runs(str(results))
     for seed in SEEDS:
-      measure(seed, results / f'{seed}.json', commit)
+      if not set(map(str, STALENESS)) <= set(runs_of.get(str(seed), ())):
+        measure(seed, results / f'{seed}.json', commit)
+    experiments.pack(str(results))
   runs = read()
   files.write(FOLDER / 'microscope.md', page(runs) + '\n')
   if len(runs) < FEWEST:
@@ -488,7 +493,7 @@ def main(*flags: str) -> None:
   (FOLDER / 'figures').mkdir(exist_ok=True)
   drawn = {FOLDER / 'figures' / 'microscope.png': draw(runs), SMALL: small(runs)}
   for path, figure in drawn.items():
-    figure.savefig(path, dpi=100, metadata={'Software': None})
+    plots.save(figure, path, 100)
 
 
 def small(runs: Sequence[Run]) -> Any:
@@ -499,9 +504,8 @@ def small(runs: Sequence[Run]) -> Any:
 
 def read() -> list[Run]:
   """Returns the stored results of the seeds that are complete."""
-  paths = sorted((FOLDER / 'results' / 'microscope').glob('*.json'))
-  found = [json.loads(path.read_text()) for path in paths]
-  return [run for run in found if all(str(k) in run for k in STALENESS)]
+  runs = experiments.read_runs(str(FOLDER / 'results' / 'microscope')).values()
+  return [dict(run) for run in runs if all(str(k) in run for k in STALENESS)]
 
 
 if __name__ == '__main__':

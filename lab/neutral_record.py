@@ -74,25 +74,23 @@ def append(
     'mask': mask,
     'pieces': pieces,
   }
-  listed = {k: _plain(values) for k, values in given.items() if values is not None}
+  columns = {k: _plain(values) for k, values in given.items() if values is not None}
   update = _plain(update)
   if not isinstance(update, list):
-    update = [update] * len(listed['tokens'])
-  listed['update'] = update
-  lengths = {name: len(values) for name, values in listed.items()}
+    update = [update] * len(columns['tokens'])
+  columns['update'] = update
+  lengths = {name: len(values) for name, values in columns.items()}
   if len(set(lengths.values())) > 1:
     raise ValueError(f'{lengths} responses; give the same number of each')
   texts = []
-  for i, values in enumerate(zip(*listed.values(), strict=True)):
+  for i, values in enumerate(zip(*columns.values(), strict=True)):
     try:
-      row = _checked(dict(zip(listed, values, strict=True)))
+      row = _trimmed(_checked(dict(zip(columns, values, strict=True))))
     except ValueError as error:
       raise ValueError(f'response {i}: {error}') from error
-    row = _trimmed(row)
-    neutral = {'update': 0, 'mask': [1] * len(row['mask'])}
-    if pieces is None:
-      neutral['pieces'] = row['pieces']
-    written = {k: x for k, x in row.items() if neutral.get(k) != x or k in REQUIRED}
+    written = {name: row[name] for name in columns}
+    if all(row['mask']):
+      written.pop('mask', None)
     texts.append(json.dumps(written, ensure_ascii=False) + '\n')
   with open(path, 'a', encoding='utf-8') as file:
     file.writelines(texts)

@@ -22,7 +22,7 @@ from jax import Array
 from bapo_jax.algorithms import loss
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
-from lab import rule_curves
+from lab import plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
@@ -169,4 +169,4 @@ def draw() -> 'Figure':
 
 
 if __name__ == '__main__':
-  draw().savefig(PATH, dpi=80, metadata={'Software': None})
+  plots.save(draw(), PATH, 80)

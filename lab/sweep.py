@@ -1,14 +1,15 @@
 r"""Runs an experiment with several workers, and tabulates its arms over the seeds.
 
   python -m lab.sweep configs/countdown.py:cells --results=runs/countdown
-  python -m lab.sweep papers/2510.18927/experiments.py:main \
-    --results=papers/2510.18927/results --runs=runs/2510.18927 --workers=2
+  python -m lab.sweep papers/balanced_po/experiments.py:main \
+    --results=papers/balanced_po/results --runs=runs/balanced_po --workers=2
 
 Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
-writes <results>/<experiment>/<run>.json. Of the runs with equal warm starts, the first
-computes the warm start and the others wait and copy it. Ctrl-C stops all runs after
-their step; the same command resumes. Overrides such as --config.steps=3 change the
-shared config; --table only prints the table. Results name a commit: uncommitted
+writes <results>/<experiment>/<run>.json; when all runs are done, these files become
+<results>/<experiment>.jsonl, a line per run. Of the runs with equal warm starts, the
+first computes the warm start and the others wait and copy it. Ctrl-C stops all runs
+after their step; the same command resumes. Overrides such as --config.steps=3 change
+the shared config; --table only prints the table. Results name a commit: uncommitted
 changes, and stored results of another config or code version, raise an error.
 """
 
@@ -223,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
     if failed or signal:
       return 128 + signal if signal else 1
+    experiments.pack(results)
   log(table(made, results))
   return 0
 

@@ -3,15 +3,19 @@
   python -m notebooks.execute [1_one_prompt.ipynb ...]
 
 Progress bars and warnings (stderr) are not saved: they differ from machine to machine.
+Pictures are saved with 256 colours.
 A digest of the code that ran is saved beside the outputs.
 """
 
+import base64
 import hashlib
 import pathlib
 import sys
 
 import nbclient
 import nbformat
+
+from lab import plots
 
 HERE = pathlib.Path(__file__).parent
 
@@ -52,9 +56,20 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
     cell.metadata.pop('execution', None)  # times of day
     if cell.cell_type == 'code':
       cell.outputs = [out for out in cell.outputs if out.get('name') != 'stderr']
+  shrink(notebook)
   notebook.metadata.language_info = {'name': 'python'}
   notebook.metadata.executed_code = digest(notebook)
   return notebook
+
+
+def shrink(notebook: nbformat.NotebookNode) -> None:
+  """Reduces the pictures of a notebook to 256 colours."""
+  for cell in notebook.cells:
+    for output in cell.get('outputs', ()):
+      data = output.get('data', {})
+      if 'image/png' in data:
+        small = plots.with_256_colours(base64.b64decode(data['image/png']))
+        data['image/png'] = base64.b64encode(small).decode() + '\n'
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Groups, concat, take
 from configs import base
-from lab import claims, neutral_record, rule_curves, run_plots
+from lab import claims, neutral_record, plots, rule_curves, run_plots
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
@@ -221,7 +221,7 @@ def record(workdir: str = '') -> None:
 
   The seed is one for tuning. Stored are config, groups and checkpoint of the last step.
   """
-  paper = claims.load(str(ROOT / 'papers' / '2510.18927'))
+  paper = claims.load(str(ROOT / 'papers' / 'balanced_po'))
   level, updates = paper.MAIN
   knobs = paper.ARMS['grpo'] | paper.IMBALANCE[level] | paper.UPDATES[updates]
   seed = paper.TUNING[0]
@@ -340,7 +340,7 @@ def picture() -> None:
   fig, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout='constrained')
   draw_bounds(axes[0])
   draw_seats(axes[1])
-  fig.savefig(ROOT / 'docs' / 'two_rules.png', dpi=100)
+  plots.save(fig, ROOT / 'docs' / 'two_rules.png', 100)
 
 
 def draw_bounds(axis: Axes) -> None:

@@ -64,7 +64,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
   argv = sys.argv[1:] if argv is None else argv
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--seeds', default='100,101,102')
-  parser.add_argument('--arm', default='balanced', help='of papers/2510.18927')
+  parser.add_argument('--arm', default='balanced', help='of papers/balanced_po')
   parser.add_argument('--steps', type=int, default=5)
   parser.add_argument('--only', default='', help='VARIANT:FOLDER, in this process')
   given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
@@ -73,7 +73,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 def config_of(variant: str, args: argparse.Namespace, given: list[str]) -> Config:
   """Returns the config of a run; overrides take precedence over S1 and the variant."""
-  main = experiments.load('papers/2510.18927/experiments.py:main')
+  main = experiments.load('papers/balanced_po/experiments.py:main')
   values = merged(main.values, S1 | {'steps': SKIPPED + args.steps})
   values = merged(merged(values, VARIANTS[variant]), overrides(given))
   arms = {variant: main.arms[args.arm]}

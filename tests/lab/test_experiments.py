@@ -86,6 +86,36 @@ def test_results_of_two_versions_are_not_read_together(tmp_path):
     experiments.read(made, folder)
 
 
+def test_a_packed_experiment_reads_as_its_files(tmp_path):
+  made, other = experiment(), tmp_path / 'other'
+  folder = str(tmp_path / 'main')
+  runs = experiments.runs(made)
+  stored = {name: making.result(runs[name], seconds=i) for i, name in enumerate(runs)}
+  for name, result in stored.items():
+    experiments.write(folder, name, result)
+  experiments.write(str(other), 'run', {'config': 'x'})
+  experiments.pack(folder)
+  experiments.pack(str(other))
+  files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+  assert set(files) == {'main.jsonl', 'other.jsonl', 'details.zip'}
+  assert experiments.names(tmp_path) == ['main', 'other']
+  lines = list(map(json.loads, files['main.jsonl'].decode().splitlines()))
+  assert [line['run'] for line in lines] == sorted(runs)
+  assert lines[0]['seconds'] == stored[sorted(runs)[0]]['seconds']
+  assert experiments.read(made, folder) == stored
+  assert experiments.read_runs(str(other)) == {'run': {'config': 'x'}}
+  assert not experiments.undone(folder, runs, {'code': 'a'})
+  # A run that is trained again replaces its line; equal results give equal files.
+  experiments.write(folder, 'grpo-k4-seed0', making.result(runs['grpo-k4-seed0']))
+  assert experiments.read(made, folder)['grpo-k4-seed0']['seconds'] == 9.0
+  experiments.write(folder, 'grpo-k4-seed0', stored['grpo-k4-seed0'])
+  experiments.pack(folder)
+  assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+  (tmp_path / 'main.jsonl').write_bytes(files['main.jsonl'].split(b'\n', 1)[1])
+  with pytest.raises(ValueError, match=r'main\.jsonl and details\.zip'):
+    experiments.read(made, folder)
+
+
 def test_a_description_is_a_file_and_a_name(tmp_path):
   file = tmp_path / 'experiments.py'
   file.write_text(

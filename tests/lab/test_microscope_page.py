@@ -127,10 +127,11 @@ def test_the_page_is_current():
 
 @pytest.mark.nightly
 def test_a_seed_measured_again_has_the_stored_figures(tmp_path):
-  results = FOLDER / 'results' / 'microscope'
-  shutil.copy(results / '0.npy', tmp_path)  # other processors train other weights
-  microscope_page.measure(0, tmp_path / '0.json', 'a' * 40, staleness=(4,))
-  found = json.loads((tmp_path / '0.json').read_text())['4']['rules']
+  # Other processors train other weights.
+  shutil.copy(FOLDER / 'results' / 'microscope.npz', tmp_path)
+  path = tmp_path / 'microscope' / '0.json'
+  microscope_page.measure(0, path, 'a' * 40, staleness=(4,))
+  found = json.loads(path.read_text())['4']['rules']
   stored = microscope_page.read()[0]['4']['rules']
   for name, figures in stored.items():
     assert found[name]['cosine'] == pytest.approx(figures['cosine'], abs=2e-3), name

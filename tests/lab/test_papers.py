@@ -1,5 +1,6 @@
 """The pages of the two papers: protocol first, seeds apart, numbers from results."""
 
+import csv
 import json
 import math
 import os
@@ -40,6 +41,28 @@ def test_every_number_of_a_page_comes_from_its_results(folder):
   assert claims.main([str(PAPERS / folder), '--check']) == 0
 
 
+def test_the_table_of_all_runs_has_a_row_per_line_of_the_results():
+  text = (PAPERS / 'results.csv').read_text()
+  assert text == outcomes.results_csv(PAPERS), 'run python -m lab.outcomes'
+  rows = {
+    (x['paper'], x['experiment'], x['run']): x
+    for x in csv.DictReader(text.splitlines())
+  }
+  lines = 0
+  for path in PAPERS.glob('*/results/*.jsonl'):
+    for result in map(json.loads, path.read_text().splitlines()):
+      if 'evaluations' not in result:
+        continue
+      row = rows[path.parts[-3], path.stem, result['run']]
+      lines += 1
+      assert result['commit'].startswith(row['commit']) and len(row['commit']) == 12
+      assert (row['arm'], int(row['seed'])) == (result['arm'], result['seed'])
+      assert float(row['before']) == result['evaluations'][0][1]
+      last = 0.0 if result['diverged'] else result['evaluations'][-1][1]
+      assert float(row['final']) == last
+  assert lines == len(rows) > 1000
+
+
 def stored(folder, name, *cell):
   """Seed -> result of a cell: an arm, and a level of each factor."""
   module = claims.load(str(PAPERS / folder))
@@ -69,10 +92,10 @@ def test_numbers_in_sentences_are_those_of_the_results():
   shares = []
   for arm in ('balanced', 'grpo', 'own_mean'):
     for updates in ('k4', 'k16'):
-      runs = stored('2510.18927', 'plane', arm, 'ratio3', updates).values()
+      runs = stored('balanced_po', 'plane', arm, 'ratio3', updates).values()
       steps = [x['steps']['clip/share_start'] for x in runs]
       shares.append(np.mean([np.mean([y for y in x if y is not None]) for x in steps]))
-  low, high = written('2510.18927', 'in the experiment above is (N) to (N).')
+  low, high = written('balanced_po', 'in the experiment above is (N) to (N).')
   assert math.isclose(min(shares), float(low), abs_tol=0.005)
   assert math.isclose(max(shares), float(high), abs_tol=0.0005)
 
@@ -145,7 +168,7 @@ def test_every_result_names_a_commit_of_the_history():
     pytest.skip('no history here')
   named = [
     (commit, path.name)
-    for path in PAPERS.glob('*/results/*/*.json')
+    for path in PAPERS.glob('*/results/*.jsonl')
     for commit in re.findall(r'"commit": ?"(\w+)"', path.read_text())
   ]
   assert len(named) > 1000
@@ -155,8 +178,9 @@ def test_every_result_names_a_commit_of_the_history():
 @pytest.mark.parametrize(
   ('protocol', 'governed'),
   [
-    ('protocol.md', ['2*/results/*.json']),
-    ('protocol2.md', [f'bench/results/{x}/*' for x in PROTOCOL_2 if x != 'tuning']),
+    # Results were stored in folders named after the papers' numbers, a file per run.
+    ('protocol.md', ['2*/results/*', 'b*_*/results/*']),
+    ('protocol2.md', [f'bench/results/{x}[./]*' for x in PROTOCOL_2 if x != 'tuning']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
@@ -192,7 +216,7 @@ def test_every_finished_experiment_has_a_conclusion_and_its_compute(folder):
 
 def test_the_papers_settings_are_quoted_from_their_config():
   config = (PAPERS.parent / 'configs' / 'aime.py').read_text()
-  for folder in ('2510.18927', '2602.20722'):
+  for folder in ('balanced_po', 'batch_adaptation'):
     quoted = re.findall(
       r'```python\n(.*?)```', (PAPERS / folder / 'README.md').read_text(), re.S
     )
@@ -200,7 +224,7 @@ def test_the_papers_settings_are_quoted_from_their_config():
 
 
 # The smallest figure of each page: its experiment, and the runs of its first seed.
-SMALLEST = {'2510.18927': 'entropy', '2602.20722': 'delay', 'bench': 'tuning'}
+SMALLEST = {'balanced_po': 'entropy', 'batch_adaptation': 'delay', 'bench': 'tuning'}
 
 
 @pytest.mark.nightly
@@ -256,11 +280,11 @@ def assert_alike(again, stored):
 
 def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
   """By accuracy at the end, mean over the seeds; of equal ones the smaller rate."""
-  folder = PAPERS / '2602.20722'
+  folder = PAPERS / 'batch_adaptation'
   module = claims.load(str(folder))
   ends: dict[str, dict[float, list[float]]] = {}
-  for path in (folder / 'results' / 'countdown_tuning').glob('*.json'):
-    result = json.loads(path.read_text())
+  results = str(folder / 'results' / 'countdown_tuning')
+  for result in experiments.read_runs(results).values():
     rate = float(result['levels']['rate'].removeprefix('lr'))
     at_end = result['evaluations'][-1][1]
     ends.setdefault(result['arm'], {}).setdefault(rate, []).append(at_end)
@@ -278,8 +302,8 @@ def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
 )
 def test_fixed_mean_bounds_are_those_of_an_earlier_experiment(name, experiment, arm):
   module = claims.load(str(PAPERS / 'bench'))
-  paths = (PAPERS / 'bench' / 'results' / experiment).glob(f'{arm}-*.json')
-  stored = [json.loads(path.read_text())['steps'] for path in paths]
+  results = experiments.read_runs(str(PAPERS / 'bench' / 'results' / experiment))
+  stored = [x['steps'] for x in results.values() if x['arm'] == arm]
   means = [np.mean([run[f'clip/{x}'] for run in stored]) for x in ('low', 'high')]
   np.testing.assert_allclose(getattr(module, name), means, atol=1e-3)
 

@@ -158,13 +158,17 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
 
   def start(command, folder, run, core):
     commands.append((command[3:], run))
+    write_results(tmp_path, 'b', {'b': (0.5, 0.8)})
     return script('')
 
   monkeypatch.setattr(sweep, 'launch', start)
   call = [description, f'--results={tmp_path}/results', f'--runs={tmp_path}/runs']
   assert sweep.main(call) == 0
   assert commands == [(call, 'b-seed1')]
-  assert '3 of 4 runs are done' in capsys.readouterr().out
+  text = capsys.readouterr().out
+  assert '3 of 4 runs are done' in text and '| b | 2 | 0.250 | 0.650 ± 0.150' in text
+  files = {path.name for path in (tmp_path / 'results').iterdir()}
+  assert files == {'main.jsonl', 'details.zip'}, 'a complete experiment is packed'
   # An override makes other runs, which the stored results are not mixed with.
   with pytest.raises(ValueError, match='another config'):
     sweep.main([*call, '--config.steps=3'])
