@@ -17,7 +17,6 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import hlo, programs
-from bapo_jax.training import build
 from bapo_jax.types import empty_groups
 from tests.tools.test_plan import SEEING, small
 
@@ -58,7 +57,7 @@ def harvest(job):
   rows = decode.Rows(
     *(jax.ShapeDtypeStruct(shape, kind) for kind in ('int32', 'float32', 'int32'))
   )
-  rows = build.placed(rows, sharding.layout_of_rows(rows, job.mesh))
+  rows = sharding.abstract(rows, sharding.layout_of_rows(rows, job.mesh))
   return decode.harvest, (slots, rows), {}
 
 
@@ -86,7 +85,7 @@ def insert(job):
   )
   source_P = jax.ShapeDtypeStruct((config.seats,), 'int32')
   rows = fresh, again, batch, source_P
-  rows = build.placed(rows, sharding.layout_of_rows(rows, mesh))
+  rows = sharding.abstract(rows, sharding.layout_of_rows(rows, mesh))
   static = {
     'thresholds': config.buffer.thresholds,
     'max_off_policy_steps': config.buffer.max_off_policy_steps,
