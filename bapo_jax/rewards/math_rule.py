@@ -297,8 +297,14 @@ def _same_expression(gold, response):
 
 def _same_trees(gold, response, gold_tree, response_tree):
   """Compares two texts whose trees are known, so products are counted there."""
-  if not trees.as_calculated(gold_tree, response_tree):
-    return False
+  # The response leaves no more operations to carry out than the right answer.
+  if trees.plain(response_tree) is None:
+    allowed = trees.operations(gold_tree)
+    remaining = trees.operations(response_tree)
+    if allowed['root']:
+      remaining['root'] = 0
+    if trees.plain(gold_tree) is not None or not remaining <= allowed:
+      return False
   variables = trees.symbols(gold_tree)
   if variables != trees.symbols(response_tree):
     return False
