@@ -76,14 +76,13 @@ def read(problems: ProblemsConfig) -> Data:
   rows: dict[str, list[Row]] = {}
   for knob, source in names.items():
     if source in MADE:
-      made = generated[source]
-      ids = [*range(len(made))]
+      ids = [*range(problems.count)]
       ids = ids[: problems.train] if knob == 'source' else ids[problems.train :]
       if source != 'drawn':
         # Recorded runs number problems in the order of tensorflow-datasets, which sorts
         # by the MD5 sum of split and id. A different order would change the run.
         ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-      rows[knob] = [made[i].row for i in ids]
+      rows[knob] = [generated[source][i].row for i in ids]
     elif knob == 'test_source' and source == names['source']:
       rows[knob] = rows['source']
     else:

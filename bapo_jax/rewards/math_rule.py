@@ -106,7 +106,7 @@ class Answer(NamedTuple):
   kind: str  # expression, list or set, tuple or interval, union, matrix, row, equation
   parts: tuple[Any, ...]  # answers, or the text of an expression
   brackets: str = ''  # of a tuple or interval, such as '[)'
-  name: str = ''  # the variable before = or between two bounds; '': none
+  name: str = ''  # the variable before = or between two bounds, no spaces; '': none
 
 
 def _expression(text):
@@ -165,7 +165,7 @@ def _relation(text):
   if not marks:
     return _single(text)
   if marks in ('=', '∈') and spelling.is_label(sides[0]):
-    return _single(sides[1])._replace(name=sides[0])
+    return _single(sides[1])._replace(name=sides[0].replace(' ', ''))
   if set(marks) == {'='}:
     return Answer('equation', tuple(map(_single, sides)))
   if set(marks) <= set('<>≤≥') and len(sides) <= 3:
@@ -191,7 +191,7 @@ def _bounds(sides: list[str], marks):
     return _expression(inequality)
   brackets = ('(' if marks[0] == '<' else '[') + (')' if marks[1] == '<' else ']')
   ends = tuple(map(_expression, (sides[0], sides[2])))
-  return Answer('tuple', ends, brackets, sides[1])
+  return Answer('tuple', ends, brackets, sides[1].replace(' ', ''))
 
 
 def _is_variable(text):  # such as x, f(x), \theta
@@ -219,11 +219,7 @@ def _single(text):
 def _same(gold, response):
   if response.kind == 'equation':
     return _same_equation(gold, response)
-  if (
-    gold.name
-    and response.name
-    and gold.name.replace(' ', '') != response.name.replace(' ', '')
-  ):
+  if gold.name and response.name and gold.name != response.name:
     return False
   forms = [(x.kind, x.brackets, len(x.parts)) for x in (gold, response)]
   if forms[0] != forms[1]:
@@ -264,7 +260,7 @@ def _same_equation(gold, response):
     return _same_trees(gold_text, response_text, gold_tree, response_tree)
   label = str(sides[0].parts[0])
   if spelling.is_label(label) and len(sides) > 2:
-    if gold.name and gold.name.replace(' ', '') != label.replace(' ', ''):
+    if gold.name and gold.name != label.replace(' ', ''):
       return False
     sides = sides[1:]
   return all(_same(gold, side) for side in sides)
@@ -297,8 +293,14 @@ def _same_expression(gold, response):
 
 def _same_trees(gold, response, gold_tree, response_tree):
   """Compares two texts whose trees are known, so products are counted there."""
-  if not trees.as_calculated(gold_tree, response_tree):
-    return False
+  # The response leaves no more operations to carry out than the right answer.
+  if trees.plain(response_tree) is None:
+    allowed = trees.operations(gold_tree)
+    remaining = trees.operations(response_tree)
+    if allowed['root']:
+      remaining['root'] = 0
+    if trees.plain(gold_tree) is not None or not remaining <= allowed:
+      return False
   variables = trees.symbols(gold_tree)
   if variables != trees.symbols(response_tree):
     return False

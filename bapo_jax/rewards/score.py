@@ -110,20 +110,18 @@ class Scorer:
 
   def _combined(self, values: Sequence[Any]):
     """Combines what the rules return for one sample."""
-    reward = 0.0
-    parts = {}
-    first = None
-    weights = self._k.weights or (1.0,) * len(values)
-    for rule, weight, value in zip(self.rules, weights, values, strict=True):
-      verdict = self._verdict(rule, value)
+    verdicts = list(map(self._verdict, self.rules, values))
+    for verdict in verdicts:
       if verdict.right is None:
         return verdict
-      first = first or verdict
+    reward = 0.0
+    parts = {}
+    weights = self._k.weights or (1.0,) * len(values)
+    for rule, weight, verdict in zip(self.rules, weights, verdicts, strict=True):
       reward += weight * verdict.earned
       parts[rule.rpartition(':')[2]] = verdict.earned
       parts |= verdict.parts or {}
-    assert first is not None
-    return first._replace(reward=reward, parts=parts)
+    return verdicts[0]._replace(reward=reward, parts=parts)
 
   def _verdict(self, rule, value):
     """Converts what a rule returns; what it should not return is undecided."""

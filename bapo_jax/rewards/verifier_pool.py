@@ -124,9 +124,6 @@ class Batch:
   seconds: float  # processor time that its requests may still use together
 
 
-Task = tuple[Request, Batch, Future[list[Verdict]]]
-
-
 class VerifierPool:
   """Verifies batches of responses; `submit` returns futures immediately.
 
@@ -139,7 +136,7 @@ class VerifierPool:
     self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._own = bool(own_code.placed(k.rule))
-    self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
     self._fork_server = start(k)

@@ -64,7 +64,11 @@ def main(memory_mb: int, knobs: str) -> None:
 def _work(requests: socket.socket, memory_mb, scorer: Scorer):
   """Replies to requests with verdicts until half of the memory is used."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-  resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (memory_mb << 20),) * 2)
+  space = memory_mb << 20
+  if os.path.exists('/proc/self/statm'):  # on Linux: the pages that are mapped already
+    with open('/proc/self/statm', encoding='ascii') as file:
+      space += int(file.read().split()[0]) * resource.getpagesize()
+  resource.setrlimit(resource.RLIMIT_AS, (space, space))
   before = _peak()  # with the modules of own functions
   # The interpreter's C code writes the number of a signal to this socket at once, even
   # while Python waits for a C function such as a product of huge integers. Python
@@ -99,15 +103,6 @@ def _work(requests: socket.socket, memory_mb, scorer: Scorer):
 def _peak():
   """Returns the largest resident memory of this process so far, bytes."""
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
-
-
-def _address_space():
-  """Returns the address space of this process, bytes; 0 if the system has no /proc."""
-  try:
-    with open('/proc/self/statm', encoding='ascii') as file:
-      return int(file.read().split()[0]) * resource.getpagesize()
-  except OSError:
-    return 0
 
 
 if __name__ == '__main__':

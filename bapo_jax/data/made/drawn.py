@@ -77,9 +77,10 @@ def solve(
 
   Each quantity is misread with chance `slip`; with chance `repeat` the sum comes twice.
   """
-  read = [problem.numbers[abs(n) - 1] for n in problem.terms]
-  slips = [int(rng.integers(1, BASE)) if rng.random() < slip else 0 for _ in read]
-  read = [(quantity + off) % BASE for quantity, off in zip(read, slips, strict=True)]
+  read = []
+  for n in problem.terms:
+    slipped = int(rng.integers(1, BASE)) if rng.random() < slip else 0
+    read.append((problem.numbers[abs(n) - 1] + slipped) % BASE)
   value = _value(read, problem.terms)
   line = f'{_sum(read, problem.terms)}={value}'
   lines = [line] * (2 if rng.random() < repeat else 1)

@@ -79,8 +79,7 @@ def _solve_trial(problem, rng, slip, repeat):
   """Returns a worked solution; a trial goes wrong or is repeated with these chances."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
-  reduced = (_join((n % m,), digits) for n in (a, c, b))
-  written = ['{}x+{}={}'.format(*reduced)]
+  written = [f'{a % m:0{digits}}x+{c % m:0{digits}}={b % m:0{digits}}']
   untried = list(rng.permutation(m))
   tried = []
   for _ in range(4 * m):  # slips and repeats could go on forever
@@ -164,7 +163,7 @@ def _solve_pair(problem, rng, slip, repeat, *, stops=True, answer='x'):
     wrong = int(rng.integers(2))
     reduced[wrong] = (reduced[wrong] + int(rng.integers(1, m))) % m
   a_reduced, b_reduced = reduced
-  written = ['{}x={}'.format(*(_join((n,), digits) for n in reduced))]
+  written = [f'{a_reduced:0{digits}}x={b_reduced:0{digits}}']
   solution = int(rng.integers(m))
   untried = list(rng.permutation(m))
   tried = []

@@ -280,19 +280,6 @@ def operations(tree: Tree) -> collections.Counter[str]:
   return sum((operations(part) for part in parts), counts)
 
 
-def as_calculated(gold: Tree, response: Tree) -> bool:
-  """Returns whether `response` leaves no more operations to carry out than `gold`."""
-  if plain(response) is not None:
-    return True
-  if plain(gold) is not None:
-    return False
-  allowed = operations(gold)
-  remaining = operations(response)
-  if allowed['root']:
-    remaining['root'] = 0
-  return remaining <= allowed
-
-
 def equal(gold: Tree, response: Tree) -> bool:
   """Returns whether two trees without variables have the same value.
 
