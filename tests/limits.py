@@ -20,16 +20,16 @@ CHILDREN = 5  # times the limit: two processes that start JAX and a run
 FAST = {
   'algorithms': 'advantage knobs_of_rules loss replay_buffer',
   'autosetup': 'presets',
-  'data': 'countdown data_knobs dedup drawn hub local_files pictures prompts synthetic',
+  'data': 'countdown dedup drawn hub local_files pictures prompts synthetic',
   'lab': 'claims run_plots',
-  'models': 'hf_config hf_directory rope safetensors_io',
+  'models': 'hf_config hf_directory rope',
   'rewards': 'gold',
   'rollout': 'rollout shapes',
-  'run': 'page report step_record',
+  'run': 'page step_record',
   'runtime': 'digests files machine markdown metrics progress workdir',
-  'tools': 'compare hlo hosts roofline',
+  'tools': 'compare hlo roofline',
   'training': 'config evaluate',
-  '.': 'architecture docs finetune fuzz_config knobs limits main notebooks '
+  '.': 'architecture docs fuzz_config knobs limits main notebooks '
   'on_gpu own_code requirements sharding type_checker types',
 }
 

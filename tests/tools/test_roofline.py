@@ -11,7 +11,8 @@ from pictured import SEEING
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan import hosts, roofline
+from bapo_jax.tools.plan.roofline import Traffic
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
@@ -146,3 +147,20 @@ def test_seven_billion():
     vocab=152064, width=3584, layers=28, ffn=18944, **heads, tied=False
   )
   assert roofline.forward(spec, 0).all == pytest.approx(14.1e9, rel=0.01)
+
+
+# --------------------------------------- what crosses between hosts is counted by hand
+
+
+def test_traffic_into_a_device_by_hand():
+  # Two hosts of four. fsdp has its halves on both: each gather of 8 bytes brings 4 into
+  # a host for each of its two columns over tensor, 8 bytes for four devices.
+  shape, of_four = {'data': 1, 'fsdp': 4, 'tensor': 2}, [0] * 4 + [1] * 4
+  gather, inner = Traffic('all-gather', 'fsdp', 8), Traffic('all-reduce', 'tensor', 100)
+  assert hosts.into_device([gather], shape, of_four) == 2
+  assert hosts.into_device([gather, inner], shape, of_four) == 2
+  # A sum over pairs of both hosts, there and back: four pairs, half of each from there.
+  shape = {'data': 2, 'fsdp': 2, 'tensor': 2}
+  assert hosts.into_device([Traffic('all-reduce', 'data', 8)], shape, of_four) == 8
+  assert hosts.into_device([gather, inner], shape, of_four) == 0
+  assert hosts.into_device([gather], {**shape, 'data': 1, 'fsdp': 4}, [0] * 8) == 0
