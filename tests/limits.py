@@ -24,9 +24,9 @@ FAST = {
   'lab': 'claims run_plots',
   'models': 'hf_config hf_directory rope',
   'rewards': 'gold',
-  'rollout': 'rollout shapes',
+  'rollout': 'rollout',
   'run': 'page step_record',
-  'runtime': 'digests files machine markdown metrics progress workdir',
+  'runtime': 'files machine markdown metrics progress workdir',
   'tools': 'compare hlo roofline',
   'training': 'config evaluate',
   '.': 'architecture docs fuzz_config knobs limits main notebooks '
