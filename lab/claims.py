@@ -12,9 +12,7 @@ optionally, RECORDED.
 """
 
 import argparse
-import os
 import pathlib
-import re
 import statistics
 import types
 from collections.abc import Mapping, Sequence
@@ -29,37 +27,29 @@ EMPTY = 'Not run: there are no results yet.'
 WAITING = 'Not finished: the results are shown when all runs are done.'
 
 
-def load(folder: str) -> types.ModuleType:
-  """Returns experiments.py of a folder as a module, extended by claims.py.
+def load(folder: str) -> types.SimpleNamespace:
+  """Returns the names of a folder's experiments.py and claims.py.
 
   Raises:
-    ValueError: one of the files is missing, or both define a name.
+    ValueError: one of the files is missing.
   """
-  module = experiments.run_file(os.path.join(folder, 'experiments.py'))
-  claims = vars(experiments.run_file(os.path.join(folder, 'claims.py')))
-  added = {name: value for name, value in claims.items() if name[:1] != '_'}
-  twice = [x for x, value in added.items() if vars(module).get(x, value) is not value]
-  if twice:
-    raise ValueError(
-      f'{folder}: experiments.py and claims.py both define {", ".join(twice)}; '
-      'rename those of claims.py'
-    )
-  vars(module).update(added)
-  return module
+  parts = [experiments.run_file(f'{folder}/{x}.py') for x in ('claims', 'experiments')]
+  return types.SimpleNamespace(**vars(parts[0]) | vars(parts[1]))
 
 
-def read(module: Any, folder: str) -> dict[str, dict[str, Result]]:
+def read_page(module: Any, folder: str) -> dict[str, dict[str, Result]]:
   """Reads experiment -> run -> result; see `experiments.read`.
 
   An unfinished experiment that is shown as a whole has no results.
   """
-  found = {}
+  results = {}
   for name in module.NAMES:
-    made = module.get_experiment(name)
-    stored = experiments.read(made, f'{folder}/results/{name}')
-    partial = len(stored) < len(experiments.runs(made))
-    found[name] = {} if partial and module.SHOWN[name].whole else stored
-  return found
+    experiment = module.get_experiment(name)
+    results[name] = experiments.read(experiment, f'{folder}/results/{name}')
+    partial = len(results[name]) < len(experiments.runs(experiment))
+    if partial and module.SHOWN[name].whole:
+      results[name] = {}
+  return results
 
 
 def page(
@@ -90,7 +80,7 @@ def page(
 def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   """Returns the part of a page about one experiment: commits, figures, tables."""
   commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
-  noun = 'commit' if len(commits) == 1 else 'commits'
+  noun = 'commit' + 's' * (len(commits) > 1)
   seconds = statistics.median(result['seconds'] for result in results.values())
   parts = [
     f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}; training took '
@@ -109,11 +99,11 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
 def between(text: str, what: str, content: str) -> str:
   """Replaces the text between the markers of `what`."""
   begin, end = f'<!-- {what} -->', f'<!-- end of {what.removeprefix("results of ")} -->'
-  if text.count(begin) != 1 or text.count(end) != 1:
-    raise ValueError(f'the page must have {begin} and {end} exactly once')
-  block = f'{begin}\n\n{content}\n\n{end}'
-  pattern = re.escape(begin) + '.*?' + re.escape(end)
-  return re.sub(pattern, lambda _: block, text, flags=re.DOTALL)
+  before, found, rest = text.partition(begin)
+  _, found_end, after = rest.partition(end)
+  if not found or not found_end:
+    raise ValueError(f'the page must have {begin} and, after it, {end}')
+  return f'{before}{begin}\n\n{content}\n\n{end}{after}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   module = load(flags.folder)
   if flags.runs:
     counterfactual.store_summaries(module, flags.folder, flags.runs)
-  path, results = pathlib.Path(flags.folder, 'README.md'), read(module, flags.folder)
+  path, results = (
+    pathlib.Path(flags.folder, 'README.md'),
+    read_page(module, flags.folder),
+  )
   before = path.read_text(encoding='utf-8')
   text = page(before, module, results, flags.folder)
   if flags.check:

@@ -136,7 +136,10 @@ def means(results: Mapping[str, Result], columns: Sequence[str]) -> str:
       row.append('-' if math.isnan(mean) else text)
     if set(row[2:]) != {'-'}:
       rows.append(row)
-  header = ['arm', 'seeds', *(OUTCOMES[name][0] for name in columns)]
+  return _table(rows, ['arm', 'seeds', *(OUTCOMES[name][0] for name in columns)])
+
+
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
 
 
@@ -150,21 +153,21 @@ def difference_table(
     tested: whether to add p-values, with Holm's correction over the rows; they need
       FEWEST seeds.
   """
-  tested &= all(len(difference_S) >= FEWEST for difference_S in pairs.values())
+  if not pairs:
+    return ''
+  header = [f'difference in {OUTCOMES[outcome][0]}', 'mean', '95 % interval']
+  header.append('seeds above 0')
   rows = []
   for text, difference_S in pairs.items():
     low, high = t_interval(difference_S)
     above = f'{int((difference_S > 0).sum())} of {len(difference_S)}'
     mean = f'{difference_S.mean():+.3f}'
     rows.append([text, mean, f'{low:+.3f} to {high:+.3f}', above])
-  header = [f'difference in {OUTCOMES[outcome][0]}', 'mean', '95 % interval']
-  header.append('seeds above 0')
-  if tested:
-    adjusted = holm([sign_flip(difference_S) for difference_S in pairs.values()])
-    for row, p in zip(rows, adjusted, strict=True):
-      row.append(relation(p).removeprefix('= '))
+  if tested and min(map(len, pairs.values())) >= FEWEST:
     header.append(f'p, Holm over {len(rows)}')
-  return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1)) if rows else ''
+    for row, p in zip(rows, holm(list(map(sign_flip, pairs.values()))), strict=True):
+      row.append(relation(p).removeprefix('= '))
+  return _table(rows, header)
 
 
 def differences_of(
@@ -190,29 +193,26 @@ def order_table(results: Mapping[str, Result], outcome: str) -> str:
   Kendall's tau compares an order with that of the first level. The last row compares
   halves of the seeds at the first level, as the same order looks with so few.
   """
-  levels: dict[str, dict[str, dict[int, float]]] = {}
-  for (arm, level), by_seed in cells(results).items():
-    outcomes = {seed: OUTCOMES[outcome][1](result) for seed, result in by_seed.items()}
-    levels.setdefault(level, {})[arm] = outcomes
-  means_of = {
-    level: {arm: mean_and_error([*x.values()])[0] for arm, x in by_arm.items()}
-    for level, by_arm in levels.items()
-  }
-  first = next(iter(levels))
-  rows = []
-  for level, by_arm in means_of.items():
-    order = sorted(by_arm, key=lambda arm: -by_arm[arm])
-    tau = kendall(means_of[first], by_arm)
-    rows.append([level, ', '.join(order), '' if level == first else f'{tau:.2f}'])
-  halves = [
-    {
-      arm: mean_and_error([x for seed, x in by_seed.items() if seed % 2 == half])[0]
-      for arm, by_seed in levels[first].items()
+  heading, compute = OUTCOMES[outcome]
+
+  def means_at(level: str, halves: tuple[int, ...] = (0, 1)) -> dict[str, float]:
+    """Returns arm -> mean over the even seeds, the odd seeds or both."""
+    return {
+      arm: float(np.mean([compute(r) for seed, r in x.items() if seed % 2 in halves]))
+      for (arm, of), x in cells(results).items()
+      if of == level
     }
-    for half in (0, 1)
-  ]
-  rows.append([f'{first}, even and odd seeds', '', f'{kendall(*halves):.2f}'])
-  header = ['', f'order by {OUTCOMES[outcome][0]}', f"Kendall's tau with {first}"]
+
+  first, *others = dict.fromkeys(level for _, level in cells(results))
+  rows = []
+  for level in (first, *others):
+    means_of = means_at(level)
+    order = sorted(means_of, key=lambda arm: -means_of[arm])
+    tau = '' if level == first else f'{kendall(means_at(first), means_of):.2f}'
+    rows.append([level, ', '.join(order), tau])
+  tau = kendall(means_at(first, (0,)), means_at(first, (1,)))
+  rows.append([f'{first}, even and odd seeds', '', f'{tau:.2f}'])
+  header = ['', f'order by {heading}', f"Kendall's tau with {first}"]
   return markdown.table(rows, header, 'llr')
 
 
@@ -234,47 +234,46 @@ def judge(
   ]
   if not differences or min(map(len, differences)) < 2:
     return NOT_RUN, []
-  p_values = [sign_flip(difference_S) for difference_S in differences]
   tested = len(seeds) >= FEWEST
-  effects, found = [], []
-  for part, difference_S, p in zip(claim.parts, differences, p_values, strict=True):
+  effects = []
+  verdicts_of = set()
+  for part, difference_S in zip(claim.parts, differences, strict=True):
+    p = sign_flip(difference_S)
     low, high = t_interval(difference_S)
     agreeing = int((part.sign * difference_S > 0).sum())
-    agrees = part.sign * difference_S.mean() > 0
-    if tested:
-      counts = p < SIGNIFICANT
-      found.append((SEEN if agrees else OPPOSITE) if counts else NOT_SEEN)
-    else:
-      found.append(SUGGESTED if agreeing == len(seeds) else NOT_SEEN)
+    verdict = NOT_SEEN
+    if tested and p < SIGNIFICANT:
+      verdict = SEEN if part.sign * difference_S.mean() > 0 else OPPOSITE
+    elif not tested and agreeing == len(seeds):
+      verdict = SUGGESTED
+    verdicts_of.add(verdict)
     effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
     shown = relation(p).removeprefix('= ') if tested and claim.measurable else ''
     effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
-  return _verdict(claim, found, checked or {}), effects
-
-
-def _verdict(claim: Claim, found: Sequence[str], checked: Mapping[str, bool]) -> str:
-  """Joins the verdicts of the parts of a claim."""
   if not claim.measurable:
-    return NOT_MEASURABLE
-  if not all(checked[name] for name in claim.checks):
-    return PREMISE_ABSENT
-  if OPPOSITE in found:
-    return OPPOSITE
-  return found[0] if len(set(found)) == 1 else NOT_SEEN
+    return NOT_MEASURABLE, effects
+  if not all((checked or {})[name] for name in claim.checks):
+    return PREMISE_ABSENT, effects
+  if OPPOSITE in verdicts_of:
+    return OPPOSITE, effects
+  return verdicts_of.pop() if len(verdicts_of) == 1 else NOT_SEEN, effects
 
 
 def checks(
   module: Any, results: Mapping[str, Mapping[str, Result]]
 ) -> tuple[dict[str, bool], str]:
   """Returns check -> whether it holds, and the table of a page's checks."""
-  held, rows = {}, []
+  holds = {}
+  rows = []
   for name, check in getattr(module, 'CHECKS', {}).items():
-    stored = results.get(check.experiment, {})
-    held[name], figure = check.passes(stored) if stored else (False, NOT_RUN)
-    answer = ('yes' if held[name] else 'no') if stored else ''
-    rows.append([check.text, check.experiment, figure, answer])
+    holds[name] = False
+    row = [check.text, check.experiment, NOT_RUN, '']
+    if stored := results.get(check.experiment):
+      holds[name], row[2] = check.passes(stored)
+      row[3] = 'yes' if holds[name] else 'no'
+    rows.append(row)
   header = ['check', 'experiment', 'found', 'holds']
-  return held, markdown.table(rows, header, 'llll') if rows else ''
+  return holds, markdown.table(rows, header, 'llll') if rows else ''
 
 
 def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
@@ -282,24 +281,24 @@ def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
 
   A claim has a row per part; its sentence and verdict are in the first.
   """
-  held, table = checks(module, results)
+  holds, table = checks(module, results)
   rows = []
   for claim in module.CLAIMS:
-    name, verdict, effects, figure = claim.experiment, NOT_RUN, [], ''
+    verdict = NOT_RUN
+    effects = []
+    link = claim.experiment
     if claim.parts:
-      seeds = module.get_experiment(name).seeds
-      verdict, effects = judge(claim, results.get(name, {}), seeds, held)
-      figure = next(iter(module.SHOWN[name].figures), '')
-    link = f'[{name}](figures/{figure}.png)' if effects and figure else name
-    source = f'{claim.text} ({claim.source}; {claim.scale})'
-    first = [source, f'**{verdict}**', link]
-    for part, effect in zip(
-      claim.parts, effects or [[''] * 3] * len(claim.parts), strict=True
-    ):
-      rows.append([*first[:2], part.text, part.paper, *effect, first[2]])
-      first = [''] * 3
-    if not claim.parts:
-      rows.append([*first[:2], '', '', '', '', '', link])
+      seeds = module.get_experiment(link).seeds
+      verdict, effects = judge(claim, results.get(link, {}), seeds, holds)
+    if effects and (figure := next(iter(module.SHOWN[link].figures), '')):
+      link = f'[{link}](figures/{figure}.png)'
+    first = [f'{claim.text} ({claim.source}; {claim.scale})', f'**{verdict}**']
+    parts = [[part.text, part.paper] for part in claim.parts] or [['', '']]
+    effects = effects or [['', '', '']] * len(parts)
+    for part, effect in zip(parts, effects, strict=True):
+      rows.append([*first, *part, *effect, link])
+      first = ['', '']
+      link = ''
   header = ['claim', 'verdict', 'comparison', 'in the paper', 'here', 'p']
   header += ['seeds as claimed', 'experiment']
   return '\n\n'.join(filter(None, [table, markdown.table(rows, header, 'lllllrrl')]))

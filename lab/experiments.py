@@ -12,13 +12,13 @@
 """
 
 import contextlib
-import importlib.util
 import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import runpy
 import sys
 import types
 import zipfile
@@ -74,18 +74,15 @@ class RunSpec(NamedTuple):
   config: Config
 
 
-def run_file(path: str) -> types.ModuleType:
-  """Executes a Python file and returns its module.
+def run_file(path: str) -> types.SimpleNamespace:
+  """Executes a Python file and returns its names.
 
   Raises:
     ValueError: the path is not a Python file.
   """
-  spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-  if spec is None or spec.loader is None or not os.path.isfile(path):
+  if not path.endswith('.py') or not os.path.isfile(path):
     raise ValueError(f'{path} is not a Python file; give path/experiments.py:name')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return types.SimpleNamespace(**runpy.run_path(path))
 
 
 def load(description: str) -> Experiment:
@@ -222,13 +219,12 @@ def pack(results: str) -> None:
     lines.append(_line({'run': name} | short))
     details.append(_line({'run': name} | long))
   path = pathlib.Path(results)
-  texts = _unzip(path.parent) | {path.name: ''.join(details)}
+  texts = _unzip(path.parent) | {f'{path.name}.jsonl': ''.join(details)}
   buffer = io.BytesIO()
-  with zipfile.ZipFile(buffer, 'w', zipfile.ZIP_LZMA) as archive:
+  with zipfile.ZipFile(buffer, 'w') as archive:
     for name, text in sorted(texts.items()):
       # Without the time of writing, equal results give equal files.
-      info = zipfile.ZipInfo(f'{name}.jsonl')
-      archive.writestr(info, text, zipfile.ZIP_LZMA)
+      archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_LZMA)
   # The lines need the archive, and the runs' files are removed when both are complete.
   files.write(path.parent / 'details.zip', buffer.getvalue())
   files.write(f'{results}.jsonl', ''.join(lines))
@@ -239,18 +235,15 @@ def pack(results: str) -> None:
 
 
 def _unzip(folder: pathlib.Path) -> dict[str, str]:
-  """Returns experiment -> lines of details.zip; empty without this file."""
+  """Returns file name -> text of details.zip; empty without this file."""
   path = folder / 'details.zip'
   if not path.exists():
     return {}
   with zipfile.ZipFile(path) as archive:
-    return {
-      name.removesuffix('.jsonl'): archive.read(name).decode()
-      for name in archive.namelist()
-    }
+    return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
-def read_runs(results: str) -> dict[str, Result]:
+def read_runs(results: str) -> dict[str, dict[str, Any]]:
   """Reads run name -> result: the packed runs of an experiment and those under way.
 
   Raises:
@@ -258,10 +251,10 @@ def read_runs(results: str) -> dict[str, Result]:
   """
   path = pathlib.Path(results)
   table = path.parent / f'{path.name}.jsonl'
-  stored: dict[str, Result] = {}
+  stored: dict[str, dict[str, Any]] = {}
   if table.exists():
     rows = _by_run(table.read_text(encoding='utf-8'))
-    details = _by_run(_unzip(path.parent).get(path.name, ''))
+    details = _by_run(_unzip(path.parent).get(table.name, ''))
     if [*rows] != [*details]:
       raise ValueError(f'{table} and details.zip have different runs; restore both')
     stored = {name: row | details[name] for name, row in rows.items()}
@@ -278,7 +271,7 @@ def _by_run(lines: str) -> dict[str, dict[str, Any]]:
 def names(folder: str | pathlib.Path) -> list[str]:
   """Returns the experiments that have results in a folder, sorted."""
   paths = pathlib.Path(folder).glob('*')
-  return sorted({x.stem for x in paths if x.suffix == '.jsonl' or x.is_dir()})
+  return sorted({path.stem for path in paths if path.suffix in ('', '.jsonl')})
 
 
 def undone(

@@ -1,7 +1,8 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
 The kinds of figures are `curves`, `panels`, `differences`, `levels` and `slopes`. An
-arm has the same colour in all of them; levels of a factor differ in the line style.
+arm has the same colour in all of them, that of COLOURS, and an unknown arm is grey;
+levels of a factor differ in the line style.
 """
 
 import itertools
@@ -23,6 +24,7 @@ from lab.outcomes import (
   sign_flip,
   t_interval,
 )
+from lab.plots import GREY
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -50,6 +52,9 @@ COLOURS = {
   'recipe': '#0072B2',
   'recipe_mean': '#6CC26C',
   'both': '#0072B2',
+  'grpo_slow': '#8C564B',
+  'high': '#8C564B',
+  'low': '#7F7F7F',
   # Rules of the bench and of the microscope.
   'balanced_50': '#7F7F7F',
   'dual_clip': '#0072B2',
@@ -79,14 +84,7 @@ COLOURS = {
   'grpo_fresh': '#9467BD',
   'grpo_epochs': '#2CA02C',
 }
-OTHERS = ('#8C564B', '#7F7F7F', '#BCBD22', '#17BECF', '#9467BD', '#2CA02C', '#E377C2')
 STYLES = ('-', '--', ':', '-.')
-
-
-def colours(arms: Sequence[str]) -> dict[str, str]:
-  """Returns arm -> colour: that of COLOURS, or the next of OTHERS."""
-  new = itertools.cycle(OTHERS)
-  return {arm: COLOURS.get(arm) or next(new) for arm in arms}
 
 
 def write(
@@ -106,26 +104,23 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   A curve that ends before the others, at equal responses, ends in a cross.
   """
   axes = _axes(2, 3, (14, 7))
-  order = _order(results, drawn)
-  for (title, metric), ax in zip(PANELS, axes.flat, strict=True):
-    _draw_cells(ax, results, order, drawn, metric)
-    plots.dress(ax, title)
-    ax.set(xlabel='responses sampled')
+  for (title, metric), ax in zip(PANELS, axes, strict=True):
+    _draw_cells(ax, _ordered(results, drawn), metric, title)
     if metric == 'learner/grad_norm' and ax.lines:  # empty axes have no log scale
       ax.set(yscale='log')
-  return _with_legend(axes.flat[0])
+  return _with_legend(axes[0])
 
 
 def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws the accuracy over the responses: a panel per level, a line per arm."""
-  order = _order(results, drawn)
-  found = list(dict.fromkeys(cell[1] for cell in order))
-  axes = _axes(1, len(found), (5 * len(found), 4)).flat
-  for level, ax in zip(found, axes, strict=True):
-    here = [cell for cell in order if cell[1] == level]
-    _draw_cells(ax, results, here, drawn, 'evaluations')
-    plots.dress(ax, f'Accuracy on held-out problems, {level}')
-    ax.set(xlabel='responses sampled', ylim=(0, 1))
+  ordered = _ordered(results, drawn)
+  levels_of = list(dict.fromkeys(cell[1] for cell in ordered))
+  axes = _axes(1, len(levels_of), (5 * len(levels_of), 4))
+  for level, ax in zip(levels_of, axes, strict=True):
+    of_level = {cell: runs for cell, runs in ordered.items() if cell[1] == level}
+    title = f'Accuracy on held-out problems, {level}'
+    _draw_cells(ax, of_level, 'evaluations', title)
+    ax.set(ylim=(0, 1))
   return _with_legend(axes[0])
 
 
@@ -138,60 +133,52 @@ def _with_legend(ax: Any) -> 'Figure':
   return ax.figure
 
 
-def _order(results: Mapping[str, Result], drawn: Drawn) -> list[Cell]:
-  """Returns the cells of the drawn arms, in the order of these arms."""
-  found = [cell for cell in cells(results) if cell[0] in drawn.arms]
-  return sorted(found, key=lambda cell: drawn.arms.index(cell[0]))
+def _ordered(results: Mapping[str, Result], drawn: Drawn) -> dict[Cell, list[Result]]:
+  """Returns cell -> results by seed of the drawn arms, in the order of these arms."""
+  grouped = cells(results)
+  order = [cell for arm in drawn.arms for cell in grouped if cell[0] == arm]
+  return {cell: list(grouped[cell].values()) for cell in order}
 
 
 def _draw_cells(
-  ax: Any,
-  results: Mapping[str, Result],
-  order: Sequence[Cell],
-  drawn: Drawn,
-  metric: str,
+  ax: Any, grouped: Mapping[Cell, Sequence[Result]], metric: str, title: str
 ) -> None:
   """Draws a metric of cells over the responses, with its spread over the seeds."""
-  grouped, colour = cells(results), colours(drawn.arms)
+  plots.dress(ax, title)
+  ax.set(xlabel='responses sampled')
+  series = {cell: _series(runs, metric) for cell, runs in grouped.items()}
+  series = {cell: (x_N, y_SN) for cell, (x_N, y_SN) in series.items() if len(y_SN)}
   # The legend names the arm and the factors with more than one level.
-  parts = range(len(order[0])) if order else ()
-  parts = [i for i in parts if i == 0 or len({cell[i] for cell in order}) > 1]
-  styles = dict(zip(dict.fromkeys(cell[1:] for cell in order), itertools.cycle(STYLES)))
-  ends = {cell: _series(list(grouped[cell].values()), metric) for cell in order}
-  last = max((x_N[-1] for x_N, y_SN in ends.values() if len(y_SN)), default=0.0)
-  for cell, (x_N, y_SN) in ends.items():
-    if not len(y_SN):
-      continue
-    low_N, middle_N, high_N = _spread(y_SN, metric)
-    style = {'color': colour[cell[0]], 'ls': styles[cell[1:]]}
-    label = ', '.join(cell[j] for j in parts)
-    width = 2.5 if cell[0] == drawn.arms[0] else 1.2
-    ax.plot(x_N, middle_N, label=label, lw=width, **style)
-    ax.fill_between(x_N, low_N, high_N, color=style['color'], alpha=0.12, lw=0)
+  parts = enumerate(zip(*grouped, strict=True))
+  named = [i for i, names in parts if i == 0 or len(set(names)) > 1]
+  styles = dict(zip(dict.fromkeys(x[1:] for x in grouped), itertools.cycle(STYLES)))
+  last = max((x_N[-1] for x_N, _ in series.values()), default=0.0)
+  for cell, (x_N, y_SN) in series.items():
+    if metric == 'learner/grad_norm':
+      low_N, middle_N, high_N = np.quantile(y_SN, (0.25, 0.5, 0.75), axis=0)
+    else:
+      middle_N = y_SN.mean(0)
+      error_N = y_SN.std(0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0.0
+      low_N = middle_N - error_N
+      high_N = middle_N + error_N
+    colour = COLOURS.get(cell[0], GREY)
+    width = 2.5 if cell[0] == next(iter(grouped))[0] else 1.2
+    style = {'color': colour, 'ls': styles[cell[1:]], 'lw': width}
+    ax.plot(x_N, middle_N, label=', '.join(cell[i] for i in named), **style)
+    ax.fill_between(x_N, low_N, high_N, color=colour, alpha=0.12, lw=0)
     if x_N[-1] < 0.95 * last:
-      ax.plot(x_N[-1:], middle_N[-1:], 'x', color=style['color'])
-
-
-def _spread(y_SN: np.ndarray, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns (low, middle, high): mean and standard error, or quartiles of norms."""
-  if metric == 'learner/grad_norm':
-    low_N, middle_N, high_N = np.quantile(y_SN, (0.25, 0.5, 0.75), axis=0)
-    return low_N, middle_N, high_N
-  mean_N = y_SN.mean(0)
-  error_N = y_SN.std(0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0 * mean_N
-  return mean_N - error_N, mean_N, mean_N + error_N
+      ax.plot(x_N[-1:], middle_N[-1:], 'x', color=colour)
 
 
 def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws the first arm minus each other arm: seeds, mean, t interval, p and n."""
   arm, *others = drawn.arms
   pairs = differences_of(results, arm, others, drawn.outcome)
-  ax = _axes(1, 1, (9, 1.2 + 0.4 * len(pairs))).flat[0]
-  colour = colours(drawn.arms)
+  (ax,) = _axes(1, 1, (9, 1.2 + 0.4 * len(pairs)))
   for row, (name, difference_S) in enumerate(pairs.items()):
     other = name.removeprefix(f'{arm} minus ').split(' at ')[0]
     row_S = np.full(len(difference_S), row)
-    ax.plot(difference_S, row_S, 'o', ms=4, alpha=0.5, color=colour[other])
+    ax.plot(difference_S, row_S, 'o', ms=4, alpha=0.5, color=COLOURS.get(other, GREY))
     low, high = t_interval(difference_S)
     ax.plot([low, high], [row, row], color='black', lw=1.5)
     ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
@@ -200,7 +187,7 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
       text = f'p {relation(sign_flip(difference_S))}, {text}'
     at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
     ax.text(1.02, row, text, **at)
-  ax.axvline(0, color='#777777', lw=0.8)
+  ax.axvline(0, color=GREY, lw=0.8)
   ax.set_yticks(range(len(pairs)), [name.removeprefix(f'{arm} ') for name in pairs])
   ax.invert_yaxis()
   plots.dress(ax, f'{arm} minus others, seed by seed')
@@ -210,31 +197,31 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws an outcome against the level of a factor: seeds joined, the mean bold."""
-  grouped, colour = cells(results), colours(drawn.arms)
-  found = list(dict.fromkeys(cell[1] for cell in grouped))
-  ax = _axes(1, 1, (7, 4)).flat[0]
+  grouped = cells(results)
+  levels_of = list(dict.fromkeys(cell[1] for cell in grouped))
+  (ax,) = _axes(1, 1, (7, 4))
   compute = OUTCOMES[drawn.outcome][1]
   for arm in drawn.arms:
-    by_level = [grouped.get((arm, level), {}) for level in found]
+    colour = COLOURS.get(arm, GREY)
+    by_level = [grouped.get((arm, level), {}) for level in levels_of]
     shared = sorted(set.intersection(*map(set, by_level)))
     y_SL = np.asarray([[compute(by[seed]) for by in by_level] for seed in shared])
     for y_L in y_SL:
-      ax.plot(found, y_L, 'o-', color=colour[arm], lw=0.7, ms=3, alpha=0.4)
+      ax.plot(levels_of, y_L, 'o-', color=colour, lw=0.7, ms=3, alpha=0.4)
     if len(shared):
-      ax.plot(found, y_SL.mean(0), color=colour[arm], lw=2.5, label=arm)
+      ax.plot(levels_of, y_SL.mean(0), color=colour, lw=2.5, label=arm)
   plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
   return _with_legend(ax)
 
 
 def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws the positive share before the search over the responses, a line per cell."""
-  ax = _axes(1, 1, (8, 4)).flat[0]
-  for cell, by_seed in cells(results).items():
-    if cell[0] in drawn.arms:
-      x_N, y_SN = _series(list(by_seed.values()), 'clip/share_start')
-      ax.plot(x_N, y_SN.mean(0), label=', '.join(cell[1:]))
+  (ax,) = _axes(1, 1, (8, 4))
+  for cell, runs in _ordered(results, drawn).items():
+    x_N, y_SN = _series(runs, 'clip/share_start')
+    ax.plot(x_N, y_SN.mean(0), label=', '.join(cell[1:]))
   for share in PROMISED:
-    ax.axhline(share, color='#777777', lw=0.8, ls=':')
+    ax.axhline(share, color=GREY, lw=0.8, ls=':')
   plots.dress(ax, 'Positive share before the search')
   ax.set(xlabel='responses sampled', ylim=(0, 0.6))
   return _with_legend(ax)
@@ -247,10 +234,11 @@ def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndar
   where the shortest run ends.
   """
   points = [_points(result, metric) for result in results]
-  begin = max((x[0] for x, _ in points if len(x)), default=0.0)
-  end = min((x[-1] for x, _ in points if len(x)), default=0.0)
+  points = [(x, y) for x, y in points if len(x)]
+  begin = max((x[0] for x, _ in points), default=0.0)
+  end = min((x[-1] for x, _ in points), default=0.0)
   x_N = np.linspace(begin, end, POINTS)
-  y_SN = [np.interp(x_N, x, y) for x, y in points if len(x)]
+  y_SN = [np.interp(x_N, x, y) for x, y in points]
   return x_N, np.asarray(y_SN).reshape(-1, POINTS)
 
 
@@ -262,9 +250,9 @@ def _points(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray]:
   return x, y
 
 
-def _axes(rows: int, columns: int, size: tuple[float, float]) -> 'np.ndarray':
-  """Returns the axes of a new figure, [rows, columns]."""
-  return np.atleast_2d(plots.new_figure(*size, DPI).subplots(rows, columns))
+def _axes(rows: int, columns: int, size: tuple[float, float]) -> list[Any]:
+  """Returns the axes of a new figure, row by row."""
+  return [*plots.new_figure(*size, DPI).subplots(rows, columns, squeeze=False).flat]
 
 
 Draw = Callable[[Mapping[str, Result], Drawn], 'Figure']

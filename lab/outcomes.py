@@ -61,13 +61,13 @@ def newly_solved(result: Result) -> float:
   share is nan if no problem was failed at the start.
   """
   start_P, end_P = _right(result)
-  return _mean((end_P > 0)[start_P == 0])
+  return _mean(end_P[start_P == 0] > 0)
 
 
 def newly_failed(result: Result) -> float:
   """Returns the share failed at the end among the problems solved at the start."""
   start_P, end_P = _right(result)
-  return _mean((end_P == 0)[start_P > 0])
+  return _mean(end_P[start_P > 0] == 0)
 
 
 def accuracy_of_failed(result: Result) -> float:
@@ -76,7 +76,7 @@ def accuracy_of_failed(result: Result) -> float:
   Unlike `newly_solved`, this does not grow with the number of responses.
   """
   start_P, end_P = _right(result)
-  return _mean((end_P / result['group_size'])[start_P == 0])
+  return _mean(end_P[start_P == 0] / result['group_size'])
 
 
 def solved_by_chance(result: Result) -> float:
@@ -112,11 +112,9 @@ def stopped_between(result: Result) -> float:
   did neither; every other one did at least one of the two. Older results do not
   have the share without evidence: there it is 0.
   """
-  moved, met = (mean_with_target(result, f'clip/{x}') for x in ('moved', 'target_met'))
-  without = 0.0
-  if 'clip/no_evidence' in result['steps']:
-    without = mean_with_target(result, 'clip/no_evidence')
-  return max(0.0, moved + met + without - 1) if not math.isnan(moved) else moved
+  metrics = ('clip/moved', 'clip/target_met', 'clip/no_evidence')
+  total = sum(mean_with_target(result, x) for x in metrics if x in result['steps'])
+  return total if math.isnan(total) else max(0.0, total - 1)
 
 
 def last_of(result: Result, metric: str) -> float:
@@ -138,11 +136,11 @@ def bound_where_moved(result: Result, metric: str) -> float:
 
 def _evaluations(result: Result) -> tuple[np.ndarray, np.ndarray]:
   """Returns (step_N, accuracy_N), with zeros appended after a divergence."""
-  points = [(step, accuracy) for step, accuracy, *_ in result['evaluations']]
+  step_N, accuracy_N = np.asarray(result['evaluations'], float)[:, :2].T
   if result['diverged']:
-    over = points[-1][0] + 1
-    points += [(over, 0.0), (max(over + 1, result['planned']), 0.0)]
-  step_N, accuracy_N = np.asarray(points, float).T
+    over = step_N[-1] + 1
+    step_N = np.append(step_N, [over, max(over + 1, result['planned'])])
+    accuracy_N = np.append(accuracy_N, [0.0, 0.0])
   return step_N, accuracy_N
 
 
@@ -233,17 +231,24 @@ def contrast(
   Returns:
     f64 [S] without nan outcomes; empty if a cell lacks one of `seeds`.
   """
-  grouped, compute = cells(results), OUTCOMES[outcome][1]
-  shared = set.intersection(*(set(grouped.get(cell, {})) for cell in (*plus, *minus)))
-  if seeds is None:
-    seeds = sorted(shared)
-  elif set(seeds) - shared:
+  by_seed = _by_seed(results, (*plus, *minus), outcome)
+  if seeds is not None and set(seeds) - set(by_seed):
     return np.zeros(0)
-  total_S = np.zeros(len(seeds))
-  for sign, side in ((1, plus), (-1, minus)):
-    for cell in side:
-      total_S += sign * np.asarray([compute(grouped[cell][seed]) for seed in seeds])
+  signs = [1] * len(plus) + [-1] * len(minus)
+  values = [by_seed[seed] for seed in (sorted(by_seed) if seeds is None else seeds)]
+  total_S = np.reshape(values, (-1, len(signs))) @ signs
   return total_S[~np.isnan(total_S)]
+
+
+def _by_seed(
+  results: Mapping[str, Result], compared: Sequence[Cell], outcome: str
+) -> dict[int, list[float]]:
+  """Returns seed -> outcome of each cell, for the seeds that all cells share."""
+  grouped = cells(results)
+  of_cells = [grouped.get(cell, {}) for cell in compared]
+  shared = set.intersection(*map(set, of_cells))
+  compute = OUTCOMES[outcome][1]
+  return {seed: [compute(x[seed]) for x in of_cells] for seed in shared}
 
 
 def t_interval(difference_S: np.ndarray) -> tuple[float, float]:
@@ -251,8 +256,8 @@ def t_interval(difference_S: np.ndarray) -> tuple[float, float]:
   mean = float(np.mean(difference_S))
   if np.ptp(difference_S) < ROUNDING:
     return mean, mean
-  found = stats.ttest_1samp(difference_S, 0.0).confidence_interval(LEVEL)
-  return float(found.low), float(found.high)
+  interval = stats.ttest_1samp(difference_S, 0.0).confidence_interval(LEVEL)
+  return float(interval.low), float(interval.high)
 
 
 def sign_flip(difference_S: np.ndarray) -> float:
@@ -262,7 +267,7 @@ def sign_flip(difference_S: np.ndarray) -> float:
     # Rounded, so that patterns with equal means are equal.
     return np.round(np.abs(signed.mean(axis)), DIGITS)
 
-  found = stats.permutation_test(
+  test = stats.permutation_test(
     (np.asarray(difference_S),),
     size,
     permutation_type='samples',
@@ -270,28 +275,29 @@ def sign_flip(difference_S: np.ndarray) -> float:
     n_resamples=np.inf,
     alternative='greater',
   )
-  return float(found.pvalue)
+  return float(test.pvalue)
 
 
 def friedman(
   results: Mapping[str, Result], compared: Sequence[Cell], name: str
 ) -> float:
   """Returns the p-value of Friedman's test that an outcome is alike in all cells."""
-  grouped, compute = cells(results), OUTCOMES[name][1]
-  shared = set.intersection(*(set(grouped.get(cell, {})) for cell in compared))
-  values = [[compute(grouped[cell][seed]) for seed in shared] for cell in compared]
-  return float(stats.friedmanchisquare(*values).pvalue) if len(shared) > 1 else 1.0
+  values = _by_seed(results, compared, name).values()
+  if len(values) < 2:
+    return 1.0
+  return float(stats.friedmanchisquare(*zip(*values, strict=True)).pvalue)
 
 
 def kendall(one: Mapping[str, float], other: Mapping[str, float]) -> float:
   """Returns Kendall's rank correlation of two values by the same names."""
-  pairs = np.asarray([(one[name], other[name]) for name in one])
-  return float(stats.kendalltau(*pairs.T).statistic)
+  test = stats.kendalltau([*one.values()], [other[name] for name in one])
+  return float(test.statistic)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
   """Returns p-values adjusted for their number (Holm, 1979), in the given order."""
-  adjusted, largest = [0.0] * len(p_values), 0.0
+  adjusted = [0.0] * len(p_values)
+  largest = 0.0
   for rank, i in enumerate(np.argsort(p_values, kind='stable')):
     largest = max(largest, (len(p_values) - rank) * p_values[i])
     adjusted[i] = min(1.0, largest)
@@ -303,29 +309,24 @@ def results_csv(papers: pathlib.Path) -> str:
 
   Outcomes have five digits; an unknown outcome is empty.
   """
-  text = io.StringIO()
-  table = csv.writer(text, lineterminator='\n')
-  identity = ('paper', 'experiment', 'run', 'arm', 'levels', 'seed', 'diverged')
-  table.writerow([*identity, *LISTED, 'commit'])
+  rows = []
   for folder in sorted(papers.glob('*/results')):
     for experiment in experiments.names(folder):
       for run, result in experiments.read_runs(f'{folder}/{experiment}').items():
         if 'evaluations' not in result:  # not a run of an experiment
           continue
-        outcomes = [OUTCOMES[name][1](result) for name in LISTED]
-        table.writerow(
-          [
-            folder.parent.name,
-            experiment,
-            run,
-            result['arm'],
-            ' '.join(result['levels'].values()),
-            result['seed'],
-            int(result['diverged']),
-            *('' if math.isnan(x) else f'{x:.5g}' for x in outcomes),
-            result['commit'][:12],
-          ]
-        )
+        row = {'paper': folder.parent.name, 'experiment': experiment, 'run': run}
+        row |= {name: result[name] for name in ('arm', 'seed', 'diverged')}
+        row |= {'levels': ' '.join(result['levels'].values())}
+        row |= {'commit': result['commit'][:12]}
+        for name in LISTED:
+          value = OUTCOMES[name][1](result)
+          row[name] = '' if math.isnan(value) else f'{value:.5g}'
+        rows.append(row)
+  text = io.StringIO()
+  table = csv.DictWriter(text, rows[0], lineterminator='\n')
+  table.writeheader()
+  table.writerows(rows)
   return text.getvalue()
 
 

@@ -28,7 +28,7 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
     start = min(longest, _count_common(texts))
     end = min(longest - start, _count_common(lines[::-1] for lines in texts))
 
-  def key(text: tuple[str, ...]) -> str:
+  def key(text: tuple[str, ...]):
     inner = '\n'.join(text[start : len(text) - end])
     return ' '.join(unicodedata.normalize('NFC', inner).split())
 
@@ -38,7 +38,7 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
   ]
 
 
-def _count_common(texts: Iterable[Sequence[str]]) -> int:
+def _count_common(texts: Iterable[Sequence[str]]):
   """Counts the first lines that all texts have."""
   same = (len(set(lines)) == 1 for lines in zip(*texts, strict=False))
   return sum(1 for _ in itertools.takewhile(bool, same))

@@ -71,7 +71,7 @@ class Gallery:
       zeros((prompts, room.windows), bool),
     )
 
-  def _decode(self, problem: int) -> Pictures:
+  def _decode(self, problem):
     files = self.rows[problem].pictures
     v = self.vision
     decoded = [pictures_lib.patches(pictures_lib.read(x), v) for x in files]

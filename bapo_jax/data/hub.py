@@ -15,13 +15,10 @@ import re
 import socket
 import urllib.request
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from bapo_jax.data import local_files
 from bapo_jax.data.local_files import Item
-
-if TYPE_CHECKING:
-  import tensorflow_datasets as tfds
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
@@ -62,7 +59,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
   )
 
 
-def _of_split(folder: str, split: str, knob: str) -> tuple[str, ...]:
+def _of_split(folder, split, knob):
   """Returns the files of a split; () if there are none or some parts are missing."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
@@ -92,22 +89,17 @@ def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
   Raises:
     ValueError: no such data set, split, network or library.
   """
-  for i, values in enumerate(_prepared(name, split, knob).as_data_source(split), 1):
-    # array_record returns text as bytes.
-    fields = {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()}
-    yield f'tfds:{name}:{split}, row {i}', fields
-
-
-def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
-  """Returns the builder of a data set after writing the data to disk."""
   builder = _builder(name, knob)
   source = f'--config.{knob}=tfds:{name}'
-  # Without a network the library would retry for minutes.
-  if not builder.info.splits and not _has_network():
-    raise ValueError(
-      f'{source}: the data is not in {builder.data_dir}, and there is no network to '
-      'download it; copy this directory from another machine, or give a file'
-    )
+  # Without a network the library would retry for minutes. A proxy resolves names.
+  if not builder.info.splits and not urllib.request.getproxies():
+    try:
+      socket.getaddrinfo('github.com', 443)
+    except OSError as error:
+      raise ValueError(
+        f'{source}: the data is not in {builder.data_dir}, and there is no network to '
+        'download it; copy this directory from another machine, or give a file'
+      ) from error
   try:
     # The library reports a download even if there is none.
     with contextlib.redirect_stdout(io.StringIO()):
@@ -122,10 +114,13 @@ def _prepared(name: str, split: str, knob: str) -> 'tfds.core.DatasetBuilder':
       f'{source}:{split}: no split {split!r}; choose one of '
       f'{sorted(builder.info.splits)}'
     )
-  return builder
+  for i, values in enumerate(builder.as_data_source(split), 1):
+    # array_record returns text as bytes.
+    fields = {k: x.decode() if isinstance(x, bytes) else x for k, x in values.items()}
+    yield f'tfds:{name}:{split}, row {i}', fields
 
 
-def _builder(name: str, knob: str) -> 'tfds.core.DatasetBuilder':
+def _builder(name, knob) -> Any:
   # Imported late because only this kind of source needs it.
   try:
     import tensorflow_datasets as tfds
@@ -148,12 +143,3 @@ def _builder(name: str, knob: str) -> 'tfds.core.DatasetBuilder':
       f'--config.{knob}=tfds:{name}: tensorflow-datasets has no data set {name!r} that '
       'works without TensorFlow; give a file or a hub name'
     ) from error
-
-
-def _has_network() -> bool:
-  """Returns whether host names resolve; True behind a proxy, which resolves them."""
-  try:
-    socket.getaddrinfo('github.com', 443)
-  except OSError:
-    return bool(urllib.request.getproxies())
-  return True

@@ -25,7 +25,7 @@ class TokenizerConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _has_problem(self) -> 'TokenizerConfig':
+  def _has_problem(self):
     if '{problem}' not in self.template:
       raise ValueError(f'template={self.template[:60]!r} must contain {{problem}}')
     return self
@@ -57,7 +57,7 @@ class CountdownConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _some_numbers(self) -> 'CountdownConfig':
+  def _some_numbers(self):
     if not self.numbers:
       raise ValueError('numbers=() is empty; give counts of numbers, such as (3,)')
     return self
@@ -81,7 +81,7 @@ class DrawnConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _fits(self) -> 'DrawnConfig':
+  def _fits(self):
     if self.terms > self.shown:
       raise ValueError(f'terms={self.terms} must be at most shown={self.shown}')
     if not self.sides:
@@ -177,7 +177,7 @@ class ProblemsConfig(Slot):
     return self.train + self.test
 
   @pydantic.model_validator(mode='after')
-  def _sources(self) -> 'ProblemsConfig':
+  def _sources(self):
     for name in ('source', 'test_source'):
       if not getattr(self, name):
         raise ValueError(

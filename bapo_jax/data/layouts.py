@@ -58,7 +58,7 @@ EXACT = 2**53  # a larger float may stand for several integers
 OPENER = r'\boxed{'
 
 
-def _plain(name: str) -> str:
+def _plain(name):
   return re.sub(r'[\s_-]', '', str(name)).lower()
 
 
@@ -90,7 +90,15 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
     # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
-      answer_format = _answer_format(name, answer, row.get(answer))
+      value = row.get(answer)
+      text = value if isinstance(value, str) else ''
+      answer_format = 'hashes' if '####' in text else 'plain'
+      if _plain(answer) == 'solution' and OPENER in text:
+        answer_format = 'boxed'
+      elif _plain(answer) == 'solution' and answer_format == 'plain':
+        # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it
+        # is the reference for reward functions and may be the bare answer.
+        answer_format = 'boxed' if name == 'problem and answer' else 'bare'
       return Layout(name, problem, answer, source, answer_format)
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
@@ -164,7 +172,7 @@ def read_rows(
   return rows
 
 
-def _pictures(row: dict[str, Any], folder: str) -> tuple[bytes, ...]:
+def _pictures(row: dict[str, Any], folder):
   """Returns the picture files of a row, in order."""
   for name in PICTURES:
     for field, values in row.items():
@@ -180,7 +188,7 @@ def _pictures(row: dict[str, Any], folder: str) -> tuple[bytes, ...]:
   return ()
 
 
-def _picture(value: Any, folder: str) -> bytes:
+def _picture(value, folder):
   """Returns an image file that is given as bytes, a path or a dict of `datasets`."""
   if isinstance(value, dict):
     value = value.get('path') if value.get('bytes') is None else value['bytes']
@@ -196,7 +204,7 @@ def _picture(value: Any, folder: str) -> bytes:
     raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
-def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) -> str:
+def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]):
   """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
     outer, _, inner = name.partition('.')
@@ -206,20 +214,7 @@ def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]) ->
   return ''
 
 
-def _answer_format(layout: str, field: str, value: Any) -> str:
-  text = value if isinstance(value, str) else ''
-  boxed = OPENER in text
-  hashes = '####' in text
-  if _plain(field) != 'solution':
-    return 'hashes' if hashes else 'plain'
-  if hashes and not boxed:
-    return 'hashes'
-  # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, a solution
-  # is the reference for reward functions and may be the bare answer.
-  return 'boxed' if boxed or layout == 'problem and answer' else 'bare'
-
-
-def _get(row: Any, path: str) -> Any:
+def _get(row, path):
   for name in path.split('.'):
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
@@ -229,9 +224,7 @@ def _get(row: Any, path: str) -> Any:
   return row
 
 
-def _read(
-  row: dict[str, Any], path: str, read: Callable[..., Any], *options: Any
-) -> Any:
+def _read(row: dict[str, Any], path, read: Callable[..., Any], *options):
   """Reads the value of a field; an error names the field."""
   value = _get(row, path)
   try:
@@ -240,7 +233,7 @@ def _read(
     raise ValueError(f'field {path!r}: {error}') from error
 
 
-def _chat(value: Any, solved: bool) -> tuple[str, str, Any]:
+def _chat(value, solved):
   """Returns (problem, system message, solution) from a string or chat messages.
 
   The solution is the assistant's last message, allowed if `solved`, or else ''.
@@ -265,7 +258,7 @@ def _chat(value: Any, solved: bool) -> tuple[str, str, Any]:
   return _statement(texts[-1], 'problem'), system, solution
 
 
-def _content(value: Any) -> Any:
+def _content(value):
   """Joins the text of content parts; returns other content unchanged.
 
   A part {"type": "image"} becomes <image>: its picture is in the row's `images`.
@@ -289,13 +282,13 @@ def _content(value: Any) -> Any:
   return ''.join(texts)
 
 
-def _statement(value: Any, what: str) -> str:
+def _statement(value, what):
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f'{shown(value)} is not a {what}; give text')
   return _readable(value, r'\0')
 
 
-def _readable(text: str, refused: str) -> str:
+def _readable(text, refused):
   if bad := re.search(rf'[{refused}\ud800-\udfff]', text):
     raise ValueError(
       f'{shown(text)} contains {bad[0]!r}; remove this character, or write '
@@ -304,7 +297,7 @@ def _readable(text: str, refused: str) -> str:
   return text
 
 
-def _answer(value: Any) -> str:
+def _answer(value):
   """Extracts the answer from a string, number, one-item list or countdown problem."""
   if isinstance(value, str) and value.lstrip().startswith('["'):  # Skywork-OR1
     with contextlib.suppress(ValueError):  # a string that only looks like a list
@@ -329,7 +322,7 @@ def _answer(value: Any) -> str:
   return text
 
 
-def _extract(value: Any, answer_format: str) -> tuple[str, str]:
+def _extract(value, answer_format):
   """Returns (answer, verifier or '') from the value of a field."""
   text = value if isinstance(value, str) else ''
   # A worked solution below bare answers: without this, all of it would be the answer.
@@ -352,7 +345,7 @@ def _extract(value: Any, answer_format: str) -> tuple[str, str]:
   return _answer(value), ''
 
 
-def _in_box(value: Any) -> str:
+def _in_box(value):
   text = str(value)
   start = text.rfind(OPENER) + len(OPENER)
   depth = int(start >= len(OPENER))
@@ -365,7 +358,7 @@ def _in_box(value: Any) -> str:
   raise ValueError(rf'{shown(value)} has no \boxed{{}} that is closed; add it')
 
 
-def _verifier(value: Any) -> str:
+def _verifier(value):
   """Returns the verifier for a data set of this name; '' if it is unknown."""
   name = value[0] if isinstance(value, list) and value else value
   if not isinstance(name, str):

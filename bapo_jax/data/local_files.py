@@ -11,7 +11,6 @@ turns the answers 2024-01-01, 007 and 12345678901234567890123 into a time, 7 and
 float, and rejects a file with the answers 5 and "5".
 """
 
-import contextlib
 import csv
 import gzip
 import json
@@ -44,54 +43,39 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
   try:
     for item in _items(path, whole):
       yield item
-  except OSError as error:
+  except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    reason = getattr(error, 'strerror', None) or str(error).strip().splitlines()[0]
     raise ValueError(
-      f'{path} cannot be read ({error.strerror or error}); set problems.source and '
-      f'problems.test_source to files that end in {", ".join(SUFFIXES)}'
+      f'{path} cannot be read ({reason}); write or download it again, text as UTF-8, '
+      'or set problems.source and problems.test_source to other files'
     ) from error
   if item is None:
     raise ValueError(f'{path} contains no problem; give another file')
 
 
-def _items(path: str, whole: bool) -> Iterator[Item]:
+def _items(path, whole):
   kind = path.removesuffix('.gz').rpartition('.')[2]
   if kind == 'parquet':
     yield from _parquet(path, whole)
     return
-  with _opened(path) as file:
+  opened = gzip.open if path.endswith('.gz') else open
+  # newline='': csv needs the line ends within quotes as they are.
+  with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
     is_list = kind == 'json' and WHOLE.match(file.read(1024))
     file.seek(0)
-    parse = _csv if kind == 'csv' else _json_list if is_list else _json_lines
-    yield from parse(path, file)
+    if kind == 'csv':
+      yield from _csv(path, file)
+    elif is_list:
+      yield from _json_list(path, file.read())
+    else:
+      for number, line in enumerate(file, 1):
+        if text := line.rstrip():
+          yield f'{path}, line {number}', _loads(path, text, number)
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[IO[str]]:
-  """Opens a text file, compressed or not; a damaged file raises a ValueError."""
-  opened = gzip.open if path.endswith('.gz') else open
-  try:
-    # newline='': csv needs the line ends within quotes as they are.
-    with opened(path, 'rt', encoding='utf-8-sig', newline='') as file:
-      yield file
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f'{path} is not UTF-8 text ({error}); convert it, for example with iconv -t utf-8'
-    ) from error
-  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-    raise ValueError(
-      f'{path} is not a complete gzip file ({error}); write or download it again'
-    ) from error
-
-
-def _json_lines(path: str, file: IO[str]) -> Iterator[Item]:
-  for number, line in enumerate(file, 1):
-    if text := line.rstrip():
-      yield f'{path}, line {number}', _loads(path, text, number)
-
-
-def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
+def _json_list(path, text):
   """Yields the objects of a JSON list, which may be the field `data` of an object."""
-  rows = _loads(path, file.read(), 1)
+  rows = _loads(path, text, 1)
   if isinstance(rows, dict):
     rows = rows.get('data')
   if not isinstance(rows, list):
@@ -103,7 +87,7 @@ def _json_list(path: str, file: IO[str]) -> Iterator[Item]:
     yield f'{path}, row {number}', row
 
 
-def _loads(path: str, text: str, line: int) -> Any:
+def _loads(path, text, line):
   """Parses JSON text that starts in a line of the file; an error names its line."""
   try:
     return json.loads(text)
@@ -115,7 +99,7 @@ def _loads(path: str, text: str, line: int) -> Any:
     raise ValueError(f'{path}, line {line}: not JSON ({reason}); correct it') from error
 
 
-def _csv(path: str, file: IO[str]) -> Iterator[Item]:
+def _csv(path, file: IO[str]):
   """Yields the rows below the header, all values as text; skips blank lines."""
   reader = csv.DictReader(file, strict=True)
   try:
@@ -136,7 +120,7 @@ def _csv(path: str, file: IO[str]) -> Iterator[Item]:
     ) from error
 
 
-def _parquet(path: str, whole: bool) -> Iterator[Item]:
+def _parquet(path, whole):
   """Yields rows in which, unless `whole`, columns without a meaning are None."""
   import pyarrow.parquet
 
@@ -149,10 +133,5 @@ def _parquet(path: str, whole: bool) -> Iterator[Item]:
       rows = (row for batch in batches for row in batch.to_pylist())
       for number, row in enumerate(rows, 1):
         yield f'{path}, row {number}', dict.fromkeys(names) | row
-  except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-    if isinstance(error, OSError) and error.errno:
-      raise  # the file cannot be opened
-    reason = str(error).strip().splitlines()[0].rstrip('.')[:200]
-    raise ValueError(
-      f'{path} is not a readable parquet file ({reason}); write or download it again'
-    ) from error
+  except pyarrow.ArrowException as error:
+    raise OSError(str(error)) from error

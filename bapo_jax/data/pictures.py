@@ -64,7 +64,7 @@ def read(data: bytes) -> PIL.Image.Image:
     ) from error
 
 
-def _upright(picture: PIL.Image.Image) -> PIL.Image.Image:
+def _upright(picture: PIL.Image.Image):
   picture = PIL.ImageOps.exif_transpose(picture)
   if picture.mode.startswith('I;16'):
     # Scales 16 bits to 8; Pillow would clip values at 255.

@@ -210,7 +210,7 @@ def prompt_fingerprint(problems: Problems) -> str:
   return _digest(tokens_T[:length].tolist() for tokens_T, length in rows)
 
 
-def _digest(rows: Iterable[Any]) -> str:
+def _digest(rows: Iterable[Any]):
   digest = hashlib.sha256()
   for row in rows:
     digest.update(json.dumps(row).encode() + b'\n')

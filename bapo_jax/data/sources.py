@@ -12,13 +12,12 @@ import functools
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from bapo_jax import own_code
 from bapo_jax.data import dedup, layouts, local_files
 from bapo_jax.data.knobs import MADE, ProblemsConfig
-from bapo_jax.data.local_files import Item
 from bapo_jax.data.made import countdown, drawn, synthetic
 from bapo_jax.data.made.problem import Problem, Solver
 from bapo_jax.data.row import Row
@@ -56,14 +55,14 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   source = getattr(problems, knob)
   if _parse_name(knob, source) or source in MADE or own_code.is_place(source):
     return []
-  paths = [path for path in source.split(',') if not os.path.exists(path)]
-  return [f'--config.problems.{knob}={path}{_hint(path)}' for path in paths]
-
-
-def _hint(path: str) -> str:
-  on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
-  is_file = path.endswith(local_files.SUFFIXES)
-  return f' (or hub:{path}?)' if on_hub and not is_file else ''
+  lines = []
+  for path in source.split(','):
+    on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
+    is_file = path.endswith(local_files.SUFFIXES)
+    hint = f' (or hub:{path}?)' if on_hub and not is_file else ''
+    if not os.path.exists(path):
+      lines.append(f'--config.problems.{knob}={path}{hint}')
+  return lines
 
 
 def read(problems: ProblemsConfig) -> Data:
@@ -77,7 +76,14 @@ def read(problems: ProblemsConfig) -> Data:
   rows: dict[str, list[Row]] = {}
   for knob, source in names.items():
     if source in MADE:
-      rows[knob] = _split(problems, knob, generated[source])
+      made = generated[source]
+      ids = [*range(len(made))]
+      ids = ids[: problems.train] if knob == 'source' else ids[problems.train :]
+      if source != 'drawn':
+        # Recorded runs number problems in the order of tensorflow-datasets, which sorts
+        # by the MD5 sum of split and id. A different order would change the run.
+        ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
+      rows[knob] = [made[i].row for i in ids]
     elif knob == 'test_source' and source == names['source']:
       rows[knob] = rows['source']
     else:
@@ -87,19 +93,6 @@ def read(problems: ProblemsConfig) -> Data:
         for row in layouts.read_rows(items, whole=problems.whole, folder=folder)
       ]
   return Data(rows['source'], rows['test_source'], generated)
-
-
-def _split(
-  problems: ProblemsConfig, knob: Knob, generated: Sequence[Problem]
-) -> list[Row]:
-  """Returns the training or the held-out rows of generated problems."""
-  training = problems.train
-  ids = list(range(training) if knob == 'source' else range(training, problems.count))
-  if getattr(problems, knob) != 'drawn':
-    # Recorded runs number problems in the order of tensorflow-datasets, which sorts
-    # by the MD5 sum of split and id. A different order would change the run.
-    ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-  return [generated[i].row for i in ids]
 
 
 def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
@@ -164,13 +157,18 @@ def sft_problems(
   return data.generated[source][: problems.train], solve
 
 
-def _files(
-  problems: ProblemsConfig, knob: Knob
-) -> Iterator[tuple[str, Iterable[Item]]]:
+def _files(problems, knob: Knob):
   """Yields (folder of pictures, rows with their places) of each file of a source."""
   source = getattr(problems, knob)
   if own_code.is_place(source):
-    yield '', _custom_items(problems, source)
+    try:
+      rows = list(own_code.bind(source, problems.custom)())
+    except Exception as error:  # a user's function may raise anything
+      reason = own_code.described(error, own_code.file_of(source))
+      raise ValueError(f'{source} raises {reason}') from error
+    if not rows:
+      raise ValueError(f'{source} returns no rows; return a list of dicts')
+    yield '', ((f'{source}, row {i}', row) for i, row in enumerate(rows, 1))
     return
   paths = source.split(',')
   if named := _parse_name(knob, source):
@@ -185,20 +183,7 @@ def _files(
     yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
 
 
-def _custom_items(problems: ProblemsConfig, path: str) -> list[Item]:
-  """Returns the rows that a user's function returns, each a dict as in a file."""
-  function = own_code.bind(path, problems.custom)
-  try:
-    dicts = list(function())
-  except Exception as error:  # a user's function may raise anything
-    reason = own_code.described(error, own_code.file_of(path))
-    raise ValueError(f'{path} raises {reason}') from error
-  if not dicts:
-    raise ValueError(f'{path} returns no rows; return a list of dicts')
-  return [(f'{path}, row {i}', row) for i, row in enumerate(dicts, 1)]
-
-
-def _parse_name(knob: Knob, source: str) -> tuple[str, str, str] | None:
+def _parse_name(knob: Knob, source):
   """Returns ('hub' or 'tfds', name@revision, split); None for other sources."""
   where, _, rest = source.partition(':')
   if where not in ('hub', 'tfds') or where == source:

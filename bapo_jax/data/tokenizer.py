@@ -100,28 +100,24 @@ def load(path: str, template: str) -> Tokenizer:
       f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
       "directory with tokenizer.json, or 'characters'"
     )
-  backend = _load(path)
-  if template.startswith('chat:') and not backend.chat_template:
-    raise ValueError(
-      f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
-      "none; remove the prefix 'chat:' and write the whole prompt"
-    )
-  return Tokenizer(backend, _end_tokens(path, backend), template)
-
-
-def _load(path: str) -> Any:
   import transformers
 
   try:
     # Uses tokenizer.json unchanged. AutoTokenizer follows config.json: for Qwen2 it
     # replaces the splitting rules of tokenizer.json with Qwen's.
-    return transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    backend: Any = transformers.PreTrainedTokenizerFast.from_pretrained(path)
   except Exception as error:  # transformers raises many types
     reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
       f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
       'directory with tokenizer.json'
     ) from None
+  if template.startswith('chat:') and not backend.chat_template:
+    raise ValueError(
+      f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
+      "none; remove the prefix 'chat:' and write the whole prompt"
+    )
+  return Tokenizer(backend, _end_tokens(path, backend), template)
 
 
 # Tokenizer files of all versions and model families.
@@ -142,7 +138,7 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
       shutil.copyfile(os.path.join(source, name), os.path.join(path, name))
 
 
-def _end_tokens(path: str, backend: Any) -> tuple[int, ...]:
+def _end_tokens(path, backend):
   """Returns the end tokens; asks config.json if no other file names one."""
   ends = [backend.eos_token_id]
   for name in ('generation_config.json', 'config.json'):
@@ -209,9 +205,7 @@ def special_tokens(backend: Any) -> re.Pattern[str]:
   return re.compile('|'.join(tokens) or '(?!)')
 
 
-def _render_prompts(
-  tokenizer: Tokenizer, rows: Sequence[Row], *, pictured: bool
-) -> list[str]:
+def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
   """Renders each problem as a chat that ends where the assistant's answer begins."""
   template = tokenizer.template.removeprefix('chat:')
   conversations = []
@@ -236,7 +230,7 @@ def _render_prompts(
   return prompts
 
 
-def _render(backend: Any, conversations: list[Any], *, answered: bool) -> list[str]:
+def _render(backend, conversations: list[Any], *, answered):
   """Returns each chat as text; if not `answered`, up to where the answer begins."""
   if not conversations:
     return []
@@ -281,7 +275,7 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
   return None
 
 
-def _ids(backend: Any, text: str | list[str]) -> Any:
+def _ids(backend, text: str | list[str]):
   return backend(text, add_special_tokens=False)['input_ids']
 
 

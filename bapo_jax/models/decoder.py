@@ -216,9 +216,7 @@ def decode(
   return layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps), new
 
 
-def _extend(
-  segments: Segments, k_SKC: Array, v_SKC: Array, position_S: Array
-) -> Segments:
+def _extend(segments: Segments, k_SKC, v_SKC, position_S):
   start = 0
   new = []
   for k_SKCt, v_SKtC in segments:

@@ -38,7 +38,7 @@ class MeshConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _fills(self) -> 'MeshConfig':
+  def _fills(self):
     sizes = self.data, self.fsdp, self.tensor
     if 0 in sizes or sizes.count(-1) > 1:
       raise ValueError(
@@ -63,7 +63,7 @@ class TowerConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _fits(self) -> 'TowerConfig':
+  def _fits(self):
     if self.width % (4 * TOWER_HEADS):
       raise ValueError(f'width={self.width} must be a multiple of {4 * TOWER_HEADS}')
     return self
@@ -126,7 +126,7 @@ class ModelConfig(Section):
     return {'dtype': self.dtype, 'compute': compute, 'attention': self.attention}
 
   @pydantic.model_validator(mode='after')
-  def _heads_fit(self) -> 'ModelConfig':
+  def _heads_fit(self):
     if not self.path and self.heads % self.kv_heads:
       raise ValueError(
         f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
@@ -154,7 +154,7 @@ class LoraConfig(Section):
   )
 
   @pydantic.model_validator(mode='after')
-  def _matches(self) -> 'LoraConfig':
+  def _matches(self):
     try:
       if any(re.fullmatch(self.targets, path) for path in PROJECTIONS):
         return self

@@ -5,7 +5,7 @@ matrix products run in `spec.compute`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
 
-def _is_flash(primitive: Primitive, *_: Any, **__: Any) -> bool:
+def _is_flash(primitive: Primitive, *_, **__):
   # Its library names no results, but its gradient rule calls a differentiable function,
   # as no other part of a layer does.
   return primitive.name == 'custom_vjp_call'

@@ -27,14 +27,14 @@ class Tile(NamedTuple):
   rows: int = 4096
 
 
-def _gather(head_VD: Array, dtype: jax.typing.DTypeLike, sharded: bool) -> Array:
+def _gather(head_VD, dtype: jax.typing.DTypeLike, sharded):
   """Gathers the part of the head that this device needs: a share of V, all of D."""
   if not sharded or lax.axis_size('fsdp') == 1:
     return head_VD  # cast where it is used
   return lax.all_gather(head_VD.astype(dtype), 'fsdp', axis=1, tiled=True)
 
 
-def _first(head_VD: Array, sharded: bool) -> int | Array:
+def _first(head_VD, sharded):
   """Returns the first token of this device's share of the vocabulary."""
   return lax.axis_index('tensor') * head_VD.shape[0] if sharded else 0
 
@@ -66,7 +66,7 @@ def split(n: int, most: int, step: int) -> tuple[int, int]:
   return -(-n // size), size
 
 
-def _cut(x: Array, start: int | Array, size: int, axis: int) -> Array:
+def _cut(x, start: int | Array, size, axis):
   return lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
@@ -78,7 +78,7 @@ class _Block(NamedTuple):
   new_v: Array | None  # False for repeated tokens; None: no block has any
 
 
-def _block(head_VD: Array, k: Array, size: int, dtype: jax.typing.DTypeLike) -> _Block:
+def _block(head_VD, k, size, dtype: jax.typing.DTypeLike):
   """Returns block k of the head's rows, cast to `dtype`.
 
   Before the cast the block is multiplied by 1.0 behind an optimization barrier.
@@ -98,7 +98,7 @@ def _block(head_VD: Array, k: Array, size: int, dtype: jax.typing.DTypeLike) -> 
   return _Block(head_vD, start, new_v)
 
 
-def _logits(hidden_BtD: Array, head_vD: Array, temperature: Array) -> Array:
+def _logits(hidden_BtD, head_vD, temperature):
   logits_Btv = jnp.einsum(
     'btd,vd->btv', hidden_BtD, head_vD, preferred_element_type=jnp.float32
   )
@@ -157,7 +157,7 @@ def forward(
   )
 
 
-def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
+def _reduced(logits_Btv, at_Bt):
   """Reduces a tile for `_combine`; at_Bt is the scored token's index in the tile."""
   peak_Bt = logits_Btv.max(-1)
   below_Btv = logits_Btv - peak_Bt[..., None]
@@ -175,7 +175,7 @@ def _reduced(logits_Btv: Array, at_Bt: Array) -> tuple[Array, ...]:
   return peak_Bt, *sums, chosen_Bt
 
 
-def _combine(tiles: tuple[Array, ...], sharded: bool) -> tuple[Array, ...]:
+def _combine(tiles: tuple[Array, ...], sharded):
   """Merges the blocks of this device and the shards of all devices into one softmax.
 
   All terms are relative to the maximum, so that no two large numbers are subtracted.
@@ -247,10 +247,10 @@ def _add_block(
   grads: Gradients,
   columns: _Columns,
   block: _Block,
-  temperature: Array,
-  chunk: int,
-  used: Array,
-) -> Gradients:
+  temperature,
+  chunk,
+  used,
+):
   """Adds the part of a vocabulary block; `used` counts chunks with scored columns."""
   d_hidden_BTD, d_head_VD = grads
 

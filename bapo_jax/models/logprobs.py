@@ -154,7 +154,7 @@ _token_logprobs.defvjp(
 )
 
 
-def _over_mesh(function: Callable[..., Any], tile: Tile, *args: Any) -> Any:
+def _over_mesh(function: Callable[..., Any], tile: Tile, *args):
   """Runs a function on shards of the mesh, or on whole arrays without a mesh."""
   mesh = sharding.ambient()
   hidden_BTD, head_VD = args[:2]

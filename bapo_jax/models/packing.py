@@ -100,7 +100,7 @@ class Packed(struct.PyTreeNode):
     x_BT = jnp.where(inside_BT, x_RT.ravel()[jnp.clip(at_BT, 0, x_RT.size - 1)], 0)
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
-  def _cell_BT(self) -> Array:
+  def _cell_BT(self):
     """Returns each token's cell, counted over all bins; past the last one: no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
     cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T

@@ -58,7 +58,7 @@ def blocks(length_S: Any, n: int) -> Any:
   return (length_S + n - 1) // n
 
 
-def _last(length: Any, n: int) -> Any:
+def _last(length, n):
   """Returns the last live block, in a kernel: Python's // would ask for the device."""
   return lax.div(length - 1, np.int32(n))
 
@@ -148,15 +148,15 @@ def attend(
 
 
 def _tpu(
-  q_SKGC: Array,
+  q_SKGC,
   new: KeysValues,
   cache: KeysValues,
-  position_S: Array,
-  length_S: Array,
+  position_S,
+  length_S,
   *,
-  n: int = 0,
-  interpret: bool = False,
-) -> tuple[Array, KeysValues]:
+  n=0,
+  interpret=False,
+):
   """Writes the column, then runs the kernel in blocks of n (default block_columns).
 
   The slots are in two halves, for the two cores of a v4 or v5p; see `_visits`.
@@ -208,9 +208,7 @@ def _tpu(
   return mixed_SKGC[:, :, :heads], (k_SKCT, v_SKTC)
 
 
-def _visits(
-  length_S: Array, halves: int, steps: int, n: int
-) -> tuple[Array, Array, Array]:
+def _visits(length_S, halves, steps, n):
   """Plans the grid of the TPU kernel: a step for each live block of a half.
 
   Returns (the slot of each step [halves * steps], the first step of each slot [S], the
@@ -228,9 +226,7 @@ def _visits(
   return slot_hN.ravel(), (end_hS - count_hS).ravel(), end_hS[:, -1].max()
 
 
-def _tpu_step(
-  slot_N, first_S, length_S, q, k, v, out, *softmax, steps: int, n: int, axis: int
-) -> None:
+def _tpu_step(slot_N, first_S, length_S, q, k, v, out, *softmax, steps, n, axis):
   """Folds one block of a slot, all key heads, into the running softmax of the slot."""
   i = pl.program_id(1)
   slot = slot_N[pl.program_id(0) * steps + i]
@@ -258,16 +254,16 @@ def _tpu_step(
 
 
 def _gpu(
-  q_SKGC: Array,
+  q_SKGC,
   new: KeysValues,
   cache: KeysValues,
-  position_S: Array,
-  length_S: Array,
+  position_S,
+  length_S,
   *,
-  n: int = BLOCK,
-  span: int = SPAN,
-  interpret: bool = False,
-) -> tuple[Array, KeysValues]:
+  n=BLOCK,
+  span=SPAN,
+  interpret=False,
+):
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
 
   Several programs per row keep all multiprocessors busy if few rows are long. With one
@@ -318,7 +314,7 @@ def _gpu(
   return mixed_SKGC.astype(q_SKGC.dtype), (k_SKCT, v_SKTC)
 
 
-def _gpu_span(*refs: Any, G: int, n: int, span: int) -> None:
+def _gpu_span(*refs, G, n, span):
   """Writes the newest column, and folds the live blocks of a span of one key head.
 
   The softmax of the first span starts from the newest column, so that no program reads

@@ -88,12 +88,12 @@ RULES: dict[str, Callable[..., Scaled]] = {
 }
 
 
-def _mix(frequency: np.ndarray, factor: float, unscaled: np.ndarray) -> np.ndarray:
+def _mix(frequency: np.ndarray, factor, unscaled: np.ndarray):
   """Blends frequencies divided by `factor` (`unscaled` = 0) with unchanged ones (1)."""
   return frequency * unscaled + frequency / factor * (1 - unscaled)
 
 
-def _temperature(factor: float, scale: float) -> float:
+def _temperature(factor, scale):
   """Returns sqrt(1/t) of YaRN, section 3.4: the factor of queries and of keys."""
   return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 

@@ -156,7 +156,7 @@ def line(text: str) -> str | None:
   return content.strip(DECORATION).rstrip('.').strip(DECORATION)
 
 
-def _after_hashes(text: str) -> str | None:
+def _after_hashes(text):
   if '####' not in text:
     return None
   return text.rpartition('####')[2].strip().partition('\n')[0]
@@ -165,14 +165,14 @@ def _after_hashes(text: str) -> str | None:
 TAGGED = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.S)
 
 
-def _in_tag(text: str) -> str | None:
+def _in_tag(text):
   """Returns the content of the last <answer> tag; a blank tag only if all are blank."""
   contents = TAGGED.findall(text)
   filled = [content for content in contents if not is_blank(content)]
   return (filled or contents or [None])[-1]
 
 
-def _first(text: str, *readers: Callable[[str], str | None]) -> str | None:
+def _first(text, *readers: Callable[[str], str | None]):
   """Returns the first answer that a reader finds, else the first blank, else None."""
   blank = None
   for reader in readers:

@@ -21,7 +21,7 @@ def check(rule: str) -> Callable[[Row], None]:
   """
   names = [name for name in rule.split(',') if not is_place(name)]
 
-  def check_row(row: Row) -> None:
+  def check_row(row):
     for name in dict.fromkeys(row.verifier or name for name in names):
       verdict = verifiers.RULES[name](row.answer, '')
       if verdict.right is None:

@@ -1,6 +1,6 @@
 """Knobs of verification; worker processes read them, so this module loads no JAX."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
@@ -80,7 +80,7 @@ class Verification(Slot):
   )
 
   @pydantic.model_validator(mode='after')
-  def _one_weight_per_rule(self) -> Self:
+  def _one_weight_per_rule(self):
     count = len(self.rule.split(','))
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from bapo_jax.rewards import answers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.latex import spelling, symbolic, trees
-from bapo_jax.rewards.latex.trees import Tree
 
 LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
@@ -55,7 +54,7 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   return answers.compared(equal, response)
 
 
-def _equal(answer: str, response: str) -> bool:
+def _equal(answer, response):
   """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
   gold_text, response_text = spelling.spell(answer), spelling.spell(response)
   (letter, gold_value), (response_letter, value) = map(
@@ -110,7 +109,7 @@ class Answer(NamedTuple):
   name: str = ''  # the variable before = or between two bounds; '': none
 
 
-def _expression(text: str) -> Answer:
+def _expression(text):
   return Answer('expression', (spelling.unwrap(text),))
 
 
@@ -126,7 +125,9 @@ def read(text: str, commas_group: bool) -> Answer:
   text = spelling.unwrap(WORDS.sub(',', text))
   text = spelling.UNION.join(map(_upright, text.split(spelling.UNION)))
   if matrix := MATRIX.fullmatch(text):
-    inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3]).strip(' ' + spelling.ROW)
+    inner = ROW_END.sub(spelling.ROW, matrix[2] or matrix[3] or '').strip(
+      ' ' + spelling.ROW
+    )
     if not inner:
       raise ValueError('an empty part')
     rows = [row.split('&') for row in inner.split(spelling.ROW)]
@@ -140,21 +141,21 @@ def read(text: str, commas_group: bool) -> Answer:
   return Answer('list', tuple(map(_signs, parts))) if marks else _signs(text)
 
 
-def _upright(interval: str) -> str:
+def _upright(interval):
   """Turns reversed brackets around: ]0, 1[ becomes (0, 1)."""
   return REVERSED.sub(
     lambda m: m[1] + '[('[m[2] == ']'] + m[3] + '])'[m[4] == '['], interval.strip()
   )
 
 
-def _signs(text: str) -> Answer:
+def _signs(text):
   r"""Parses an answer; an answer with \pm becomes a list of two answers."""
   if text.count('±') == 1:
     return Answer('list', tuple(_relation(text.replace('±', sign)) for sign in '+-'))
   return _relation(text)
 
 
-def _relation(text: str) -> Answer:
+def _relation(text):
   parts, marks = spelling.split(text, spelling.UNION)
   if marks and all(re.search('[<>≤≥∈]', part) for part in parts):
     answers_ = tuple(map(_relation, parts))
@@ -172,7 +173,7 @@ def _relation(text: str) -> Answer:
   return _expression(text)
 
 
-def _bounds(sides: list[str], marks: str) -> Answer:
+def _bounds(sides: list[str], marks):
   """Converts x < 2 or 0 < x < 1 to an interval; other inequalities stay expressions."""
   if marks[0] in '>≥':
     sides, marks = sides[::-1], marks[::-1].translate(FLIPPED)
@@ -193,11 +194,11 @@ def _bounds(sides: list[str], marks: str) -> Answer:
   return Answer('tuple', ends, brackets, sides[1])
 
 
-def _is_variable(text: str) -> bool:  # such as x, f(x), \theta
+def _is_variable(text):  # such as x, f(x), \theta
   return spelling.is_label(text) and not re.search(r'[+*/^-]', text)
 
 
-def _single(text: str) -> Answer:
+def _single(text):
   """Parses a set, tuple, interval or union; any other text is an expression."""
   text = spelling.unwrap(text)
   if not text:
@@ -215,7 +216,7 @@ def _single(text: str) -> Answer:
   return _expression(text)
 
 
-def _same(gold: Answer, response: Answer) -> bool:
+def _same(gold, response):
   if response.kind == 'equation':
     return _same_equation(gold, response)
   if (
@@ -240,7 +241,7 @@ def _same(gold: Answer, response: Answer) -> bool:
   return True
 
 
-def _same_equation(gold: Answer, response: Answer) -> bool:
+def _same_equation(gold, response):
   """Returns whether an equation states the right answer.
 
   If the right answer is an equation, math-verify compares the two. Otherwise every side
@@ -269,7 +270,7 @@ def _same_equation(gold: Answer, response: Answer) -> bool:
   return all(_same(gold, side) for side in sides)
 
 
-def _same_expression(gold: str, response: str) -> bool:
+def _same_expression(gold, response):
   gold_words, response_words = _words(gold), _words(response)
   if gold_words is not None and gold_words == response_words:
     return True
@@ -294,7 +295,7 @@ def _same_expression(gold: str, response: str) -> bool:
   )
 
 
-def _same_trees(gold: str, response: str, gold_tree: Tree, response_tree: Tree) -> bool:
+def _same_trees(gold, response, gold_tree, response_tree):
   """Compares two texts whose trees are known, so products are counted there."""
   if not trees.as_calculated(gold_tree, response_tree):
     return False
@@ -309,7 +310,7 @@ def _same_trees(gold: str, response: str, gold_tree: Tree, response_tree: Tree) 
 WORD = re.compile(r"[A-Za-z][A-Za-z' -]+")
 
 
-def _words(text: str) -> str | None:
+def _words(text):
   r"""Returns an answer in words, bare or in \text{}, in lower case; None for formulas.
 
   The name of a choice, a single capital letter as in (B), stays a capital.
@@ -324,7 +325,7 @@ def _words(text: str) -> str | None:
 DECIMAL = re.compile(r'([0-9]*)\.([0-9]+)(?![0-9]| *\\overline)')
 
 
-def _same_symbols(gold: str, response: str, parts: str | None = None) -> bool:
+def _same_symbols(gold, response, parts: str | None = None):
   """Compares by math-verify if `parts`, by default `response`, has no new parts."""
   # Back to LaTeX: math-verify does not know the normal spelling, and rounds decimals.
   gold, response, parts = (

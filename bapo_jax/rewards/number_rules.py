@@ -27,7 +27,7 @@ DIGITS = 28  # digits that Decimal represents exactly
 LONGEST = 200  # characters of a number with label and unit
 
 
-def _bare(text: str) -> str | None:
+def _bare(text):
   r"""Spells a text, without `(B)` and `x =`; None if another text precedes `=`."""
   text = spell(text)
   text = split_choice(text)[1] or text
@@ -48,8 +48,6 @@ def integer(text: str) -> int | None:
   """
   if len(text) > LONGEST:
     return None
-  if text.isascii() and text.isdigit() and len(text) <= 9:  # fast path
-    return int(text) if int(text) <= 999 else None
   bare = _bare(text)
   if bare is None or re.search('[eE]', bare):  # 1e2
     return None
@@ -109,7 +107,7 @@ SENTENCE_END = re.compile(  # text after a number: at most a unit up to the full
 )
 
 
-def _last_number(text: str) -> Fraction | None:
+def _last_number(text):
   """Returns the last number of a text if its sentence ends with it, else None.
 
   A known unit may follow the number. A number that is denied (`not 5`) or part of an
@@ -133,7 +131,7 @@ def _last_number(text: str) -> Fraction | None:
   return sign * Fraction(match[0].replace(',', ''))
 
 
-def _unify(text: str) -> str:
+def _unify(text):
   return re.sub(rf'\\?\$|[{CURRENCY}]', '', text.translate(CHARACTERS))
 
 
@@ -164,10 +162,7 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
     if not re.search(NUMBER, content):
       return Verdict(False, 'no number', None)
     return Verdict(None, 'not one number with a known unit', None)
-  return answers.compared(value == right, _spelled(value))
-
-
-def _spelled(value: Fraction) -> str:
-  """Spells a number for counting votes: a finite decimal if exact, else a fraction."""
+  # Spelled for counting votes: a finite decimal if exact, else a fraction.
   decimal = Decimal(value.numerator) / value.denominator
-  return f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)
+  spelled = f'{decimal.normalize():f}' if Fraction(decimal) == value else str(value)
+  return answers.compared(value == right, spelled)

@@ -68,7 +68,14 @@ class Verifier:
     else:
       groups = [[i] for i, sample in enumerate(samples) if self._slow(sample.rule)]
     requests = [[samples[i] for i in group] for group in groups]
-    for group, future in zip(groups, self._futures(requests), strict=True):
+    if self._here:
+      self._thread = self._thread or ThreadPoolExecutor(1)
+      futures = [self._thread.submit(self._scorer, request) for request in requests]
+    else:
+      if requests and self._pool is None:
+        self._pool = VerifierPool(self._knobs)
+      futures = self._pool.submit(requests) if self._pool else []
+    for group, future in zip(groups, futures, strict=True):
       for index, i in enumerate(group):
         verdicts[i] = future, index
     rest = [i for i, verdict in enumerate(verdicts) if verdict is None]
@@ -76,16 +83,7 @@ class Verifier:
       verdicts[i] = verdict
     return PendingVerdicts(verdicts, samples)
 
-  def _futures(self, requests: list[list[Sample]]) -> list[Future[list[Verdict]]]:
-    """Starts to score each request elsewhere: in the thread, or in a process."""
-    if self._here:
-      self._thread = self._thread or ThreadPoolExecutor(1)
-      return [self._thread.submit(self._scorer, request) for request in requests]
-    if requests and self._pool is None:
-      self._pool = VerifierPool(self._knobs)
-    return self._pool.submit(requests) if self._pool else []
-
-  def _slow(self, rule: str) -> bool:
+  def _slow(self, rule):
     """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)

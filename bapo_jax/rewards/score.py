@@ -60,16 +60,21 @@ class Scorer:
     columns = [self._values(rule, samples) for rule in self.rules]
     return [self._combined(values) for values in zip(*columns, strict=True)]
 
-  def _verify(self, rule: str, sample: Sample) -> Verdict:
+  def _verify(self, rule, sample):
     """Verifies by the rule that the row names, or else by `rule`."""
     name = sample.rule or rule
     return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
 
-  def _values(self, rule: str, samples: Sequence[Sample]) -> Values:
+  def _values(self, rule, samples: Sequence[Sample]):
     """Returns what one rule returns for every sample, or the exceptions it raises."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
-    samples = [x._replace(row=_row(x)) for x in samples]
+    # A generated problem has two fields.
+    rows = [
+      json.loads(x.row) if x.row else {'problem': x.prompt, 'answer': x.answer}
+      for x in samples
+    ]
+    samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
     function = self._own[rule]
     batched = _batched(function)
     arguments = [samples] if batched else samples
@@ -88,11 +93,11 @@ class Scorer:
       return [Verdict(None, reason, None)] * len(samples)
     return values
 
-  async def _await(self, function: Callable, arguments: Sequence[Any]) -> Values:
+  async def _await(self, function: Callable, arguments: Sequence[Any]):
     """Awaits a function on all values, k.parallel at once, k.timeout seconds each."""
     free = asyncio.Semaphore(self._k.parallel)
 
-    async def one(argument: Any) -> Any:
+    async def one(argument):
       async with free:
         try:
           return await asyncio.wait_for(function(argument), self._k.timeout)
@@ -103,7 +108,7 @@ class Scorer:
 
     return await asyncio.gather(*map(one, arguments))
 
-  def _combined(self, values: Sequence[Any]) -> Verdict:
+  def _combined(self, values: Sequence[Any]):
     """Combines what the rules return for one sample."""
     reward = 0.0
     parts = {}
@@ -120,7 +125,7 @@ class Scorer:
     assert first is not None
     return first._replace(reward=reward, parts=parts)
 
-  def _verdict(self, rule: str, value: Any) -> Verdict:
+  def _verdict(self, rule, value):
     """Converts what a rule returns; what it should not return is undecided."""
     if isinstance(value, TimeoutError):
       return Verdict(None, f'{rule}: {value}'[:200], None)
@@ -147,17 +152,11 @@ class Scorer:
     return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
 
 
-def _row(sample: Sample) -> dict[str, Any]:
-  """Returns the fields of a sample's row; generated problems have two."""
-  generated = {'problem': sample.prompt, 'answer': sample.answer}
-  return json.loads(sample.row) if sample.row else generated
-
-
-def _batched(function: Callable) -> bool:
+def _batched(function: Callable):
   return bool(own_code.declares(function).get('batched'))
 
 
-def _call(function: Callable, argument: Any) -> Any:
+def _call(function: Callable, argument):
   """Calls a user's function; returns the exception that it raises."""
   try:
     return function(argument)
@@ -167,7 +166,7 @@ def _call(function: Callable, argument: Any) -> Any:
     return error
 
 
-def _finite(numbers: Mapping[str, Any]) -> dict[str, float]:
+def _finite(numbers: Mapping[str, Any]):
   """Converts numbers, also those of NumPy; raises an error unless float32 has them."""
   if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
     raise ValueError('not a finite number')

@@ -80,7 +80,7 @@ class Worker:
       return None
     return self._reply()
 
-  def _reply(self) -> dict[str, Any]:
+  def _reply(self):
     line = self._replies.readline()
     if not line.endswith(b'\n'):
       raise EOFError('the worker is dead')
@@ -182,7 +182,7 @@ class VerifierPool:
     for thread in self._threads:
       thread.join()
 
-  def _serve(self, thread: int) -> None:
+  def _serve(self, thread):
     while task := self._tasks.get():
       request, batch, future = task
       try:
@@ -195,14 +195,16 @@ class VerifierPool:
         future.set_exception(error)
     self._end(thread)
 
-  def _end(self, thread: int) -> None:
+  def _end(self, thread):
     if worker := self._workers.get(thread):
       worker.end()
 
-  def _verify(
-    self, thread: int, request: Request, batch: Batch
-  ) -> Verdict | list[Verdict]:
+  def _verify(self, thread, request: Request, batch: Batch):
     """Returns the verdicts of a worker, or one for all samples if no worker has any."""
+    stalled = self._stalled
+    if self._own:  # an async function is called on `parallel` samples at once
+      calls = -(-len(request) // self._knobs.parallel)
+      stalled = GRACE_S + calls * self._knobs.timeout
     for _ in range(DEATHS):
       worker = self._worker(thread)
       if worker is None:
@@ -212,7 +214,7 @@ class VerifierPool:
       deadline = self._knobs.deadline * len(request)
       seconds = min(batch.seconds, deadline)
       try:
-        reply = worker.request(request, seconds, self._silence(request))
+        reply = worker.request(request, seconds, stalled)
       except (OSError, EOFError) as error:
         worker.end()
         if self._own and isinstance(error, TimeoutError):
@@ -229,14 +231,7 @@ class VerifierPool:
       return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
     return CLOSED if self._closed else FATAL
 
-  def _silence(self, request: Request) -> float:
-    """Returns the seconds of wall time after which a silent worker is killed."""
-    if not self._own:
-      return self._stalled
-    # An async function is called on `parallel` samples at once.
-    return GRACE_S + -(-len(request) // self._knobs.parallel) * self._knobs.timeout
-
-  def _worker(self, thread: int) -> Worker | None:
+  def _worker(self, thread):
     """Returns a thread's worker, forked if necessary; None if the pool is closed."""
     worker = self._workers.get(thread)
     if not self._closed and worker and worker.pid:

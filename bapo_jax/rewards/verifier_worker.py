@@ -61,7 +61,7 @@ def main(memory_mb: int, knobs: str) -> None:
     os.close(sockets[0])
 
 
-def _work(requests: socket.socket, memory_mb: int, scorer: Scorer) -> None:
+def _work(requests: socket.socket, memory_mb, scorer: Scorer):
   """Replies to requests with verdicts until half of the memory is used."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_AS, (_address_space() + (memory_mb << 20),) * 2)
@@ -96,12 +96,12 @@ def _work(requests: socket.socket, memory_mb: int, scorer: Scorer) -> None:
       return
 
 
-def _peak() -> int:
+def _peak():
   """Returns the largest resident memory of this process so far, bytes."""
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
 
 
-def _address_space() -> int:
+def _address_space():
   """Returns the address space of this process, bytes; 0 if the system has no /proc."""
   try:
     with open('/proc/self/statm', encoding='ascii') as file:

@@ -49,7 +49,7 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
     raise ValueError(text[:LONGEST])
   used: collections.Counter[int] = collections.Counter()
 
-  def value(node: ast.expr) -> Fraction:
+  def value(node: ast.expr):
     match node:
       case ast.BinOp() if type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](value(node.left), value(node.right))
@@ -65,14 +65,6 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   except (SyntaxError, MemoryError, RecursionError) as error:
     raise ValueError(text) from error
   return value(tree.body), used
-
-
-def _unlatex(text: str) -> str:
-  r"""Rewrites LaTeX as plain signs: 3\,\times\,\frac{8}{2} becomes 3*((8)/(2))."""
-  text = spell(answers.without_markdown(text))
-  while FRACTION.search(text):
-    text = FRACTION.sub(r'((\1)/(\2))', text)
-  return CROSS.sub('*', text.translate(BRACKETS))
 
 
 def countdown(answer: str, text: str) -> Verdict:
@@ -95,7 +87,12 @@ def countdown(answer: str, text: str) -> Verdict:
     return Verdict(False, 'no box and no <answer>', None)
   if len(content) > 2 * LONGEST:
     return Verdict(False, f'more than {LONGEST} characters', None)
-  expression, equals, claimed = _unlatex(content).partition('=')
+  # LaTeX becomes plain signs: 3\,\times\,\frac{8}{2} is 3*((8)/(2)).
+  content = spell(answers.without_markdown(content))
+  while FRACTION.search(content):
+    content = FRACTION.sub(r'((\1)/(\2))', content)
+  content = CROSS.sub('*', content.translate(BRACKETS))
+  expression, equals, claimed = content.partition('=')
   if equals and expression.strip() == str(target):
     expression, claimed = claimed, expression
   spelled = ''.join(expression.split())

@@ -187,17 +187,20 @@ BROKEN = {  # file -> its bytes, part of the sentence
   'numbers.json': (b'[1, 2]', 'row 1: 1 has no named fields'),
   'cut.json': (b'[{"problem": "1"},\n {"pro', 'line 2: not JSON (Unterminated string'),
   'named.json': (b'{\n  "train": [{}]\n}', 'has no list of rows; write [row, ...]'),
-  'latin.jsonl': (GOOD.encode() + b'\n\xe9', 'not UTF-8'),
-  'zipped.jsonl': (b'\x1f\x8b\x08\x00', 'not UTF-8'),
+  'latin.jsonl': (GOOD.encode() + b'\n\xe9', "cannot be read ('utf-8' codec"),
+  'zipped.jsonl': (b'\x1f\x8b\x08\x00', "'utf-8' codec can't decode"),
   'none.jsonl': (b'{"question": "1", "solutions": []}', 'line 1: fields'),
   'header.csv': (TWO[:15], 'no problem'),
   'more.csv': (TWO + b'\n1,2,3\n', 'line 4: more or fewer values than the 2 columns'),
   'quoted.csv': (TWO + b'"1\n2"3,4\n', "line 3: not CSV (',' expected after"),
   'open.csv': (TWO + b'"1\n2,4\n', 'line 3: not CSV (unexpected end of data)'),
-  'plain.jsonl.gz': (GOOD.encode(), 'not a complete gzip file (Not a gzipped file'),
-  'cut.jsonl.gz': (gzip.compress(GOOD.encode())[:-9], 'not a complete gzip file'),
+  'plain.jsonl.gz': (GOOD.encode(), 'cannot be read (Not a gzipped file'),
+  'cut.jsonl.gz': (
+    gzip.compress(GOOD.encode())[:-9],
+    'cannot be read (Compressed file',
+  ),
   'empty.jsonl.gz': (b'', 'no problem'),
-  'empty.parquet': (b'', 'not a readable parquet file'),
+  'empty.parquet': (b'', 'cannot be read (Parquet file size'),
   'problems.xlsx': (b'problem,answer', '.jsonl, .json, .csv, .jsonl.gz'),
 }
 
@@ -227,7 +230,7 @@ def test_a_path_that_is_no_file_is_one_sentence(tmp_path):
     ({'problem': [], 'answer': []}, 'no problem'),
     ({'answer': [b'2']}, "row 1: field 'answer': b'2'"),
     ({'answer': [[['2']]]}, "row 1: field 'answer': ['2']"),
-    ({'problem': pa.array([b'\xff']).view(pa.string())}, 'not a readable parquet file'),
+    ({'problem': pa.array([b'\xff']).view(pa.string())}, "'utf-8' codec"),
   ],
 )
 def test_a_table_of_wrong_types_is_one_sentence(tmp_path, columns, message):

@@ -154,14 +154,6 @@ def folder(tmp_path, seeds=3):
   return str(tmp_path)
 
 
-def test_a_name_that_both_files_define_is_refused(tmp_path):
-  # The functions of experiments.py would read the value of claims.py.
-  path = folder(tmp_path)
-  (tmp_path / 'claims.py').write_text(f'{CLAIMS}\nNAMES = ()\n')
-  with pytest.raises(ValueError, match='both define NAMES; rename'):
-    claims.load(path)
-
-
 def test_the_page_has_the_numbers_of_its_results(tmp_path):
   page = folder(tmp_path)
   assert claims.main([page, '--check']) == 1

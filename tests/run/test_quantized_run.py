@@ -62,4 +62,4 @@ def test_the_policy_of_a_quantised_actor_is_not_taken_for_the_learners(
   r = resolve.resolve(tiny(**knobs, **{'model.compute': 'bfloat16', 'mesh.data': -1}))
   data = build.tabulate(r)
   t = build.make_trainer(r, data, build.make_verifier(r.config), PhaseTimer())
-  assert (t.recompute is not None) == recomputes
+  assert (t.sampler.score is not None) == recomputes

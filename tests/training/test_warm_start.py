@@ -188,7 +188,8 @@ def made_problems(count):
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
   problems = made_problems(count)
   encoded = prompts.encode(reader, [problem.row for problem in problems])
-  tokens, solve = [prompt.tokens for prompt in encoded], synthetic.solve_trial
+  tokens = [prompt.tokens for prompt in encoded]
+  solve = synthetic.FAMILIES['trial'].solve
   made = sft.rows(reader, tokens, problems, solve, length, 0, slip, repeat)
   return problems, *made
 
@@ -239,7 +240,7 @@ def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
   def fitted(clean, noisy):
     knobs = SftConfig(clean=clean, noisy=noisy, batch=8, lr=1e-2, slip=0.3, repeat=0.3)
     mesh = sharding.make(devices=jax.devices()[:1])
-    given = made_problems(64), synthetic.solve_trial
+    given = made_problems(64), synthetic.FAMILIES['trial'].solve
     return sft.fit(reader, SPEC, mesh, LENGTH, *given, knobs, seed=0)
 
   assert nats(fitted(24, 4)) < nats(fitted(0, 0)) - 0.3

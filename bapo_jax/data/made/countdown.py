@@ -64,7 +64,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   count = problems.count
   rng = np.random.default_rng((problems.seed, knobs.largest, knobs.target))
 
-  def draw() -> tuple[tuple[int, ...], Problem] | None:
+  def draw():
     size = knobs.numbers[rng.integers(len(knobs.numbers))]
     numbers = tuple(int(n) for n in rng.integers(1, knobs.largest + 1, size))
     target = _combine(rng, numbers)
@@ -81,7 +81,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   return tuple(drawn[i] for i in rng.permutation(count))
 
 
-def _combine(rng: np.random.Generator, numbers: Sequence[int]) -> int:
+def _combine(rng, numbers: Sequence[int]):
   values = list(numbers)
   while len(values) > 1:
     b, a = (values.pop(rng.integers(len(values))) for _ in range(2))
@@ -128,9 +128,7 @@ def solve(
   return work + (rf'\boxed{{{expression}}}' if value == problem.answer else '')
 
 
-def _chain(
-  rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float
-) -> tuple[str, str, int]:
+def _chain(rng, numbers: Sequence[int], largest, slip):
   """Returns a chain's expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))

@@ -21,14 +21,12 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import UInt8
 
 from bapo_jax.data import pictures
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made.problem import Problem, draw_distinct
 from bapo_jax.data.row import Row
 
-Canvas = UInt8[np.ndarray, 'H W 3']
 BASE = 10  # quantities are 0..9, and answers are modulo 10
 LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
@@ -43,7 +41,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   seed = problems.seed
   rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
 
-  def draw() -> tuple[tuple, tuple]:
+  def draw():
     numbers = tuple(int(n) for n in rng.integers(0, BASE, knobs.shown))
     chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
     signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
@@ -61,8 +59,13 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
     kind = kinds[stream.integers(len(kinds))]
     text = _text(kind, numbers, terms, knobs.wording)
     answer = _value([numbers[abs(n) - 1] for n in terms], terms)
-    picture = _picture(np.random.default_rng((seed, i)), kind, numbers, knobs.sides)
-    row = Row(text, str(answer), pictures=(picture,))
+    # A square picture on a light ground; colours, widths and places are random.
+    picture_rng = np.random.default_rng((seed, i))
+    side = knobs.sides[int(picture_rng.integers(len(knobs.sides)))]
+    light = picture_rng.integers(230, 256, 3).astype(np.uint8)
+    canvas_HW3 = np.tile(light, (side, side, 1))
+    KINDS[kind][0](picture_rng, canvas_HW3, numbers)
+    row = Row(text, str(answer), pictures=(pictures.png(canvas_HW3),))
     problem_list.append(Problem(row, answer, numbers, terms))
   return tuple(problem_list)
 
@@ -87,13 +90,13 @@ def _value(read: Sequence[int], terms: Sequence[int]) -> int:
   return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
 
 
-def _sum(values: Sequence[object], terms: Sequence[int]) -> str:
+def _sum(values: Sequence[object], terms: Sequence[int]):
   signed = zip(values, terms, strict=True)
   text = ''.join(f'{"+" if n > 0 else "-"}{value}' for value, n in signed)
   return text.removeprefix('+')
 
 
-def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str) -> str:
+def _text(kind, numbers: Sequence[int], terms: Sequence[int], wording):
   asked = f'{_sum([f"x{abs(n)}" for n in terms], terms)} mod {BASE}'
   if wording == 'short':
     return f'{pictures.PLACEHOLDER}{asked}'
@@ -104,22 +107,11 @@ def _text(kind: str, numbers: Sequence[int], terms: Sequence[int], wording: str)
   )
 
 
-def _picture(
-  rng: np.random.Generator, kind: str, numbers: Sequence[int], sides: Sequence[int]
-) -> bytes:
-  """Returns a square PNG; colours, widths and places are random."""
-  side = sides[int(rng.integers(len(sides)))]
-  light = rng.integers(230, 256, 3).astype(np.uint8)
-  canvas_HW3 = np.tile(light, (side, side, 1))
-  KINDS[kind][0](rng, canvas_HW3, numbers)
-  return pictures.png(canvas_HW3)
-
-
-def _dark(rng: np.random.Generator) -> np.ndarray:
+def _dark(rng):
   return rng.integers(0, 150, 3).astype(np.uint8)
 
 
-def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _bars(rng, canvas, numbers):
   """Draws bars on a line, beside an axis with a tick at every unit."""
   side = len(canvas)
   axis = 4
@@ -137,7 +129,7 @@ def _bars(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
     canvas[ground + 1 :, left : left + width] = colour  # makes a height of 0 visible
 
 
-def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _dots(rng, canvas, numbers):
   """Draws a column of dots per quantity, in random cells out of ten, between lines."""
   wide = len(canvas) // len(numbers)
   across, down = (wide - 2) // 2, len(canvas) // 5
@@ -152,7 +144,7 @@ def _dots(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> N
       canvas[top : top + size, left : left + size] = colour
 
 
-def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _lengths(rng, canvas, numbers):
   """Draws horizontal segments, one per row, over vertical lines one unit apart."""
   unit = (len(canvas) - 2) // BASE
   high = len(canvas) // len(numbers)
@@ -166,7 +158,7 @@ def _lengths(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -
       canvas[row - 3 : row + 5, end : end + 2] = colour
 
 
-def _dials(rng: np.random.Generator, canvas: Canvas, numbers: Sequence[int]) -> None:
+def _dials(rng, canvas, numbers):
   """Draws dials in rows, with hands turned by tenths of a turn from the top."""
   across = math.ceil(math.sqrt(len(numbers)))
   cell = len(canvas) // across

@@ -59,11 +59,11 @@ PAIR_LEVELS = {
 HARD = 100  # added to a and b of a hard problem of `pair`
 
 
-def _problem(text: str, answer: int, numbers: tuple[int, ...]) -> Problem:
+def _problem(text, answer, numbers: tuple[int, ...]):
   return Problem(Row(text, str(answer)), answer, numbers)
 
 
-def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
+def _draw_trial(rng, problems):
   """Draws a x + c = b (mod m) with one solution; x, c != 0 and a != 1 (mod m)."""
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
@@ -75,9 +75,7 @@ def draw_trial(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   return _problem(f'{a}x+{c}={b} mod {m}', answer, (a, c, b, m))
 
 
-def solve_trial(
-  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
-) -> str:
+def _solve_trial(problem, rng, slip, repeat):
   """Returns a worked solution; a trial goes wrong or is repeated with these chances."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
@@ -101,7 +99,7 @@ def solve_trial(
   return '|'.join(written)
 
 
-def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
+def _draw_chain(rng, problems):
   """Draws a chain of +, - and *; `numbers`: its results, from left to right, and m."""
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
@@ -116,9 +114,7 @@ def draw_chain(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   return _problem(f'{text} mod {m}', value, (*results, m))
 
 
-def solve_chain(
-  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
-) -> str:
+def _solve_chain(problem, rng, slip, repeat):
   """Returns a worked solution; a slip adds one error to this and all later results."""
   *results, m = problem.numbers
   digits = len(str(m - 1))
@@ -132,7 +128,7 @@ def solve_chain(
   return '|'.join(written) + rf'\boxed{{{results[-1]}}}'
 
 
-def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
+def _draw_pair(rng, problems):
   """Draws a x = b and d x = e (mod m) with one common solution, which is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
   above = HARD * int(rng.random() < problems.pair.hard)
@@ -155,15 +151,7 @@ def draw_pair(rng: np.random.Generator, problems: ProblemsConfig) -> Problem:
   return _problem(f'{a}x={b} mod {m}|{d}x={e}', answer, (a, b, m, d, e))
 
 
-def solve_pair(
-  problem: Problem,
-  rng: np.random.Generator,
-  slip: float,
-  repeat: float,
-  *,
-  stops: bool = True,
-  answer: str = 'x',
-) -> str:
+def _solve_pair(problem, rng, slip, repeat, *, stops=True, answer='x'):
   """Returns a worked solution; a or b is reduced wrongly with chance `slip`.
 
   A trial repeats an earlier candidate with chance `repeat`. With `stops` off, tries
@@ -203,14 +191,14 @@ def solve_pair(
   return '|'.join(written) + rf'\boxed{{{stated}}}'
 
 
-def _join(numbers: Iterable[int], digits: int) -> str:
+def _join(numbers: Iterable[int], digits):
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
 
 FAMILIES = {
-  'trial': Family(draw_trial, solve_trial),
-  'chain': Family(draw_chain, solve_chain),
-  'pair': Family(draw_pair, solve_pair),
+  'trial': Family(_draw_trial, _solve_trial),
+  'chain': Family(_draw_chain, _solve_chain),
+  'pair': Family(_draw_pair, _solve_pair),
 }
 
 
@@ -223,7 +211,7 @@ def to_imitate(
     return training, FAMILIES[problems.family].solve
   easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
   knobs = problems.pair.model_dump(include={'stops', 'answer'})
-  return easy, functools.partial(solve_pair, **knobs)
+  return easy, functools.partial(_solve_pair, **knobs)
 
 
 def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
@@ -233,7 +221,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   """
   rng = np.random.default_rng((problems.seed, problems.level))
 
-  def draw() -> tuple[str, Problem]:
+  def draw():
     problem = FAMILIES[problems.family].draw(rng, problems)
     return problem.text, problem
 

@@ -165,7 +165,7 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
   return dataclasses.replace(model, mrope=sections, vision=tower)
 
 
-def _language_model(c: Options, implied: Architecture, compute: str) -> ModelSpec:
+def _language_model(c, implied: Architecture, compute):
   _check_only(c, ONLY)
   if implied.windowed:
     # Defaults of transformers for absent options; null is a value.
@@ -200,7 +200,7 @@ def _language_model(c: Options, implied: Architecture, compute: str) -> ModelSpe
   )
 
 
-def _check_window(c: Options, always: bool) -> None:
+def _check_window(c, always):
   """Raises ValueError if a layer's sliding window is shorter than the context.
 
   `always`: a window is used in all layers, whatever the other options.
@@ -224,7 +224,7 @@ def _check_window(c: Options, always: bool) -> None:
     )
 
 
-def _check_only(c: Options, only: Options, where: str = '') -> None:
+def _check_only(c, only, where=''):
   for option, wanted in only.items():
     value = c.get(option)
     if value is None or value == wanted:
@@ -238,7 +238,7 @@ def _check_only(c: Options, only: Options, where: str = '') -> None:
     )
 
 
-def _rope(c: Options) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
+def _rope(c):
   """Returns (theta, rope_type, knobs of the rule); see rope.RULES."""
   # transformers 5 writes rope_parameters, 4 rope_scaling and rope_theta.
   knobs = c.get('rope_scaling') or c.get('rope_parameters') or {}
@@ -255,7 +255,7 @@ def _rope(c: Options) -> tuple[float, str, tuple[tuple[str, Any], ...]]:
   return theta, kind, tuple(sorted(knobs.items()))
 
 
-def _text_options(c: Options) -> tuple[Options, tuple[int, ...]]:
+def _text_options(c):
   """Returns (options of the language model in Qwen2's spelling, mrope_section)."""
   text = dict(c.get('text_config') or c)
   name = 'tie_word_embeddings'
@@ -269,7 +269,7 @@ def _text_options(c: Options) -> tuple[Options, tuple[int, ...]]:
   return text, sections
 
 
-def _tower(c: Options, pixels: Options) -> VisionSpec:
+def _tower(c, pixels):
   tower = c.get('vision_config') or {}
   _check_only(tower, ONLY_VISION, ' in vision_config')
   fields: Options = {
@@ -307,9 +307,7 @@ def _tower(c: Options, pixels: Options) -> VisionSpec:
   return v
 
 
-def _positive(
-  c: Options, name: str, default: float | None = None, kind: type = int
-) -> Any:
+def _positive(c, name, default: float | None = None, kind: type = int):
   value: Any = default if c.get(name) is None else c[name]
   if type(value) not in (int, kind) or not value > 0:
     noun = 'integer' if kind is int else 'number'

@@ -184,7 +184,7 @@ def hint(name: str) -> str:
   return f' (to use a model of the hub, write hub:{name})'
 
 
-def _snapshot(hub: HubName, local: bool, weights: bool = True) -> str:
+def _snapshot(hub: HubName, local, weights=True):
   import huggingface_hub
 
   patterns = ['*.json', '*.txt', '*.model', '*.jinja']

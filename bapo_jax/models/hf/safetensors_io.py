@@ -82,7 +82,7 @@ def index(path: str) -> dict[str, Tensor]:
   """
   tensors: dict[str, Tensor] = {}
   for file in files(path):
-    for name, tensor in header(os.path.join(path, file)).items():
+    for name, tensor in _header(os.path.join(path, file)).items():
       if name in tensors:
         raise ValueError(
           f'{path}: both {os.path.basename(tensors[name].file)} and {file} contain '
@@ -92,7 +92,7 @@ def index(path: str) -> dict[str, Tensor]:
   return tensors
 
 
-def header(path: str) -> dict[str, Tensor]:
+def _header(path):
   """Returns the tensors of one file by name; see `index`."""
   try:
     with safetensors.safe_open(path, framework='numpy'):

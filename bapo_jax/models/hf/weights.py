@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -155,12 +155,12 @@ def check(path: str, spec: ModelSpec) -> Index:
 
 
 def _load_parameter(
-  parameter: str, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
-) -> jax.Array:
+  parameter, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
+):
   shape = like.shape
   dtype = like.dtype
   layers, tail = split(parameter, shape)
-  axes = file_axes(parameter, tail)
+  axes = _file_axes(parameter, tail)
   order = list(itertools.chain(*axes))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
   # The part of every axis of the file that each device of this process holds.
@@ -215,9 +215,7 @@ def _load_parameter(
   )
 
 
-def _blocks(
-  layers: int, start: int, stop: int, row_bytes: int
-) -> Iterator[tuple[range, int, int]]:
+def _blocks(layers, start, stop, row_bytes):
   """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
   together = max(BLOCK // ((stop - start) * row_bytes), 1)
   rows = max(BLOCK // row_bytes, 1)
@@ -228,12 +226,12 @@ def _blocks(
 
 def _read_rows(
   tensor: safetensors_io.Tensor,
-  start: int,
-  stop: int,
+  start,
+  stop,
   sizes: Shape,
   hull: list[Span],
-  lead: int,
-) -> np.ndarray:
+  lead,
+):
   """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
 
   The axes have these `sizes`; in the file, the first `lead` of them are one axis.
@@ -261,7 +259,7 @@ def finite(array: np.ndarray) -> bool:
 
 
 @functools.partial(jax.jit, donate_argnums=0)  # in place
-def _update(shard: jax.Array, piece: jax.Array, corner: Any) -> jax.Array:
+def _update(shard: jax.Array, piece: jax.Array, corner):
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
   bits = f'uint{8 * piece.dtype.itemsize}'
@@ -289,7 +287,7 @@ def save(
     for parameter, (shape, _) in transformer.describe(spec).items():
       array = get(parameter)
       layers, tail = split(parameter, shape)
-      order = list(itertools.chain(*file_axes(parameter, tail)))
+      order = list(itertools.chain(*_file_axes(parameter, tail)))
       for i in range(layers):
         layer = np.asarray(array if len(tail) == len(shape) else array[i])
         layer = layer.transpose(order).astype(kind)
@@ -320,7 +318,7 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
   shapes = {}
   for parameter, (shape, _) in transformer.describe(spec).items():
     layers, tail = split(parameter, shape)
-    merged = [math.prod(tail[i] for i in axes) for axes in file_axes(parameter, tail)]
+    merged = [math.prod(tail[i] for i in axes) for axes in _file_axes(parameter, tail)]
     shapes |= {NAMES[parameter].format(i): tuple(merged) for i in range(layers)}
   return shapes
 
@@ -330,7 +328,7 @@ def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
   return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
 
 
-def file_axes(parameter: str, tail: Shape) -> list[list[int]]:
+def _file_axes(parameter, tail):
   """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
 
   A file has projections as [out, in] and biases as [out], each merged to one axis.

@@ -50,9 +50,7 @@ def forward(
   return jnp.where(live_RM1, merged_RMD, 0)
 
 
-def _hidden(
-  params: Tree, pixels_RZE: Array, at: grids.Layout, spec: ModelSpec, schedule: Schedule
-) -> Array:
+def _hidden(params, pixels_RZE, at: grids.Layout, spec, schedule: Schedule):
   v = vision_of(spec)
   # Half of the rotary pairs rotate by the row of a patch, half by the column.
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
@@ -80,7 +78,15 @@ def _hidden(
     return sharding.constrain(x_RZD, sharding.ROWS), None
 
   is_full_L = jnp.asarray([i in v.full_layers for i in range(v.layers)])
-  x_RZD = _embed_patches(params, pixels_RZE, spec)
+  # The kernel spans two frames, and a picture repeats its frame. One product with the
+  # sum of the kernel over frames therefore suffices.
+  mean_E, std_E = (
+    jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
+  )
+  x_RZE = pixels_RZE.astype(jnp.float32) / 255
+  x_RZE = (x_RZE - mean_E[None, None]) / std_E[None, None]
+  kernel_ED = params['patch'].sum(1).reshape(v.numbers, v.width)
+  x_RZD = product(x_RZE.astype(spec.compute), kernel_ED)
   x_RZD = sharding.constrain(x_RZD, sharding.ROWS)
   xs = params['layers'], is_full_L
   return lax.scan(REMAT[schedule.remat](layer), x_RZD, xs)[0]
@@ -93,20 +99,7 @@ def vision_of(spec: ModelSpec) -> VisionSpec:
   return spec.vision
 
 
-def _embed_patches(params: Tree, pixels_RZE: Array, spec: ModelSpec) -> Array:
-  # The kernel spans two frames, and a picture repeats its frame. One product with the
-  # sum of the kernel over frames therefore suffices.
-  v = vision_of(spec)
-  mean_E, std_E = (
-    jnp.repeat(jnp.asarray(x, jnp.float32), v.patch**2) for x in (v.mean, v.std)
-  )
-  x_RZE = pixels_RZE.astype(jnp.float32) / 255
-  x_RZE = (x_RZE - mean_E[None, None]) / std_E[None, None]
-  kernel_ED = params['patch'].sum(1).reshape(v.numbers, v.width)
-  return product(x_RZE.astype(spec.compute), kernel_ED)
-
-
-def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -> Array:
+def _in_windows(q_RZHC, k_RZHC, v_RZHC, at: grids.Layout):
   """Computes attention [R, Z, H, C] from each patch to the patches of its window.
 
   Windows are small and of one size, so the plain kernel suffices on every platform.
@@ -130,7 +123,7 @@ def _in_windows(q_RZHC: Array, k_RZHC: Array, v_RZHC: Array, at: grids.Layout) -
   return jnp.take_along_axis(attended_NYHC.reshape(R, W * Y, H, C), slot_RZ11, 1)
 
 
-def _affine(x: Array, w: Tree, name: str, axes: int = 1) -> Array:
+def _affine(x, w, name, axes=1):
   """Multiplies x [..., *in] by a weight [*in, *out] and adds its bias."""
   bias = w[f'{name}_bias'].astype(x.dtype)
   out = product(x, w[name], axes)

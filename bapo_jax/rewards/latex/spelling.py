@@ -110,12 +110,12 @@ def spell(text: str) -> str:
   return unwrap(PERCENT.sub('%', text))
 
 
-def _script(match: re.Match[str]) -> str:
+def _script(match: re.Match[str]):
   digits = match[0].translate(RAISED).translate(LOWERED)
   return ('^' if match[1] else '_') + (f'{{{digits}}}' if len(digits) > 1 else digits)
 
 
-def _command(match: re.Match[str]) -> str:
+def _command(match: re.Match[str]):
   replacement = COMMANDS.get(match[1], match[0])
   begin, end = match.span()
   around = match.string[begin - 1 : begin], match.string[end : end + 1]

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import mpmath
 
@@ -17,7 +16,7 @@ from bapo_jax.rewards.latex.spelling import LETTERS
 NUMERAL = re.compile(r'[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?')
 
 
-def _numeral(s: str, *_: Any, **__: Any):
+def _numeral(s, *_, **__):
   """Converts a numeral to a sympy number; evaluates nothing and rejects other text."""
   import sympy
 
@@ -43,7 +42,7 @@ def _math_verify():
   return math_verify
 
 
-def _exactly(equal: Callable[..., bool], a: Any, b: Any, *digits: int) -> bool:
+def _exactly(equal: Callable[..., bool], a, b, *digits):
   """Compares by a function of math-verify, and confirms numbers that it finds equal.
 
   math-verify alone takes 2^100 + 0.5 for 2^100, because decimals are floats, and 1/19!
@@ -79,7 +78,7 @@ def _exactly(equal: Callable[..., bool], a: Any, b: Any, *digits: int) -> bool:
   return value.xreplace({x: 0 for x in floats if abs(x) * 10**places < 1}) == 0
 
 
-def _read(latex: str) -> tuple[Any, str]:
+def _read(latex):
   """Returns the LaTeX as a sympy object (None: not parsable) and as normalised text."""
   from latex2sympy2_extended import latex2sympy, normalize_latex
   from math_verify.grader import should_treat_as_complex

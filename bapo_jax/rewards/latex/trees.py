@@ -8,7 +8,9 @@ never evaluates any of the text.
 
 import collections
 import math
+import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -35,29 +37,25 @@ GREEK = re.compile(rf'\\(?:{LETTERS}|ell)')
 ENDS = ('', '+', '-', ')', '}', ']', '^', '_', '%', '∞')
 
 
-def _numeral(text: str) -> Fraction:
-  if '\\' in text:
-    return _repeating(text)
+def _numeral(text):
+  r"""Returns the value of a numeral, or of a repeating decimal such as 0.1\overline{6}.
+
+  Raises a ValueError for a period of nines: 0.\overline{9} is left to calculate.
+  """
+  decimal, _, period = text.partition(r'\overline')
+  period = period.strip(' {}')
+  if period:
+    whole, _, decimals = decimal.partition('.')
+    if len(text) > 1000 or not period.strip('9'):
+      raise ValueError(f'{text[:20]} is too long, or repeats 9')
+    start = int((whole + decimals) or '0')
+    end = int(whole + decimals + period)
+    return Fraction(end - start, 10 ** len(decimals) * (10 ** len(period) - 1))
   digits = text.replace(',', '').replace(THOUSANDS, '').lower()
   number, _, exponent = digits.partition('e')
   if abs(int(exponent or 0)) > LARGEST_EXPONENT or len(number) > 1000:
     raise ValueError(f'{text[:20]} is too large')
   return Fraction(number.rstrip('.')) * Fraction(10) ** int(exponent or 0)
-
-
-def _repeating(text: str) -> Fraction:
-  r"""Returns the value of a repeating decimal such as 0.1\overline{6}.
-
-  Raises a ValueError for a period of nines: 0.\overline{9} is left to calculate.
-  """
-  decimal, _, period = text.partition(r'\overline')
-  whole, _, decimals = decimal.partition('.')
-  period = period.strip(' {}')
-  if len(text) > 1000 or not period.strip('9'):
-    raise ValueError(f'{text[:20]} is too long, or repeats 9')
-  start = int((whole + decimals) or '0')
-  end = int(whole + decimals + period)
-  return Fraction(end - start, 10 ** len(decimals) * (10 ** len(period) - 1))
 
 
 def parse(text: str) -> Tree | None:
@@ -149,7 +147,7 @@ class _Parser:
     self.depth -= 1
     return tree
 
-  def _atom(self, token: str) -> Tree:
+  def _atom(self, token) -> Tree:
     if token and token[0] in '.0123456789':
       if not self.accept('_'):
         return ('num', _numeral(token))
@@ -201,9 +199,10 @@ def plain(tree: Tree) -> Fraction | None:
       value = plain(inner)
       scale = -1 if kind == 'neg' else Fraction(1, 100)
       return None if value is None else scale * value
-    case ('div', ('neg', ('num', _) as top), ('num', _) as bottom):  # -1/2
-      return plain(('neg', ('div', top, bottom)))
-    case ('div', ('num', _) as top, ('neg', ('num', _) as bottom)):  # 1/-2
+    case (
+      ('div', ('neg', ('num', _) as top), ('num', _) as bottom)  # -1/2
+      | ('div', ('num', _) as top, ('neg', ('num', _) as bottom))  # 1/-2
+    ):
       return plain(('neg', ('div', top, bottom)))
     case ('div', ('num', top), ('num', bottom)) if bottom != 0:
       return top / bottom
@@ -218,11 +217,11 @@ def plain(tree: Tree) -> Fraction | None:
   return None
 
 
-def _parts(tree: Tree) -> list[Tree]:
+def _parts(tree):
   return [part for part in tree[1:] if isinstance(part, tuple)]
 
 
-def _nodes(tree: Tree) -> set[Tree]:
+def _nodes(tree) -> set[Tree]:
   return {tree}.union(*map(_nodes, _parts(tree)))
 
 
@@ -231,13 +230,13 @@ def symbols(tree: Tree) -> set[str | Tree]:
   return {node[1] for node in _nodes(tree) if node[0] == 'sym'}
 
 
-def _flat(tree: Tree, kind: str) -> list[Tree]:
+def _flat(tree, kind) -> list[Tree]:
   if tree[0] != kind:
     return [tree]
   return [part for inner in tree[1:] for part in _flat(inner, kind)]
 
 
-def _factor_kind(tree: Tree) -> str:  # two factors of one kind can be multiplied
+def _factor_kind(tree):  # two factors of one kind can be multiplied
   if plain(tree) is not None:
     return 'number'
   if tree[0] == 'root' or (tree[0] == 'pow' and plain(tree[1]) is not None):
@@ -317,7 +316,7 @@ def equal(gold: Tree, response: Tree) -> bool:
   return gold == response
 
 
-def _degree(node: Tree) -> int:
+def _degree(node) -> int:
   """Returns the factor by which a node raises the degree of an algebraic number.
 
   No bound is known for π, e and irrational exponents. They count as degree 4, twice
@@ -334,7 +333,7 @@ def _degree(node: Tree) -> int:
   return 1
 
 
-def _height(tree: Tree) -> float:
+def _height(tree) -> float:
   """Returns a bound on the decimal digits of a value's coefficients.
 
   Raises a ValueError for a power of more than MOST_DIGITS, without evaluating it.
@@ -351,24 +350,24 @@ def _height(tree: Tree) -> float:
   return 1 + sum(1 + _height(part) for part in _parts(tree))
 
 
-def _value(tree: Tree) -> Any:
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+  'neg': operator.neg,
+  'percent': lambda value: value / 100,
+  'add': lambda *values: sum(values, mpmath.mpf(0)),
+  'mul': operator.mul,
+  'div': operator.truediv,
+  'pow': mpmath.power,
+}
+
+
+def _value(tree) -> Any:
   match tree:
     case ('num', number) | ('mixed', number):
       return mpmath.mpf(number.numerator) / number.denominator
     case ('const', name):
       return {'π': mpmath.pi(), 'e': mpmath.e(), 'i': mpmath.mpc(0, 1)}[name]
-    case ('neg', inner):
-      return -_value(inner)
-    case ('percent', inner):
-      return _value(inner) / 100
-    case ('add', *terms):
-      return sum(map(_value, terms), mpmath.mpf(0))
-    case ('mul', left, right):
-      return _value(left) * _value(right)
-    case ('div', top, bottom):
-      return _value(top) / _value(bottom)
-    case ('pow', base, exponent):
-      return mpmath.power(_value(base), _value(exponent))
+    case (kind, *parts) if kind in ARITHMETIC:
+      return ARITHMETIC[kind](*map(_value, parts))
     case ('root', inner, ('num', degree)) if degree.denominator == 1:
       value = _value(inner)
       if isinstance(value, mpmath.mpf) and value < 0 and degree % 2 == 1:
