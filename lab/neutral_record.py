@@ -107,26 +107,6 @@ def append(
     'pieces': pieces,
     'update': update,
   }
-<<<<<<< HEAD
-  columns = {k: _plain(values) for k, values in given.items() if values is not None}
-  update = _plain(update)
-  if not isinstance(update, list):
-    update = [update] * len(columns['tokens'])
-  columns['update'] = update
-  lengths = {name: len(values) for name, values in columns.items()}
-  if len(set(lengths.values())) > 1:
-    raise ValueError(f'{lengths} responses; give the same number of each')
-  texts = []
-  for i, values in enumerate(zip(*columns.values(), strict=True)):
-    try:
-      row = _trimmed(_checked(dict(zip(columns, values, strict=True))))
-    except ValueError as error:
-      raise ValueError(f'response {i}: {error}') from error
-    written = {name: row[name] for name in columns}
-    if all(row['mask']):
-      written.pop('mask', None)
-    texts.append(json.dumps(written, ensure_ascii=False) + '\n')
-=======
   columns = {k: _plain(values) for k, values in fields.items() if values is not None}
   if not isinstance(columns.get('update', []), list):
     columns['update'] = [columns['update']] * len(columns['tokens'])
@@ -138,7 +118,6 @@ def append(
     row = _checked(dict(zip(columns, values, strict=True)), f'response {i}')
     written = {name: row[name] for name in columns}
     lines.append(json.dumps(written, ensure_ascii=False) + '\n')
->>>>>>> results
   with open(path, 'a', encoding='utf-8') as file:
     file.writelines(lines)
 
