@@ -26,7 +26,7 @@ COUNTDOWN_TEST = tuple(range(300, 316))  # protocol 2
 RATES = (3e-5, 1e-4, 3e-4, 1e-3)  # from which each arm of `countdown` gets its own
 
 NONE_REUSABLE = (0.0625, 0.0625)  # no pass rate of eight responses lies there
-BALANCED = {'clip.rule': 'balanced', 'clip.target': 0.36}  # as ../2510.18927 has chosen
+BALANCED = {'clip.rule': 'balanced', 'clip.target': 0.36}  # chosen in ../balanced_po
 
 ARMS: dict[str, dict[str, Any]] = {
   'grpo': {'batch.rule': 'fresh_only'},
