@@ -20,17 +20,16 @@ CHILDREN = 5  # times the limit: two processes that start JAX and a run
 FAST = {
   'algorithms': 'advantage knobs_of_rules loss replay_buffer',
   'autosetup': 'presets',
-  'data': 'countdown dedup drawn hub local_files pictures prompts synthetic',
+  'data': 'countdown drawn hub local_files pictures prompts synthetic',
   'lab': 'claims run_plots',
-  'models': 'hf_config hf_directory rope',
-  'rewards': 'gold',
+  'models': 'hf_config hf_directory',
   'rollout': 'rollout',
   'run': 'page step_record',
-  'runtime': 'files machine markdown metrics progress workdir',
-  'tools': 'compare hlo roofline',
+  'runtime': 'machine markdown metrics progress workdir',
+  'tools': 'compare roofline',
   'training': 'config evaluate',
-  '.': 'architecture docs fuzz_config knobs limits main notebooks '
-  'on_gpu own_code requirements sharding type_checker types',
+  '.': 'architecture docs fuzz_config install knobs limits main notebooks '
+  'on_gpu own_code sharding types',
 }
 
 
