@@ -188,7 +188,8 @@ def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
   if not isinstance(tokens, list):
     raise ValueError(f'{where}: tokens is {tokens!r:.40}; write a list of token ids')
   pieces = [f'<{token}>' for token in tokens]
-  row = {'mask': [1] * len(tokens), 'pieces': pieces, 'update': 0} | row
+  defaults: dict[str, Any] = {'mask': [1] * len(tokens), 'pieces': pieces, 'update': 0}
+  row = defaults | row
   for name in ('mask', *COLUMNS):
     values = row[name]
     if not isinstance(values, list) or len(values) != len(tokens):

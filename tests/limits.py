@@ -20,17 +20,16 @@ CHILDREN = 5  # times the limit: two processes that start JAX and a run
 FAST = {
   'algorithms': 'advantage knobs_of_rules loss replay_buffer',
   'autosetup': 'presets',
-  'data': 'countdown data_knobs dedup drawn hub local_files pictures prompts synthetic',
+  'data': 'countdown drawn hub local_files pictures prompts synthetic',
   'lab': 'claims run_plots',
-  'models': 'hf_config hf_directory rope safetensors_io',
-  'rewards': 'gold',
-  'rollout': 'rollout shapes',
-  'run': 'page report step_record',
-  'runtime': 'digests files machine markdown metrics progress workdir',
-  'tools': 'compare hlo hosts roofline',
+  'models': 'hf_config hf_directory',
+  'rollout': 'rollout',
+  'run': 'page step_record',
+  'runtime': 'machine markdown metrics progress workdir',
+  'tools': 'compare roofline',
   'training': 'config evaluate',
-  '.': 'architecture docs finetune fuzz_config knobs limits main notebooks '
-  'on_gpu own_code requirements sharding type_checker types',
+  '.': 'architecture docs fuzz_config install knobs limits main notebooks '
+  'on_gpu own_code sharding types',
 }
 
 

@@ -1,13 +1,18 @@
 """`pip install .` makes the command `bapo`, and copied configs run anywhere."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bapo_jax.training import config
 
@@ -113,3 +118,92 @@ def test_python_m_bapo_jax_is_the_same_program(installed):
   other = bapo(installed, 'check', '--config=nope.py')
   assert done.returncode == other.returncode == 2
   assert done.stderr == other.stderr != ''
+
+
+# --------- installed versions are in range, and both lanes of CI pin every requirement
+
+
+def requirements(*names: str) -> Iterator[Requirement]:
+  """The lines of these requirements files."""
+  for name in names:
+    for line in (ROOT / name).read_text().splitlines():
+      line = line.split('#')[0].strip()
+      if line and not line.startswith('-r'):
+        yield Requirement(line)
+
+
+@pytest.mark.parametrize(
+  'wanted',
+  [*requirements('requirements.txt', 'requirements/dev.txt')],
+  ids=str,
+)
+def test_installed_version_is_in_range(wanted):
+  assert importlib.metadata.version(wanted.name) in wanted.specifier
+
+
+@pytest.mark.parametrize('name', ['constraints.txt', 'constraints-newest.txt'])
+def test_constraints_pin_every_requirement_inside_its_range(name):
+  lines = (ROOT / 'requirements' / name).read_text().splitlines()
+  pairs = [line.split('==') for line in lines if line and not line.startswith('#')]
+  pins = {canonicalize_name(package): pin for package, pin in pairs}
+  assert len(pins) == len(pairs)
+  for wanted in requirements('requirements.txt', 'requirements/dev.txt'):
+    assert pins[canonicalize_name(wanted.name)] in wanted.specifier, wanted
+
+
+def test_the_second_lane_has_the_newest_jax_that_is_allowed():
+  (jax,) = (r for r in requirements('requirements.txt') if r.name == 'jax')
+  limit = re.search(r'<0\.(\d+)', str(jax.specifier))
+  assert limit
+  newest = f'jax==0.{int(limit[1]) - 1}.'
+  assert newest in (ROOT / 'requirements' / 'constraints-newest.txt').read_text()
+
+
+# ----------------- the type checker finds a wrong keyword at every joint of the wiring
+
+
+HEAD = """
+from jax import Array
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.rollout import Verification, rollout
+from bapo_jax.learner import learner
+from bapo_jax.training.state import Trainer, TrainState
+from bapo_jax.types import Batch, Groups, Prompts, Weigh
+
+def f(
+  t: Trainer, s: TrainState, p: PartialRollouts, batch: Batch, groups: Groups, x: Array,
+  now: Prompts, weigh: Weigh, v: Verification
+) -> None:
+""".strip()
+ROLLOUT = 'rollout(p, s.params, now, x, verification=v, step=3, policy_version=3)'
+RIGHT = (
+  't.rules.clip(ratio_BT=x, batch=batch, weigh=weigh)',
+  't.rules.advantage(reward_PG=x)',
+  't.train_step(params=s.params, opt=s.opt, batch=batch)',
+  's.replace(step=1)',
+  ROLLOUT,
+)
+WRONG = (
+  't.rules.clip(ratios_BT=x, batch=batch, weigh=weigh)',
+  't.rules.advantage(rewards_PG=x)',
+  't.rules.batch(groups, groups, s.buffer, 0, x, seat=3)',
+  't.train_step(s.params, s.opt, batches=batch)',
+  ROLLOUT.replace('step=3', 'stp=3', 1),
+  'learner.update(s.params, s.opt, groups, x, x, epoch=1)',
+  'batch.mask_BT',
+)
+
+
+def test_wrong_keywords_are_errors_and_right_ones_are_none(tmp_path):
+  path = tmp_path / 'snippet.py'
+  path.write_text('\n  '.join([HEAD, *RIGHT, *WRONG, '']))
+  command = [sys.executable, '-m', 'pyrefly', 'check', '--config', 'pyproject.toml']
+  done = subprocess.run(
+    [*command, '--search-path', str(ROOT), '--output-format=min-text', str(path)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  lines = {int(n) for n in re.findall(r'snippet\.py:(\d+)', done.stdout)}
+  found = {path.read_text().splitlines()[n - 1].strip() for n in lines}
+  assert found == set(WRONG), done.stdout + done.stderr

@@ -7,18 +7,21 @@ import json
 import math
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 
 import jax
+import making
 import numpy as np
 import pytest
 import runs
 from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
+from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.run import experiment, page, report, resume
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
@@ -388,3 +391,111 @@ def wait_for(
     assert process.poll() is None, 'the run ended before it was stopped'
     assert time.monotonic() < deadline
     time.sleep(every_s)
+
+
+# ----------------- a run whose weights are lost stops, saved, with its own exit status
+
+
+def beyond(config, **sections):
+  """Returns the config with values that no config of a user can have."""
+  for name, values in sections.items():
+    section = getattr(config, name).model_copy(update=values)
+    config = config.model_copy(update={name: section})
+  return config
+
+
+def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
+  # An update or two overflow every later forward pass.
+  knobs = {'steps': 9, 'optimizer.warmup': 0, 'learner.max_consecutive_skips': 3}
+  knobs |= {'checkpoint.keep': 9, 'evaluate.every': 99}
+  config, workdir = beyond(tiny(**knobs), optimizer={'lr': 1e30}), warm()
+  assert runs.train(config, workdir) == experiment.DIVERGED == 3
+  run = last_run(workdir)
+  step, skips = run.scalars['step'], run.scalars['consecutive_skips']
+  out = capsys.readouterr().out
+  assert 'learner.max_consecutive_skips=3' in out and 'Saved.' in out
+  assert not (workdir / 'report.html').exists()
+  assert step < config.steps
+
+  # Two updates per step: it stops with the step in which the third was skipped.
+  skipped = [int(float(run.rows[i]['learner/skipped'])) for i in range(1, step + 1)]
+  assert 3 <= skips <= 4
+  updates = [int(float(run.rows[i]['learner/updates'])) for i in range(1, step + 1)]
+  applied = [2 * i - sum(skipped[:i]) for i in range(1, step + 1)]
+  assert updates == applied and run.scalars['updates'] == applied[-1]
+  assert skipped[-2:] == [skips - 2, 2] and sum(skipped[:-2]) < 2
+  # The saved weights are those before the skips: changed, and finite.
+  for name in ('embed', 'final_norm'):
+    before, last = (
+      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
+    )
+    assert np.isfinite(last).all() and np.abs(last).max() > 1e20
+    np.testing.assert_array_equal(last, before)
+
+
+def test_a_run_whose_first_update_is_not_finite_says_so_at_once(warm, capsys):
+  config = beyond(tiny(**{'steps': 9, 'evaluate.every': 50}), loss={'kl': 1e39})
+  workdir = warm()
+  assert config.learner.max_consecutive_skips > 2
+  assert runs.train(config, workdir) == experiment.DIVERGED
+  assert 'The first update of the run is not finite' in capsys.readouterr().out
+  run = last_run(workdir)
+  assert (run.scalars['step'], run.scalars['updates']) == (1, 0)
+  assert run.scalars['consecutive_skips'] == 2
+
+
+# ----------- a run that can learn nothing says so at its first step, and in its report
+
+
+class NothingIsRight(making.OddVerifier):
+  """Every response is wrong."""
+
+  def verdict(self, text: str) -> Verdict:
+    return Verdict(False, 'wrong', None)
+
+
+def test_steps_without_anything_to_learn_are_reported_at_once_and_not_at_each(
+  warm, capsys, monkeypatch
+):
+  monkeypatch.setattr(report, 'IDLE', 2)
+  knobs, workdir = {'evaluate.every': 50, 'checkpoint.every': 50}, warm()
+  assert runs.train(tiny(steps=1, **knobs), workdir, NothingIsRight) == 0
+  out = capsys.readouterr().out
+  assert out.count('Nothing was learned in step 1: no group had right and wrong') == 1
+  assert out.count('Nothing was learned') == 1
+  text = (workdir / 'report.html').read_text()
+  assert 'nothing was learned in 1 of 1 steps. No response is right' in text
+  assert runs.train(tiny(steps=3, **knobs), workdir, NothingIsRight) == 0
+  out = capsys.readouterr().out
+  assert out.count('Nothing was learned in steps 1 to 2:') == 1
+  assert out.count('Nothing was learned') == 1
+  assert 'check the verifier (rewards.rule)' in out
+  text = (workdir / 'report.html').read_text()
+  assert 'Nothing was learned in steps 1 to 3:' in text
+  assert 'nothing was learned in 3 of 3 steps.' in text
+  run = last_run(workdir)
+  assert run.scalars['idle_steps'] == 3
+  assert run.rows[3]['learner/idle_steps'] == '3.0'
+  assert {run.rows[i]['learner/grad_norm'] for i in range(1, 4)} == {'0.0'}
+
+
+def rows(idle, accuracy):
+  return [
+    {'step': i, 'learner/idle_steps': n, 'rollout/accuracy': accuracy}
+    for i, n in enumerate(idle, 1)
+  ]
+
+
+@pytest.mark.parametrize(
+  ('idle', 'accuracy', 'words'),
+  [
+    ([*range(1, 11)], 0.0, 'steps 1 to 10: .* 10 of 10 steps.* verifier .* template'),
+    ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* 14 of 16 .* too easy'),
+    ([*range(1, 11)], 0.5, 'always solved or never'),
+    ([1, 2], 0.0, 'steps 1 to 2: .* 2 of 2 steps. No response is right'),
+    ([0, 1, 0, 1, 2, 0], 0.0, r'steps 4 to 5: .* 3 of 6 steps\.$'),
+    ([0, 0], 0.0, '^$'),
+  ],
+)
+def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
+  assert re.search(words, report.idle_sentence(rows(idle, accuracy)))

@@ -1,13 +1,17 @@
 """Memory that the C library keeps, and the share of a GPU that JAX takes."""
 
+import json
 import os
+import pathlib
 import platform
 import subprocess
 import sys
+import threading
 
 import pytest
+import runs
 
-from bapo_jax.runtime import machine
+from bapo_jax.runtime import cache, machine
 
 HOLDS = """
 import resource, sys
@@ -75,3 +79,163 @@ def test_xla_knows_the_flags_of_a_gpu():
   environment = os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
   done = subprocess.run([sys.executable, '-c', script], env=environment)
   assert done.returncode == 0
+
+
+# ------------- the folder that runs share: where it is, what it keeps, what it removes
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch) -> pathlib.Path:
+  """Returns the cache folder of a user without files."""
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'user'))
+  return tmp_path / 'user' / 'bapo_jax'
+
+
+def test_the_knob_names_a_folder_or_none(user, tmp_path, monkeypatch):
+  assert cache.home('') == ''
+  assert cache.home('auto') == str(user) and user.is_dir()
+  assert cache.home(str(tmp_path / 'other')) == str(tmp_path / 'other')
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  monkeypatch.delenv('XDG_CACHE_HOME')
+  assert cache.home('auto') == str(tmp_path / 'home' / '.cache' / 'bapo_jax')
+  assert cache.home('~/mine') == str(tmp_path / 'home' / 'mine')
+  assert 'home/mine: warm start reused, ' in cache.described('~/mine', True)
+  assert cache.described('', True) == 'off'
+
+
+def test_a_folder_that_cannot_be_written_is_no_cache_or_an_error(user):
+  user.parent.mkdir()
+  user.write_text('a file')
+  assert cache.home('auto') == ''
+  assert cache.described('auto', None) == f'off: {user} is not writable'
+  with pytest.raises(ValueError, match=f'--config.cache={user} cannot be used'):
+    cache.home(str(user))
+
+
+FILES = 300
+
+
+def made(path: pathlib.Path, text: str) -> pathlib.Path:
+  """Makes a directory of FILES equal files."""
+  path.mkdir(parents=True)
+  for i in range(FILES):
+    (path / str(i)).write_text(text)
+  return path
+
+
+def test_a_copy_is_whole_whoever_else_copies(tmp_path):
+  sources = [made(tmp_path / text, text) for text in 'ab']
+  to, failed = tmp_path / 'cache' / 'entry', []
+
+  def copy(source):
+    try:
+      cache.copy(str(source), str(to))
+    except OSError as error:  # the other's copy came between the two renames
+      failed.append(error)
+
+  def check(threads):
+    for thread in threads:
+      thread.join()
+    assert len(failed) < len(threads)
+    assert len({path.read_text() for path in to.iterdir()}) == 1
+    assert len(os.listdir(to)) == FILES and os.listdir(to.parent) == ['entry']
+
+  thread = threading.Thread(target=copy, args=sources[:1])
+  thread.start()
+  while thread.is_alive() and not to.exists():
+    pass
+  assert len(os.listdir(to)) == FILES, 'it appears with all its files'
+  check([thread])
+  threads = [threading.Thread(target=copy, args=(x,)) for x in sources]
+  for thread in threads:
+    thread.start()
+  check(threads)
+
+
+def test_a_copy_that_fails_leaves_what_was_there(tmp_path):
+  to = made(tmp_path / 'entry', 'a')
+  with pytest.raises(OSError, match='absent'):
+    cache.copy(str(tmp_path / 'absent'), str(to))
+  assert len(os.listdir(to)) == FILES and len(os.listdir(tmp_path)) == 1
+
+
+def test_the_entries_used_longest_ago_are_removed(tmp_path):
+  files = {  # used at, of 100 bytes each
+    'warmstart/k/new/weights': 5,
+    'warmstart/k/new/digests': 1,
+    'warmstart/k/old/weights': 2,
+    'warmstart/k/old/digests': 1,
+    'xla/cpu/new': 4,
+    'xla/cpu/deep/old': 3,
+    'beside': 0,  # no entry
+  }
+  for name, used in files.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_bytes(bytes(100))
+    os.utime(tmp_path / name, (used, used))
+
+  def left():
+    return {str(x.relative_to(tmp_path)) for x in tmp_path.rglob('*') if x.is_file()}
+
+  cache.prune(str(tmp_path), 600)
+  assert left() == {*files}
+  cache.prune(str(tmp_path), 599)  # the warm start goes as a whole
+  assert left() == {name for name in files if '/k/old/' not in name}
+  cache.prune(str(tmp_path), 300)
+  assert left() == {name for name in files if 'old' not in name}
+  cache.prune(str(tmp_path / 'absent'), 0)
+
+
+def test_the_number_of_cores_tells_processors_apart(monkeypatch):
+  whole = machine.processor()
+  assert whole == machine.processor() and len(whole) == 12
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0}, raising=False)
+  one = machine.processor()
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0, 1}, raising=False)
+  assert machine.processor() != one
+
+
+PROGRAM = """
+import collections, json, sys
+import jax
+from bapo_jax.runtime import cache
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
+cache.share_programs(sys.argv[1])
+jax.config.update(cache.MIN_COMPILE, 0)  # this program takes milliseconds
+assert jax.jit(lambda x: 3 * x + 1)(2) == 7
+hits = events['/jax/compilation_cache/cache_hits']
+print(json.dumps([jax.config.jax_compilation_cache_dir, hits]))
+print(cache.described(sys.argv[1], None))
+"""
+
+
+def compiled(knob: str, **environment: str) -> tuple[str, int, str]:
+  """Compiles a program in a new process: (JAX's directory, hits, description)."""
+  kept = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
+  run = subprocess.run(
+    [sys.executable, '-c', PROGRAM, knob],
+    env=kept | {'XLA_FLAGS': runs.FLAGS} | environment,  # one device
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  found, described = run.stdout.splitlines()
+  return *json.loads(found), described
+
+
+def test_a_program_is_compiled_once_for_all_processes(tmp_path):
+  path, hits, described = compiled(str(tmp_path))
+  assert pathlib.Path(path) == tmp_path / 'xla' / machine.processor() and not hits
+  entries = list(pathlib.Path(path).iterdir())
+  assert entries and f'{len(entries)} compiled programs' in described
+  again = compiled(str(tmp_path))
+  assert again[1] == len(entries) and again[2] == described
+
+
+def test_jax_keeps_a_directory_of_its_own(tmp_path):
+  given = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'mine')}
+  path, _, described = compiled(str(tmp_path / 'ours'), **given)
+  assert path == given['JAX_COMPILATION_CACHE_DIR'] and described.endswith(path)
+  assert not list((tmp_path / 'ours').iterdir())
