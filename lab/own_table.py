@@ -104,8 +104,8 @@ def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes,
   probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
   grid = _grid(probabilities)
 
-  def trial(rule: Any, *tokens: Any) -> Any:
-    return loss.weights(rule, *tokens, rule_curves.constant())
+  def trial(rule: Any, logp_BT: Array, batch: Batch) -> Array:
+    return loss.weights(rule, logp_BT, batch, rule_curves.constant())
 
   largest = LARGEST_TABLE // _size(grid, recorded)
   own = _axes(make, _floats(kind), trial, recorded, others, largest)
