@@ -238,7 +238,9 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   """Returns a copy of nested values with the values of dotted names replaced.
 
   If the rule of a part changes, only the knobs that all rules of the part have keep
-  their values: the new rule starts from its defaults. Raises ValueError if a section is not a mapping.
+  their values: the new rule starts from its defaults.
+
+  Raises ValueError if a section is not a mapping.
   """
   values = dict(values)
   for name in sorted(changes, key=lambda name: name not in CHOICES):
