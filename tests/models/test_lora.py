@@ -209,7 +209,7 @@ def test_the_gradient_is_that_of_all_weights_projected(schedule, parts, devices)
   base = making.params(NARROW)
   params = making.adapters(NARROW, 0.1)
   merged = lora.merge(lora.attach(base, params))
-  rule = making.bound(clip.balanced, target=0.4)
+  rule = clip.Balanced(target=0.4)
   knobs = {'schedule': schedule, 'grad_accum_steps': parts}
   objective = making.objective(rule, spec=NARROW, **knobs)
   step = jax.jit(functools.partial(learner.learn, tx=PLAIN, objective=objective))
