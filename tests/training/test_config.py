@@ -1,20 +1,15 @@
 """Knobs that do not fit together are refused; the values that a config offers fit."""
 
 import json
-import re
 
 import jax
 import pytest
 from runs import plain, tiny
 
-from bapo_jax import knobs, main
-from bapo_jax.algorithms import clip, loss, masks
-from bapo_jax.models import transformer
-from bapo_jax.training import build, foreign_names, inputs, needs, resolve
 from bapo_jax.training import config as config_lib
-from bapo_jax.training.config import Config, parse
-from bapo_jax.training.needs import inert
-from configs import aime, countdown, geometry
+from bapo_jax.training import resolve
+from bapo_jax.training.config import parse
+from configs import aime
 
 BAND = {'batch.rule': 'adapted'}
 QUANTISED = {
@@ -123,7 +118,7 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
 
 def test_a_rule_that_has_something_to_use_is_accepted():
   reusable = 'buffer.thresholds.reusable'
-  for values in (
+  for knobs in (
     {reusable: (0.3, 0.3)},  # no rule reads the buffer
     BAND | {reusable: (0.375, 0.4)},  # 3 of 8
     BAND | {reusable: (0.3, 0.3), 'sampler.group_size': 10},
@@ -140,7 +135,7 @@ def test_a_rule_that_has_something_to_use_is_accepted():
       'buffer.thresholds.high': (0.8, 0.3),
     },
   ):
-    parse(plain(**values))
+    parse(plain(**knobs))
 
 
 def test_rows_and_kernels_fit_the_mesh():
@@ -188,246 +183,3 @@ def test_changed_knobs_are_those_that_a_user_changed():
   assert own['tokenizer.path'] == ('models/t', '')
   derived = parse(plain(**given, steps=9) | {'derived': ('steps',)})
   assert config_lib.changed(derived).keys() == given.keys()
-
-
-# ---- knobs without an effect: refused on the command line, listed if a file sets them
-
-
-AIME = 'configs/aime.py'
-KNOBS = {name: value for name, _, value in knobs.fields(Config())}
-EVERY_KNOB = set(KNOBS) | {
-  f'{part}.{name}'
-  for part, rules in config_lib.PARTS.items()
-  for kind in rules.names.values()
-  for name in kind.model_fields
-}
-SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
-NAME = re.compile(r'\b[a-z_]+(?:\.[a-z_0-9]+)+\b')
-
-SLIPS = [  # overrides, what the sentence must say
-  # knobs of another rule than the active one
-  ('clip.cap=2', "clip.rule='balanced' has target, low"),
-  (
-    'clip.rule=fixed clip.target=0.4',
-    'has low, high, dual; target is a knob',
-  ),
-  ('loss.cap=3', "is a knob of rule='decoupled' or 'tis' or 'aspo'"),
-  ('batch.rule=adapted buffer.thresholds.low=0.2', "low is a knob of rule='moving'"),
-  ('batch.replay_ratio=2', "replay_ratio is a knob of rule='replay'"),
-  ('clip.balanced.target=0.4', "use clip.target with clip.rule='balanced'"),
-  ('clip.rul=fixed', 'did you mean rule?'),
-  # knobs of something that is switched off
-  ('buffer.capacity=128', "set batch.rule='replay' or 'adapted'"),
-  ('batch.rule=replay buffer.reevaluate=8', "set batch.rule='adapted'"),
-  ('batch.max_extra_rounds=3', "set batch.rule='learnable_only'"),
-  ('loss.kl_direction=policy_behavior', 'set loss.kl above 0'),
-  ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
-  ('lora.alpha=16', 'set lora.rank above 0'),
-  ('rewards.workers=4', "set rewards.rule='math'"),
-  ('rewards.shaping.overlong_cache=8', 'set rewards.shaping.overlong_penalty above 0'),
-  ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
-  ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
-  ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
-  ('problems.countdown.largest=20', "problems.test_source to 'countdown'"),
-  ('problems.pair.hard=0.5', "set problems.family='pair'"),
-  ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
-  ('loss.rule=cispo clip.rule=fixed clip.dual=3', "set loss.rule='clipped'"),
-  (
-    'evaluate.sampling.temperature=0 evaluate.sampling.top_p=0.9',
-    'set evaluate.sampling.temperature above 0',
-  ),
-  (
-    'clip.resolution=continuous clip.low_step=0.1',
-    "set clip.resolution='step'",
-  ),
-  # names of TRL and verl
-  ('learning_rate=1e-6', '; use optimizer.lr'),
-  ('actor_rollout_ref.actor.optim.lr=1e-6', '; use optimizer.lr'),
-  ('beta=0.04', '; use loss.kl, a cost on the divergence'),
-  ('epsilon_high=0.28', "; use clip.high (1 + epsilon) with clip.rule='fixed'"),
-  ('num_generations=8', '; use sampler.group_size'),
-  ('actor_rollout_ref.rollout.n=8', '; use sampler.group_size'),
-  ('data.max_response_length=512', '; use sampler.max_new_tokens'),
-  ('per_device_train_batch_size=8', '; use prompts.count'),
-  ('num_iterations=2', '; use learner.epochs'),
-  ('trainer.test_freq=5', '; use evaluate.every'),
-  ('sampler.top_p=0.9', 'only evaluations truncate it, by evaluate.sampling.top_p'),
-  ('algorithm.gamma=1', 'there is no discount; advantage.rule'),
-  ('actor_rollout_ref.actor.entropy_coeff=0', 'there is no entropy bonus; use loss.kl'),
-  # our names in another section or without one
-  ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
-  ('target=0.4', 'did you mean clip.target'),
-  ('derived=()', 'derived is set by the program'),
-  # pairs that leave a rule nothing to use; others: test_config.py
-  ('clip.sources=reused', "with batch.rule='fresh_only' rows are fresh"),
-  ('batch.weights.fresh=0', 'set one of these weights above 0'),
-  (
-    'batch.rule=adapted buffer.thresholds.reusable=(0.3,0.3)',
-    'no pass rate of sampler.group_size=8',
-  ),
-  ('rewards.rule=countdown', "choose rewards.rule='aime'"),
-]
-
-
-@pytest.mark.parametrize(('given', 'named'), SLIPS)
-def test_a_slip_is_refused_with_the_right_knob(given, named):
-  flags = [f'--config.{each}' for each in given.split()]
-  with pytest.raises(ValueError) as error:
-    main.read_config(AIME, flags)
-  sentence = str(error.value)
-  assert named in sentence and '\n' not in sentence and len(sentence) < 400
-
-
-def test_the_remedy_of_a_slip_is_accepted():
-  for flags in (
-    ['clip.high=1.28', 'clip.rule=fixed'],
-    ['buffer.capacity=128', 'batch.rule=replay'],
-    ['loss.kl_direction=policy_behavior', 'loss.kl=0.01'],
-    ['problems.pair.hard=0.5', 'problems.family=pair', 'prompts.max_prompt_tokens=21'],
-    ['rollout.max_off_policy_steps=2', 'rollout.max_tokens_per_step=12'],
-    ['rewards.workers=4', 'rewards.rule=math'],
-    ['rollout.max_off_policy_steps=0'],  # switches off, whatever a file says
-  ):
-    main.read_config(AIME, [f'--config.{each}' for each in flags])
-
-
-def test_one_run_of_an_experiment_that_uses_a_knob_is_enough():
-  values = {'loss.kl_direction': 'squared'}
-  config = parse(plain(**values))
-  assert inert(config)['loss.kl_direction'].because == 'loss.kl=0.0'
-  switched = parse(plain(**values, **{'loss.kl': 0.1}))
-  assert 'loss.kl_direction' not in inert(switched)
-  needs.refuse(values, [config, switched])
-  with pytest.raises(ValueError, match='no effect'):
-    needs.refuse(values, [config, config])
-
-
-def test_another_rule_starts_from_its_own_defaults():
-  values = plain(**{'clip.target': 0.3, 'loss.kl': 0.1, 'loss.limit': 5.0})
-  switched = parse(
-    config_lib.merged(values, {'clip.rule': 'unclipped', 'loss.rule': 'tis'})
-  )
-  assert switched.clip == clip.Unclipped()
-  assert switched.loss == loss.Tis(kl=0.1)  # which every loss rule has
-  same = parse(config_lib.merged(values, {'clip.rule': 'balanced'}))
-  assert same.clip.target == 0.3 and same.loss.limit == 5.0
-
-
-def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
-  config = parse(plain(**{'learner.grad_accum_steps': 1}))
-  assert 'learner.bounds_scope' in inert(config)
-  undecided = ('learner.grad_accum_steps',)
-  assert 'learner.bounds_scope' not in inert(config, undecided)
-  given = {'learner.bounds_scope': 'minibatch'}
-  needs.refuse(given, [config.model_copy(update={'derived': undecided})])
-
-
-def test_rows_of_a_file_may_name_a_verifier_with_processes():
-  for source, active in (('a.jsonl', True), ('synthetic', False)):
-    problems = {'problems.source': source, 'problems.test_source': source}
-    assert ('rewards.workers' not in inert(parse(plain(**problems)))) == active
-
-
-def test_needs_name_knobs():
-  for need in needs.FACTS.values():
-    assert need.knob in KNOBS
-    # config files, and paths to a custom function, are no knobs
-    text = need.remedy.replace('path/to/file.py:function', '')
-    assert set(NAME.findall(text)) <= set(KNOBS), need.remedy
-  for text in (*foreign_names.KNOBS.values(), *foreign_names.ABSENT.values()):
-    names = set(NAME.findall(text)) - {'metrics.jsonl'}
-    assert names <= EVERY_KNOB | SECTIONS, text
-  # A foreign name that is also ours would hide our knob.
-  assert not set(foreign_names.KNOBS) & set(KNOBS)
-
-
-# Every knob has an effect in one of these.
-EVERYWHERE = [
-  {},
-  {'clip.rule': 'fixed', 'learner.grad_accum_steps': 4},
-  *({'loss.rule': x, 'clip.rule': 'unclipped'} for x in ('tis', 'sapo', 'vespo')),
-  {'loss.rule': 'aspo', 'clip.rule': 'dcpo'},
-  {'loss.rule': 'fipo'},
-  *({'mask.rule': rule} for rule in masks.MaskRule.rules.names),
-  {'loss.rule': 'decoupled', 'loss.kl': 0.1},
-  {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'moving'},
-  {'batch.rule': 'adapted'},
-  {'batch.rule': 'replay'},
-  {'batch.rule': 'learnable_only'},
-  {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0},
-  {'problems.family': 'pair', 'rewards.rule': 'math', 'mesh.tensor': 2},
-  {'problems.source': 'countdown', 'problems.test_source': 'countdown'},
-  {'problems.source': 'drawn', 'problems.test_source': 'drawn'},
-  {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl', 'lora.rank': 2},
-  {'model.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
-]
-
-
-def test_every_knob_has_an_effect_in_some_config(tmp_path):
-  (tmp_path / 'own.py').write_text('def one(sample):\n  return 1.0\n')
-  own = {'rewards.rule': f'{tmp_path}/own.py:one'}
-  configs = [parse(plain(**overrides)) for overrides in (*EVERYWHERE, own)]
-  idle = set.intersection(*({*inert(config)} for config in configs))
-  assert not idle
-
-
-# Rules, and knobs of the objective with another value than their default.
-LOSS = {'loss.kl': 0.1, 'loss.aggregate': 'sequence'}
-OBJECTIVE = [
-  (
-    {'clip.rule': 'fixed'},
-    {'clip.low': 0.7, 'clip.high': 1.3, 'clip.dual': 4.0, 'loss.limit': 5.0} | LOSS,
-  ),
-  (
-    {'clip.rule': 'balanced', 'clip.resolution': 'continuous'},
-    {'clip.target': 0.3, 'clip.high': (1.1, 2.0), 'clip.low_step': 0.01}
-    | {'clip.dual': 4.0, 'clip.order': 'lower'},
-  ),
-  (
-    {'clip.rule': 'fixed', 'loss.rule': 'cispo'},
-    {'clip.low': 0.7, 'clip.high': 1.3, 'loss.kl_direction': 'squared'} | LOSS,
-  ),
-  (
-    {'loss.rule': 'decoupled', 'clip.rule': 'fixed'},
-    {'loss.cap': 3.0, 'loss.beyond_cap': 'mask'},
-  ),
-]
-
-
-def objective(**overrides) -> str:
-  """Returns the program of one optimiser update with these knobs."""
-  config = tiny(**overrides)
-  mesh = resolve.make_mesh(config, jax.devices()[:1])
-  spec = inputs.open_model(config).spec
-  params = transformer.abstract(spec)
-  opt = jax.eval_shape(build.optimizer(config).init, params)
-  step = build.make_train_step(config, spec)
-  batch = build.abstract_batch(config, mesh)
-  return re.sub('0x[0-9a-f]+', '', str(jax.make_jaxpr(step)(params, opt, batch)))
-
-
-@pytest.mark.parametrize(('active', 'others'), OBJECTIVE, ids=str)
-def test_a_knob_changes_the_update_if_and_only_if_it_is_not_inert(active, others):
-  idle = set(inert(tiny(**active)))
-  before = objective(**active)
-  assert objective(**active, **{k: x for k, x in others.items() if k in idle}) == before
-  for name, value in others.items():
-    if name not in idle:
-      assert objective(**active, **{name: value}) != before, name
-
-
-VARIANTS = [
-  *(
-    (aime, x) for x in ('tiny', 'recipe', 'balanced_paper', 'batch_paper', '7b', '32b')
-  ),
-  *((countdown, x) for x in ('', 'grpo', 'clip', 'batch', 'both')),
-  *((geometry, x) for x in ('tiny', '3b', '7b')),
-]
-
-
-@pytest.mark.parametrize(('file', 'variant'), VARIANTS)
-def test_config_files_set_no_knob_without_an_effect(file, variant):
-  config = parse(file.get_config(variant).to_dict())
-  idle = set(config_lib.changed(config)) & set(inert(config))
-  # The cells of countdown share a buffer, which two of them do not use.
-  assert not {x for x in idle if file is not countdown or not x.startswith('buffer.')}

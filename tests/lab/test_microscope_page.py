@@ -1,0 +1,139 @@
+"""The microscope's page compares a search with fixed bounds as it says."""
+
+import copy
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from lab import microscope_page
+from lab.microscope_page import (
+  CELLS,
+  FAMILIES,
+  FOLDER,
+  GRID,
+  RULES,
+  SEARCHES,
+  STALENESS,
+)
+
+OTHER = 0.1  # alignment of rules that no test looks at
+
+
+def runs_of(changes, seeds=3):
+  """Runs whose rules all have the alignment OTHER, up to (seed, rule) -> value."""
+  at = dict.fromkeys(('16', '64', '256', '1024'), OTHER)
+  rules = {
+    name: {'cosine': OTHER, 'alignment': dict(at), 'size': 1.0, 'entropy': 0.0}
+    for name in (*RULES, *GRID)
+  }
+  found = []
+  for seed in range(seeds):
+    run = {'commit': 'a' * 40, 'accuracy': 0.8}
+    for k in STALENESS:
+      run[str(k)] = {'spread of log r': 0.1, 'rules': copy.deepcopy(rules)}
+    for (changed, name), value in changes.items():
+      for k in STALENESS:
+        if changed == seed:
+          run[str(k)]['rules'][name]['alignment'] = dict.fromkeys(at, value)
+    found.append(run)
+  return found
+
+
+# Seeds 0 and 1 are best with [0.5, 2], seed 2 with [0.9, 3], whose mean is the largest.
+CHANGES = {
+  (0, '[0.5, 2]'): 0.5,
+  (1, '[0.5, 2]'): 0.5,
+  (0, '[0.9, 3]'): 0.4,
+  (1, '[0.9, 3]'): 0.4,
+  (2, '[0.9, 3]'): 0.9,
+}
+
+
+def test_bounds_are_chosen_in_hindsight_or_on_other_seeds():
+  """By hand: without seed 2 [0.5, 2] is best, .5 against .4; seed 2 itself has .1."""
+  runs = runs_of(CHANGES | {(seed, 'balanced .42'): 0.5 for seed in range(3)})
+  cell = CELLS[0]
+  chosen, gap_S = microscope_page.contest(runs, cell, 'balanced .42', [cell], True)
+  assert chosen == ['[0.9, 3]'] * 3
+  np.testing.assert_allclose(gap_S, [0.1, 0.1, -0.4])
+  chosen, gap_S = microscope_page.contest(runs, cell, 'balanced .42', [cell], False)
+  assert chosen == ['[0.9, 3]', '[0.9, 3]', '[0.5, 2]']
+  np.testing.assert_allclose(gap_S, [0.1, 0.1, 0.4])
+
+
+def test_one_seed_has_no_other_seeds():
+  with pytest.raises(ValueError, match='measure at least 2'):
+    microscope_page.conclusion(runs_of({}, seeds=1))
+  assert 'Not finished: 1 of 4 seeds' in microscope_page.page(runs_of({}, seeds=1))
+
+
+def test_one_pair_is_the_best_of_all_cells():
+  """[0.5, 2] wins one cell by .2, [0.9, 3] all others by .1."""
+  runs = runs_of({(seed, '[0.9, 3]'): 0.2 for seed in range(3)})
+  k, n = CELLS[0]
+  for run in runs:
+    run[str(k)]['rules']['[0.5, 2]']['alignment'][str(n)] = 0.4
+  assert microscope_page.best(runs, [CELLS[0]]) == '[0.5, 2]'
+  assert microscope_page.best(runs, CELLS) == '[0.9, 3]'
+
+
+def test_a_search_that_is_never_better_is_said_to_be_nowhere_closer():
+  runs = runs_of({(seed, '[0.6, 1.5]'): 0.3 + 0.01 * seed for seed in range(3)})
+  text = microscope_page.conclusion(runs)
+  assert 'nowhere' in text and 'in none of 32' in text and 'in 32 it is below' in text
+
+
+def test_a_search_that_is_better_is_said_to_be_closer_and_where():
+  """By hand: gaps of .30, .31 and .32: .31 with 4.303 x .01 / sqrt(3) = .025."""
+  runs = runs_of({(seed, 'balanced .50'): 0.1 for seed in range(3)})
+  for seed, run in enumerate(runs):
+    run['4']['rules']['balanced .50']['alignment']['256'] = 0.4 + 0.01 * seed
+  text = microscope_page.conclusion(runs)
+  assert 'closer' in text and 'in 1 of 32' in text
+  assert 'a staleness of 4 and 256 responses (balanced .50)' in text
+  assert '+0.310 ± 0.025' in text
+
+
+def test_a_gain_below_the_printed_digits_is_none():
+  runs = runs_of({(seed, 'balanced .50'): OTHER + 1e-4 for seed in range(3)})
+  assert 'nowhere' in microscope_page.conclusion(runs)
+
+
+def test_controlled_means_remove_what_a_known_mean_explains():
+  """y = 3 x + 1 has the mean 3 mean(x) + 1, whatever x was drawn."""
+  x_M = np.random.default_rng(0).normal(size=50)
+  found, slope = microscope_page.controlled(3 * x_M + 1, x_M, 0.25)
+  assert (found, slope) == (pytest.approx(1.75), pytest.approx(3))
+  assert microscope_page.controlled(x_M, np.ones(50), 1.0)[0] == pytest.approx(
+    x_M.mean()
+  )
+
+
+def test_every_rule_is_drawn_in_a_colour_of_its_own():
+  assert {name for names in FAMILIES.values() for name in names} == set(RULES)
+  found = {name: microscope_page.colour(name) for name in RULES}
+  assert len(set(found.values())) == len(RULES)
+  assert {*microscope_page.CHOSEN, *SEARCHES} <= set(RULES)
+  assert len(RULES) >= 12 and len(STALENESS) >= 5
+
+
+def test_the_page_is_current():
+  command = 'python -m lab.microscope_page --write'
+  page = (FOLDER / 'microscope.md').read_text()
+  assert page == microscope_page.page(microscope_page.read()) + '\n', command
+
+
+@pytest.mark.nightly
+def test_a_seed_measured_again_has_the_stored_figures(tmp_path):
+  # Other processors train other weights.
+  shutil.copy(FOLDER / 'results' / 'microscope.npz', tmp_path)
+  path = tmp_path / 'microscope' / '0.json'
+  microscope_page.measure(0, path, 'a' * 40, staleness=(4,))
+  found = json.loads(path.read_text())['4']['rules']
+  stored = microscope_page.read()[0]['4']['rules']
+  for name, figures in stored.items():
+    assert found[name]['cosine'] == pytest.approx(figures['cosine'], abs=2e-3), name
+    for n, alignment in figures['alignment'].items():
+      assert found[name]['alignment'][n] == pytest.approx(alignment, abs=2e-3), name
