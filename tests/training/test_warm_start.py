@@ -10,7 +10,7 @@ import making
 import numpy as np
 import pytest
 from runs import TINY, same, source, tiny
-from test_damage import files, flip
+from test_checkpoint import files, flip
 
 from bapo_jax import main, sharding
 from bapo_jax.data import prompts, sources, tokenizer
