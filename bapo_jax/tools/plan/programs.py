@@ -89,6 +89,11 @@ def bytes_per_device(tree: Tree) -> int:
   )
 
 
+def over_rows(job: Job, tree: Any) -> Any:
+  """Splits the rows of an abstract tree over the mesh."""
+  return sharding.abstract(tree, sharding.layout_of_rows(tree, job.mesh))
+
+
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
   """Returns abstract (params, opt, base), placed as in training."""
   return build.abstract(job.config, job.spec, job.mesh)
@@ -101,8 +106,7 @@ def actor(job: Job) -> Tree:
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
-  made = jax.eval_shape(lambda: build.empty_buffer(job.config))
-  return sharding.abstract(made, sharding.layout_of_rows(made, job.mesh))
+  return over_rows(job, jax.eval_shape(lambda: build.empty_buffer(job.config)))
 
 
 def beside_update(job: Job) -> int:
@@ -170,7 +174,7 @@ def prefill(job: Job) -> Program:
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
   numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
   seen = [pixels_of(job, R)] if spec.vision else []
-  cost = roofline.prefill(job.language, job.shape, R, width)
+  cost = roofline.score(job.language, job.shape, R, width, logits=False)
   for pictures in seen:
     more = roofline.tower(spec, job.shape, R, pictures.pixels_PZE.shape[1])
     cost = Cost(*map(sum, zip(cost, more, strict=True)))
@@ -241,16 +245,14 @@ def gallery_of(job: Job) -> Gallery | None:
 def embedded(job: Job, prompts: int) -> pictured.Seen:
   """Returns abstract pictures of `prompts` prompts, embedded if the tower is frozen."""
   _, _, base = learner_state(job)
-  seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
-  return sharding.abstract(seen, sharding.layout_of_rows(seen, job.mesh))
+  return over_rows(job, pictured.abstract(gallery_of(job), prompts, job.spec, base))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
   """Returns abstract pictures of `prompts` prompts, as pixels."""
-  held = gallery_of(job)
-  assert held is not None, 'only called for vision models'
-  pixels = jax.eval_shape(lambda: held.empty(prompts))
-  return sharding.abstract(pixels, sharding.layout_of_rows(pixels, job.mesh))
+  gallery = gallery_of(job)
+  assert gallery is not None, 'only called for vision models'
+  return over_rows(job, jax.eval_shape(lambda: gallery.empty(prompts)))
 
 
 def tower(job: Job) -> Program:
