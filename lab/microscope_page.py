@@ -152,7 +152,6 @@ def measure(
   path: pathlib.Path,
   commit: str,
   staleness: Sequence[int] = STALENESS,
-  echo: Any = print,
 ) -> None:
   """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
   found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -181,7 +180,7 @@ def measure(
       'rules': rows,
     }
     files.write(path, json.dumps(found, indent=1) + '\n')
-    echo(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+    print(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
@@ -491,15 +490,10 @@ def main(*flags: str) -> None:
   if len(runs) < FEWEST:
     return
   (FOLDER / 'figures').mkdir(exist_ok=True)
-  drawn = {FOLDER / 'figures' / 'microscope.png': draw(runs), SMALL: small(runs)}
-  for path, figure in drawn.items():
-    plots.save(figure, path, 100)
-
-
-def small(runs: Sequence[Run]) -> Any:
-  """Returns the figure of the README: the cosine under some of the rules."""
+  plots.save(draw(runs), FOLDER / 'figures' / 'microscope.png', 100)
   shown = {'cosine with the true gradient': ('cosine',)}
-  return draw(runs, shown, {'Expected update of a rule': CHOSEN})
+  small = draw(runs, shown, {'Expected update of a rule': CHOSEN})
+  plots.save(small, SMALL, 100)
 
 
 def read() -> list[Run]:
