@@ -220,12 +220,18 @@ def batch_of(task: Task, tables: Tables, index_B: Array, adv_B: Array) -> Batch:
   return Batch(tokens_BT, mask_BT, old_BT, old_BT, adv_B, zero_B, mask_BT)
 
 
-def weights_of(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
-  """Returns the weight of grad log pi of each token, a mean over tokens of a row."""
+@functools.partial(jax.jit, static_argnames='rule')
+def unscaled(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
+  """Returns the weight of grad log pi of each token, a sum over tokens of a row."""
   scale_B = jnp.ones(len(batch.adv_B), logp_BT.dtype)
   find = loss.finder((rule.loss, rule.clip, rule.mask), logp_BT, batch, scale_B)
   _, bounds = rule.loss(logp_BT, batch, find)
-  return loss.weights(rule.loss, logp_BT, batch, bounds) / POSITIONS
+  return loss.weights(rule.loss, logp_BT, batch, bounds)
+
+
+def weights_of(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
+  """Returns the weight of grad log pi of each token, a mean over tokens of a row."""
+  return unscaled(rule, logp_BT, batch) / POSITIONS
 
 
 def rates(task: Task, tables: Tables) -> np.ndarray:

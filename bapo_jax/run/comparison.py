@@ -167,19 +167,17 @@ def differences(
     What is paired, 'seed' or 'held-out problem', and metric -> a difference per group;
     without metrics that have no difference.
   """
-  base, *others = groups
-  unit = 'seed'
-  table = {
-    name: [paired(by_seed(base, name), by_seed(other, name)) for other in others]
-    for name in FINAL.split()
-  }
   if all(len(group.runs) == 1 for group in groups):
     unit = 'held-out problem'
-    first, *rest = [by_problem(group.runs[0]) for group in groups]
-    table = {
-      name: [paired(values, other.get(name, {})) for other in rest]
-      for name, values in first.items()
-    }
+    base, *others = [by_problem(group.runs[0]) for group in groups]
+  else:
+    unit = 'seed'
+    names = FINAL.split()
+    base, *others = [{name: by_seed(group, name) for name in names} for group in groups]
+  table = {
+    name: [paired(values, other.get(name, {})) for other in others]
+    for name, values in base.items()
+  }
   return unit, {name: row for name, row in table.items() if any(row)}
 
 

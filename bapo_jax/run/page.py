@@ -111,7 +111,8 @@ def _report(run: RunFiles) -> Iterator[Element]:
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
-  target = report.share_target(values)
+  clip = values.get('clip', {})
+  target = clip.get('target') if clip.get('rule') == 'balanced' else None
   sentences = [report.target_sentence(rows, target), report.idle_sentence(rows)]
   if before and after:
     sentences.insert(0, report.change_sentence(before, after))

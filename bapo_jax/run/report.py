@@ -67,12 +67,6 @@ def rewards(
     yield name, f'{old:.3f} ± {old_error:.3f}', f'{new:.3f} ± {new_error:.3f}', change
 
 
-def share_target(values: dict[str, Any]) -> float | None:
-  """Returns the target of the positive share; None if the clip rule has none."""
-  clip = values.get('clip', {})
-  return clip.get('target') if clip.get('rule') == 'balanced' else None
-
-
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
   """Says how often the positive share met its target; '' if there is no target."""
   met = mean(rows, 'clip/target_met')

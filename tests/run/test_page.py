@@ -353,11 +353,11 @@ def test_gaps_are_shown_as_gaps(tmp_path, rows):
 
 
 def test_a_running_mean_begins_and_ends_half_a_window_inside():
-  step_N, value_N = np.arange(5.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0])
-  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3; the raw last value stands nowhere
-  steps, smooth = series.running_mean(step_N, value_N, 3)
-  assert steps.tolist() == [1, 2, 3]
-  np.testing.assert_allclose(smooth, [3, 3, 12], rtol=1e-14)  # 45 times float64's
+  step_N, value_N = np.arange(6.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0, 6.0])
+  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3, (0+30+6)/3
+  steps, smooth = series.smoothed((step_N, value_N), 3)
+  assert steps.tolist() == [1, 2, 3, 4]
+  np.testing.assert_allclose(smooth, [3, 3, 12, 12], rtol=1e-14)  # 45 times float64's
 
 
 def test_a_missed_target_is_explained():
