@@ -267,14 +267,12 @@ def contest(
     raise ValueError(f'{len(runs)} complete seeds; measure at least {FEWEST}')
   path = 'alignment', str(cell[1])
   chosen = []
-  for i in range(len(runs)):
+  gap_S = values(runs, cell[0], rule, *path)
+  for i, run in enumerate(runs):
     others = runs if hindsight else [*runs[:i], *runs[i + 1 :]]
     chosen.append(best(others, cells))
-  fixed_S = [
-    values([run], cell[0], name, *path)[0]
-    for run, name in zip(runs, chosen, strict=True)
-  ]
-  return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
+    gap_S[i] -= values([run], cell[0], chosen[i], *path)[0]
+  return chosen, gap_S
 
 
 def conclusion(runs: Sequence[Run]) -> str:

@@ -282,8 +282,7 @@ def test_groups_of_devices_in_every_spelling(text, count):
 
 def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
   line = "  %q = f32[4] reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=3] {'b'}, x"
-  found = hlo.COLLECTIVE.search(line)
-  assert hlo.size(found) == 3 * 4 * 4
+  assert hlo.size('f32[4]', 'reduce-scatter', False, line) == 3 * 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -294,11 +293,7 @@ def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
     # Several operands at once, and their results.
     ('((s32[4]{0}, f32[2,1]{1,0}), (s32[8]{0}, f32[2,2]{1,0}))', 'all-gather', 32 + 16),
     ('((f32[6,8]{0,1}), f32[2,8]{0,1})', 'reduce-scatter', 3 * 64),
-    (
-      '((bf16[6]{0}, /*index=1*/bf16[3]{0}), (bf16[2]{0}, bf16[1]{0}))',
-      'all-gather',
-      6,
-    ),
+    ('((bf16[6]{0}, /*index=1*/bf16[3]{0}), (bf16[2]{0}, bf16[1]{0}))', *('x', 6)),
     ('((f32[6]{0}, f32[3]{0}), (f32[2]{0}, f32[1]{0}))', 'reduce-scatter', 3 * 12),
     ('(f32[4]{0}, f32[2]{0})', 'all-reduce', 16 + 8),
     ('f32[4]{0}', 'all-reduce', 16),
@@ -307,5 +302,4 @@ def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
 )
 def test_the_started_collectives_of_a_gpu(shape, kind, size):
   line = f'  %c = {shape} {kind}-start(%x, %y), replica_groups={{{{0,1,2}},{{3,4,5}}}}'
-  found = hlo.COLLECTIVE.search(line)
-  assert hlo.size(found) == size
+  assert hlo.size(shape, kind, True, line) == size

@@ -104,8 +104,9 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
   """Yields each collective; loops of unknown length have `most` turns."""
   for step in steps(text, [most] * 9):
     if found := COLLECTIVE.search(step.line):
+      bytes_ = size(found[1], found[2], bool(found[3]), step.line)
       kind = 'reduce-scatter' if step.where.startswith(SCATTER) else found[2]
-      yield Run(kind, size(found), step.times, step.loops > 0)
+      yield Run(kind, bytes_, step.times, step.loops > 0)
 
 
 def in_loops(text: str, most: int = 1) -> list[Run]:
@@ -114,12 +115,11 @@ def in_loops(text: str, most: int = 1) -> list[Run]:
   return sorted(looped, key=lambda run: -run.received)
 
 
-def size(collective: re.Match[str]) -> int:
+def size(shape: str, kind: str, started: bool, line: str) -> int:
   """Returns the bytes of the whole array: the operand of a scatter, else the result.
 
-  `collective` is the match of COLLECTIVE in a line.
+  `shape` is the result's shape in HLO; `started` is True for a `-start` instruction.
   """
-  shape, kind, started = collective.groups()
   # A `-start` lists (operands, results, ...), each an array or a tuple; that of a sum
   # lists the results alone.
   if started and kind != 'all-reduce':
@@ -128,7 +128,7 @@ def size(collective: re.Match[str]) -> int:
     math.prod(int(n) for n in dims.split(',') if n) * max(int(bits or 8) // 8, 1)
     for bits, dims in ARRAY.findall(shape)
   )
-  return total * members(collective.string) if kind == 'reduce-scatter' else total
+  return total * members(line) if kind == 'reduce-scatter' else total
 
 
 def elements(shape: str) -> list[str]:

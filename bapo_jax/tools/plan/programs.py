@@ -152,14 +152,13 @@ def score(job: Job) -> Program:
   )
 
 
-def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
-  """Returns (the sampler's abstract slots, bytes of their KV cache per device)."""
+def slots_of(job: Job) -> decode_lib.Slots:
+  """Returns the sampler's abstract slots, placed as in training."""
   T, k = job.config.row_length, job.config.sampler
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
-  slots = sharding.abstract(slots, decode_lib.slot_shardings(slots, job.mesh))
-  return slots, bytes_per_device(slots.cache)
+  return sharding.abstract(slots, decode_lib.slot_shardings(slots, job.mesh))
 
 
 def prefill(job: Job) -> Program:
@@ -167,7 +166,7 @@ def prefill(job: Job) -> Program:
   config, spec = job.config, job.spec
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
-  slots, cache = slots_of(job)
+  slots = slots_of(job)
   # As many prompts as responses, as in an evaluation of one response per prompt:
   # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
   kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
@@ -184,7 +183,7 @@ def prefill(job: Job) -> Program:
     {'spec': spec},
     cost,
     bytes_per_device((learner_state(job), buffer(job))),
-    cache,
+    bytes_per_device(slots.cache),
   )
 
 
@@ -215,7 +214,7 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
-  slots, cache = slots_of(job)
+  slots = slots_of(job)
   shards = sharding.row_shards(job.mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
@@ -224,7 +223,7 @@ def decode(job: Job) -> Program:
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
     decode_cost(job)[0],
     bytes_per_device((learner_state(job), buffer(job))),
-    cache,
+    bytes_per_device(slots.cache),
     n,
     traffic=[roofline.hidden_sums(job.language, sampler.max_num_seqs / shards)],
   )

@@ -28,7 +28,7 @@ BEST = 5
 class Choice(NamedTuple):
   """The fastest setting that fits a mesh, with memory and lower bounds on times."""
 
-  shape: dict[str, int]
+  shape: roofline.MeshShape
   grad_accum_steps: int
   schedule: Schedule
   slots: int
