@@ -101,7 +101,7 @@ def placed(rules: str) -> list[str]:
 
 
 def register(function: Function) -> str:
-  """Returns a place for a function that exists only in this Python program.
+  """Registers a function of this Python program, and returns its path for a config.
 
   Another function of the same name replaces it.
   """
@@ -311,7 +311,9 @@ def _declared(place: str, function: Function, base: type[Section]) -> dict[str, 
   for name, value in needs.items():
     if name not in known:
       names = ', '.join(known) or 'nothing'
-      raise ValueError(f'{place} declares {name}={shown(value)}; here declare {names}')
+      raise ValueError(
+        f'{place} declares {name}={shown(value)}; this part accepts {names}'
+      )
     choices = typing.get_args(kinds[name]) or (True, False)
     if value not in choices:
       raise ValueError(f'{place} declares {name}={shown(value)}; give one of {choices}')

@@ -91,7 +91,7 @@ class OneOf:
     return self.names[rule]
 
   def chosen(self, values: Mapping[str, Any]) -> type[Part]:
-    """Returns the class of the rule that these values of a part name."""
+    """Returns the class of the rule that the values of a part select."""
     return self.type_of(values.get('rule', self.default))
 
   def restarted(self, values: Mapping[str, Any], rule: str) -> dict[str, Any]:
@@ -109,7 +109,9 @@ class OneOf:
     if isinstance(values, self.base):
       return values
     if not isinstance(values, Mapping):
-      raise ValueError(f'rule={shown(values)}: this is a section; set its knobs')
+      raise ValueError(
+        f'rule={shown(values)}: a rule is a section; give its name and its knobs'
+      )
     kind = self.chosen(values)
     for name in values:
       if name not in kind.model_fields:
@@ -141,7 +143,7 @@ def part_of(field: FieldInfo) -> OneOf | None:
 
 
 def parts(section: type[Section], name: str = '') -> dict[str, OneOf]:
-  """Returns dotted name -> rules of every part in a section."""
+  """Returns a dict from the dotted name of each part in a section to its rules."""
   parts_: dict[str, OneOf] = {}
   for key, field in section.model_fields.items():
     if rules := part_of(field):

@@ -39,7 +39,10 @@ Order = Literal['upper', 'lower']
 
 
 class Share(NamedTuple):
-  """The share that a search balances; `clip.Balanced` explains the fields."""
+  """The share of tokens with A > 0 that a search brings to its target.
+
+  `clip.Balanced` explains the fields.
+  """
 
   target: float = 0.42
   contribution: Contribution = 'gradient'

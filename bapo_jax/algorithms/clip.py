@@ -203,7 +203,7 @@ def _check_step(name: str, ends: Range, step: float) -> None:
     )
   if width / step > WIDEST:
     raise ValueError(
-      f'{name}_step={step} gives over {WIDEST:,.0f} steps in {ends}; raise the step'
+      f'{name}_step={step} divides {ends} into over {WIDEST:,.0f} points; raise it'
     )
 
 

@@ -64,13 +64,14 @@ def forward_all(
 ) -> tuple[Tree, Callable[[Tree], Variables]]:
   """Runs all forward passes and returns a function that runs all backward passes.
 
-  A loss over all micro-batches, such as one with bounds searched over all tokens, then
-  needs no second forward pass, but the residuals of all micro-batches stay in memory.
+  Avoids a second forward pass for a loss over all micro-batches, such as one with
+  bounds searched over all tokens, but keeps the residuals of all of them in memory.
   Parameters and frozen arrays, which every backward pass reads, are not copied.
 
   Args:
     stats_of: (params, n) -> statistics of micro-batch n.
-    count: the maximum number of micro-batches; `used` of them are computed.
+    count: number of micro-batches, static.
+    used: number of micro-batches that are computed.
     frozen: other arrays that `stats_of` reads.
 
   Returns:

@@ -2,7 +2,7 @@
 
 1. `flatten` gives every response its advantage, and masks those left out of the loss;
 2. `update` passes over the batch `epochs` times; every pass splits the groups into
-   disjoint minibatches of equal size, fewer of them if seats are empty;
+   disjoint minibatches of equal size, and a partly filled batch into fewer minibatches;
 3. `learn` is one jitted optimiser update: clip bounds and gradient, step, metrics.
 
 Staleness is epochs x minibatches, the number of updates on one full batch. The learner

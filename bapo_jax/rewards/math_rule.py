@@ -292,7 +292,7 @@ def _same_expression(gold, response):
 
 
 def _same_trees(gold, response, gold_tree, response_tree):
-  """Compares two texts whose trees are known, so products are counted there."""
+  """Compares two parsed expressions; the limit on products applies to their trees."""
   # The response leaves no more operations to carry out than the right answer.
   if trees.plain(response_tree) is None:
     allowed = trees.operations(gold_tree)

@@ -8,7 +8,7 @@ r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
 
 Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB KNOBS` with a
 Unix socket as standard input; KNOBS is the section `rewards` of the config as JSON.
-Loads neither JAX nor NumPy, except for the files of own functions.
+Does not import JAX or NumPy, unless a file of custom reward functions does.
 """
 
 import json

@@ -20,12 +20,12 @@ SCALARS += ('consecutive_skips', 'idle_steps')
 
 
 def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
-  """Returns the arrays of a state.
+  """Returns the arrays to checkpoint.
 
-  They include the actor if the next step decodes with its older weights. The actor is
-  stored without frozen weights, in the layout of the parameters, which fits any mesh.
-  They include the groups in flight, for which this function waits: to sample them again
-  would need the weights of rollout.depth steps.
+  Saves the actor too if the next step decodes with older weights than the learner's,
+  without frozen weights and in the layout of the parameters, which fits any mesh. Waits
+  for the groups in flight and saves them, because sampling them again would require the
+  weights of the last rollout.depth steps.
   """
   saved = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
   if t.config.rollout.depth:

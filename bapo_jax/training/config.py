@@ -101,9 +101,10 @@ def _drop_rule(values: dict[str, Any], part: str) -> None:
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
-  `file` is a path, or path:variant to pass the variant to the file's get_config. If the
-  file has no such variant, it may be one of methods.METHODS.
-  Raises ValueError if the file cannot be read or raises an error.
+  `file` is a path or path:variant. The variant is passed to the file's get_config, or,
+  if the file does not define it, looked up in methods.METHODS.
+
+  Raises ValueError if the file cannot be read or executed.
   """
   path, _, variant = file.partition(':')
   try:
@@ -236,8 +237,10 @@ def known_knobs(
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a copy of nested values with the values of dotted names replaced.
 
-  A part that gets another rule keeps only the knobs that all its rules have: the new
-  rule starts from its defaults. Raises ValueError if a section is not a mapping.
+  If the rule of a part changes, only the knobs that all rules of the part have keep
+  their values: the new rule starts from its defaults.
+
+  Raises ValueError if a section is not a mapping.
   """
   values = dict(values)
   for name in sorted(changes, key=lambda name: name not in CHOICES):

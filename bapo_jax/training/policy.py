@@ -148,7 +148,7 @@ def has_warm_start(r: Resolved, workdir: str) -> bool | None:
 
 
 def _copied(source: str, to: str) -> None:
-  """Copies a warm start from or to the cache, if there is one; logs a failure."""
+  """Copies a warm start between run and cache, if there is a cache; logs a failure."""
   if hosts.is_first() and source and to and os.path.lexists(source):
     try:
       cache.copy(source, to)

@@ -81,7 +81,7 @@ def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
     return
   if loss.bounds == 'limit':
     yield (
-      f'{name} searches for bounds that only cut tokens, but those of loss.rule='
+      f'{name} needs bounds that only cut tokens, but the bounds of loss.rule='
       f"{loss.rule!r} also change the weights of tokens; choose clip.rule='fixed' or "
       "'unclipped', or another loss.rule"
     )

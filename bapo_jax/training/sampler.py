@@ -37,14 +37,14 @@ from bapo_jax.types import Prompts, Tree, empty_groups
 
 @dataclasses.dataclass
 class Sampler:
-  """Samples what the learner submits: here, on the learner's devices.
+  """Samples responses to submitted prompts, on the learner's devices.
 
   Args:
-    seed: of the run.
+    seed: the seed of the run.
     count: number of prompts per round.
     places: maximum number of groups in partial rollouts.
     score: `scoring.recompute` of the responses; None: keep log-probabilities.
-    pictures: of the problems, for `score`; None: text only.
+    pictures: the pictures of the problems, for `score`; None: text only.
   """
 
   engine: RolloutEngine
@@ -299,5 +299,5 @@ class ThreadSampler(SamplerElsewhere):
     return self._lane.busy()
 
   def close(self, status: int | None = None) -> None:
-    """Lets the thread end after its submissions."""
+    """Ends the thread once it has finished its submissions; does not wait for it."""
     self._lane.close()

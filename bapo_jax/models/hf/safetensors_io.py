@@ -40,12 +40,11 @@ def files(path: str) -> list[str]:
   """Returns the names of the safetensors files of a model, present or missing.
 
   The index lists the files. Without an index, the model is model.safetensors or, if
-  missing, all safetensors files but adapters. Others (such as the original format) are
-  ignored.
+  that is missing, all safetensors files except adapters. Other formats are ignored.
 
   Raises:
-    ValueError: the index is damaged, names a file outside the directory, or is not of
-      the model.safetensors beside it.
+    ValueError: the index is damaged, names a file outside the directory, or does not
+      match the model.safetensors in the same directory.
   """
   names = sorted(os.listdir(path))
   if INDEX in names:

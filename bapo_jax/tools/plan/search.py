@@ -179,7 +179,7 @@ def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
     few = f'the fewest slots that divide over {shards} shards'
     raise TooLarge('decoding', few, needed, memory)
   raise ValueError(
-    f'no number of slots divides over {shards} shards; change sampler.max_num_seqs'
+    f'sampler.max_num_seqs is no multiple of {shards} device shards; change it'
   )
 
 
