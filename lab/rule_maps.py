@@ -11,7 +11,7 @@ mu would be above 1 a panel is empty. Rules that read the whole minibatch have n
 
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jax import Array
@@ -48,21 +48,18 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
   return found_RP
 
 
-class Mass(NamedTuple):
-  """The part of a recorded batch that a rule cuts, for one sign of the advantage."""
+def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> tuple[float, float]:
+  """Returns the part of a recorded batch that a rule cuts, for one sign of A.
 
-  tokens: float  # cut tokens over all tokens of the sign
-  gradient: float  # their |r A| over that of all tokens of the sign
-
-
-def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> Mass:
-  """Returns the shares of tokens and of their mass in the unclipped gradient."""
+  The first number is the share of the tokens of the sign, the second their share of
+  |r A|, the mass in the unclipped gradient.
+  """
   mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_B) == sign)[:, None]
   mass_BT = np.where(mine_BT, applied.ratio_BT * np.abs(applied.adv_B)[:, None], 0)
   cut_BT = mine_BT & (applied.cut_BT > 0)
   if not mine_BT.any():
-    return Mass(0.0, 0.0)
-  return Mass(cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum())
+    return 0.0, 0.0
+  return cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum()
 
 
 def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:

@@ -39,17 +39,6 @@ class Group(NamedTuple):
   runs: list[RunFiles]
 
 
-class Difference(NamedTuple):
-  """The mean difference of a metric between two groups, over pairs of values."""
-
-  mean: float
-  half: float  # half the length of the t interval of the mean
-  pairs: int  # common seeds or, of single runs, common held-out problems; at least 2
-
-  def __str__(self) -> str:
-    return f'{self.mean:+.4g} ± {self.half:.2g} (n={self.pairs})'
-
-
 def seeds_of(run: RunFiles) -> tuple[Any, ...]:
   """Returns the values of all knobs that are a seed, such as seed and sft.seed."""
   return tuple(value for name, value in sorted(run.knobs.items()) if is_seed(name))
@@ -152,15 +141,19 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
   return means
 
 
-def paired(base: dict[Any, float], other: dict[Any, float]) -> Difference | None:
-  """Returns the mean difference over common keys, other minus base; None if under 2."""
+def paired(base: dict[Any, float], other: dict[Any, float]) -> str:
+  """Formats the mean difference over common keys, other minus base; '' if under 2.
+
+  Keys are seeds or, of single runs, held-out problems.
+  """
   pairs = [other[key] - base[key] for key in base if key in other]
-  return Difference(*interval(pairs), len(pairs)) if len(pairs) > 1 else None
+  if len(pairs) < 2:
+    return ''
+  middle, half = interval(pairs)
+  return f'{middle:+.4g} ± {half:.2g} (n={len(pairs)})'
 
 
-def differences(
-  groups: Sequence[Group],
-) -> tuple[str, dict[str, list[Difference | None]]]:
+def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
   """Compares each group but the first with the first.
 
   Returns:

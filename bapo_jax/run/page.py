@@ -172,8 +172,7 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
   if table:
     yield element('h2', f'Differences from {groups[0].label}, paired by {unit}')
     yield element('p', comparison.paired_by(unit), class_='soft')
-    cells = {name: [str(x or '') for x in row] for name, row in table.items()}
-    yield _metrics(cells, names[1:])
+    yield _metrics(table, names[1:])
   yield from _curves(groups, None)
   yield element('h2', 'Runs')
   yield _runs(groups)
