@@ -18,7 +18,7 @@ CI_LIMIT_S = 20.0
 CHILDREN = 5  # times the limit: two processes that start JAX and a run
 # Pure and quick, by measured durations: 90 s in all on two cores.
 FAST = {
-  'algorithms': 'advantage knobs_of_rules loss replay_buffer',
+  'algorithms': 'advantage batch_rules knobs_of_rules loss',
   'autosetup': 'presets',
   'data': 'countdown drawn hub local_files pictures prompts synthetic',
   'lab': 'claims run_plots',

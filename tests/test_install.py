@@ -177,16 +177,16 @@ def f(
 """.strip()
 ROLLOUT = 'rollout(p, s.params, now, x, verification=v, step=3, policy_version=3)'
 RIGHT = (
-  't.rules.clip(ratio_BT=x, batch=batch, weigh=weigh)',
-  't.rules.advantage(reward_PG=x)',
+  't.config.clip(ratio_BT=x, batch=batch, weigh=weigh)',
+  't.config.advantage(reward_PG=x)',
   't.train_step(params=s.params, opt=s.opt, batch=batch)',
   's.replace(step=1)',
   ROLLOUT,
 )
 WRONG = (
-  't.rules.clip(ratios_BT=x, batch=batch, weigh=weigh)',
-  't.rules.advantage(rewards_PG=x)',
-  't.rules.batch(groups, groups, s.buffer, 0, x, seat=3)',
+  't.config.clip(ratios_BT=x, batch=batch, weigh=weigh)',
+  't.config.advantage(rewards_PG=x)',
+  't.config.batch(groups, groups, s.buffer, 0, x, seat=3)',
   't.train_step(s.params, s.opt, batches=batch)',
   ROLLOUT.replace('step=3', 'stp=3', 1),
   'learner.update(s.params, s.opt, groups, x, x, epoch=1)',

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import json
 import math
+import os
+import pathlib
 
 import jax
 import jax.extend
@@ -12,12 +15,22 @@ import numpy as np
 import optax
 import oracles
 import pytest
+import runs
+import safetensors.numpy
+from runs import last_run, one_device, saved, source, tiny
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip
 from bapo_jax.learner import learner
 from bapo_jax.models import decoder, knobs, layers, logprobs, lora, transformer
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights as hf_weights
+from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
+from bapo_jax.run import experiment, resume
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.tools import export
+from bapo_jax.training import build, checkpoint, inputs, policy
 
 SPEC = dataclasses.replace(making.SPEC, heads=4, kv_heads=2, ffn=24, vocab=12)
 ALL = knobs.LoraConfig().targets
@@ -209,7 +222,7 @@ def test_the_gradient_is_that_of_all_weights_projected(schedule, parts, devices)
   base = making.params(NARROW)
   params = making.adapters(NARROW, 0.1)
   merged = lora.merge(lora.attach(base, params))
-  rule = making.bound(clip.balanced, target=0.4)
+  rule = clip.Balanced(target=0.4)
   knobs = {'schedule': schedule, 'grad_accum_steps': parts}
   objective = making.objective(rule, spec=NARROW, **knobs)
   step = jax.jit(functools.partial(learner.learn, tx=PLAIN, objective=objective))
@@ -237,3 +250,183 @@ def test_the_gradient_is_that_of_all_weights_projected(schedule, parts, devices)
       d_b = found[f'{path}/b'][i]
       close(d_a.reshape(a.shape), adapter.scale * d_w @ b.T, f'{path}/a')
       close(d_b.reshape(b.shape), adapter.scale * a.T @ d_w, f'{path}/b')
+
+
+# ------ an exported directory of adapters is one that peft loads, with the same logits
+
+
+KNOBS = LoraConfig(rank=3, alpha=6.0)
+SMALL = making.SPEC
+SEEING = making.SEEING
+
+
+def reader(tree):
+  """From the path of an array to it."""
+  leaves = jax.tree.leaves_with_path(tree)
+  return {sharding.path_name(path): x for path, x in leaves}.__getitem__
+
+
+def test_names_shapes_and_config_are_those_of_peft(tmp_path):
+  knobs = LoraConfig(rank=2, alpha=3.0, targets='layers/(o|k)')
+  get = reader(making.adapters(**knobs.model_dump()))
+  model = 'hub:owner/name@main'
+  hf_weights.save_adapters(str(tmp_path), get, SMALL, knobs, model, 'bfloat16')
+  config = json.loads((tmp_path / 'adapter_config.json').read_text())
+  assert (config['r'], config['lora_alpha']) == (2, 3.0)
+  assert config['target_modules'] == ['k_proj', 'o_proj']
+  assert config['base_model_name_or_path'] == 'owner/name'
+  assert config['revision'] == 'main'
+  found = safetensors.numpy.load_file(tmp_path / 'adapter_model.safetensors')
+  name = 'base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight'
+  assert len(found) == 2 * 2 * 2
+  a, b = (found[name.format('o', side)] for side in 'AB')
+  assert (a.shape, b.shape) == ((2, 16), (16, 2))
+  # In their file the inputs of o are H C, heads first.
+  expected = get('layers/o/a')[1].reshape(16, 2).T.astype(jnp.bfloat16)
+  np.testing.assert_array_equal(a, expected)
+
+
+@pytest.mark.parametrize('kind', ['qwen2', 'qwen2_5_vl'])
+def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
+  torch = pytest.importorskip('torch', reason='needs requirements/parity.txt')
+  peft = pytest.importorskip('peft', reason='needs requirements/parity.txt')
+  import transformers
+
+  options = {'qkv_bias': True, 'head_width': 8}
+  if kind == 'qwen2_5_vl':
+    options = {'head_width': 4, 'mrope': SEEING.mrope, 'vision': SEEING.vision}
+  spec = dataclasses.replace(SMALL, heads=4, kv_heads=2, ffn=24, vocab=20, **options)
+  params = making.params(spec)
+  made = making.adapters(spec)
+  model = str(tmp_path / 'model')
+  adapter = str(tmp_path / 'adapter')
+  os.mkdir(model)
+  os.mkdir(adapter)
+  hf_weights.save(model, transformer.flatten(params).__getitem__, spec)
+  config = hf_config.config_of(spec) | {'torch_dtype': 'float32'}
+  pathlib.Path(model, 'config.json').write_text(json.dumps(config))
+  hf_weights.save_adapters(adapter, reader(made), spec, KNOBS, model, 'float32')
+  seeing = transformers.Qwen2_5_VLForConditionalGeneration
+  theirs = seeing if spec.vision else transformers.AutoModelForCausalLM
+  theirs = theirs.from_pretrained(model)
+  theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+  adapted = [name for name, _ in theirs.named_modules() if name.endswith('.lora_A')]
+  assert len(adapted) == 7 * spec.layers
+  tokens_BT = np.random.default_rng(0).integers(0, 20, (3, 9))
+  with torch.no_grad():
+    expected = theirs(torch.tensor(tokens_BT)).logits.numpy()
+  weights = lora.attach(params, jax.tree.map(jnp.asarray, made))
+  for each in (weights, lora.merge(weights)):
+    hidden_BTD = layers.forward(each, jnp.asarray(tokens_BT), spec)
+    found = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(each))
+    oracles.close(found, expected, 256)
+  plain = layers.forward(params, jnp.asarray(tokens_BT), spec)
+  assert np.abs(plain - hidden_BTD).max() > 0.1
+
+
+def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
+  path = source(tmp_path / 'source')
+  workdir = tmp_path / 'run'
+  config = tiny(**{'model.path': path, 'lora.rank': 2, 'sampler.max_new_tokens': 8})
+  experiment.claim(str(workdir), config)
+  spec = hf_config.read_spec(path, 'float32')
+  made = making.adapters(spec, **config.lora.model_dump())
+  saved(workdir, made)
+  alone = str(tmp_path / 'alone')
+  merged = str(tmp_path / 'merged')
+  assert export.export(config, str(workdir), alone, 'float32', 10**9, adapter=True) == 0
+  assert export.export(config, str(workdir), merged, 'float32', 10**9) == 0
+  found = safetensors.numpy.load_file(f'{alone}/adapter_model.safetensors')
+  a, b = (
+    found[f'base_model.model.model.layers.1.mlp.down_proj.lora_{x}.weight']
+    for x in 'AB'
+  )
+  name = 'model.layers.1.mlp.down_proj.weight'
+  base = safetensors.numpy.load_file(f'{path}/model.safetensors')[name]
+  whole = safetensors.numpy.load_file(f'{merged}/model.safetensors')
+  scale = config.lora.alpha / 2
+  oracles.close(whole[name], base.astype('float32') + scale * b @ a, 16)
+  assert {'tokenizer.json', 'adapter_config.json'} <= {
+    p.name for p in (tmp_path / 'alone').iterdir()
+  }
+
+
+def test_adapters_of_the_embedded_policy_are_not_exported_alone(tmp_path):
+  config = tiny(**{'lora.rank': 2})
+  experiment.claim(str(tmp_path), config)
+  saved(tmp_path, making.adapters())
+  with pytest.raises(ValueError, match='and a published model in'):
+    export.export(config, str(tmp_path), '', 'float32', 10**9, adapter=True)
+
+
+# ------------ what a checkpoint of adapters has, and what a finished run may leave out
+
+
+@pytest.fixture(scope='module')
+def resumed(adapter_run):
+  """Returns (trainer, state at step 0, state after the last step) of the adapters."""
+  config, workdir, verifier = adapter_run
+  with one_device():
+    t, s = build.start(config, str(workdir), PhaseTimer(), verifier())
+    with checkpoint.manager(str(workdir), 9, 1) as checkpoints:
+      return t, s, resume.resume(checkpoints, t, s)[0]
+
+
+def test_a_checkpoint_of_adapters_has_no_other_weight(adapter_run, resumed):
+  for step in range(1, adapter_run.config.steps + 1):
+    arrays = last_run(adapter_run.workdir, step).arrays
+    names = [name for name in arrays if not name.startswith(('buffer', 'partial'))]
+    assert {name.rpartition('/')[2] for name in names} <= {'a', 'b', 'count'}
+    # The older adapters that decode the next step.
+    assert any(name.startswith('actor') for name in names) == bool(step % 2)
+  _, first, last = resumed
+  for path, adapter in transformer.flatten(first.params).items():
+    assert not np.array_equal(transformer.flatten(last.params)[path].b, adapter.b)
+
+
+def test_adapters_are_read_merged_into_the_model(adapter_run, resumed):
+  config, workdir, _ = adapter_run
+  t, _, last = resumed
+  read = policy.reader(config, inputs.open_model(config), str(workdir), 4)
+  for path, w in transformer.flatten(lora.merge(t.weights(last.params))).items():
+    np.testing.assert_array_equal(read(path), w)
+
+
+def test_adapters_of_other_frozen_weights_are_refused(adapter_run, resumed):
+  t, s, _ = resumed
+  other = jax.tree.map(jnp.copy, t.base)
+  embed = other['embed']
+  other['embed'] = embed.at[1, 2].set(jnp.nextafter(embed[1, 2], jnp.float32(9)))
+  t = dataclasses.replace(t, base=other)
+  with (
+    checkpoint.manager(str(adapter_run.workdir), 9, 1) as checkpoints,
+    pytest.raises(ValueError, match=r'frozen weights.*model\.path'),
+  ):
+    resume.resume(checkpoints, t, s)
+
+
+def test_a_fingerprint_is_of_the_numbers_and_their_places():
+  rng = np.random.default_rng(0)
+  a, b = jnp.asarray(rng.normal(size=(4, 8, 6)), jnp.float32), jnp.ones(3)
+  found = policy.fingerprint({'a': a, 'b': b})
+  assert found == policy.fingerprint({'a': jnp.copy(a), 'b': jnp.copy(b)})
+  swapped = a.at[0, 0, 0].set(a[3, 7, 5]).at[3, 7, 5].set(a[0, 0, 0])
+  turned, narrow = a.reshape(8, 4, 6).reshape(4, 8, 6)[::-1], a.astype(jnp.bfloat16)
+  others = [{'a': x, 'b': b} for x in (swapped, turned, narrow)]
+  others += [{'a': a, 'c': b}, {'a': a, 'b': -b}]
+  assert len({found, *map(policy.fingerprint, others)}) == 6
+  mesh = jax.make_mesh((4, 2), ('x', 'y'))
+  layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('x', None, 'y'))
+  assert policy.fingerprint({'a': jax.device_put(a, layout), 'b': b}) == found
+  assert policy.fingerprint(None) == ''
+
+
+def test_a_finished_run_may_leave_its_optimiser_out(whole_run, tmp_path):
+  workdir = runs.truncated(whole_run, tmp_path / 'run', 3)
+  knobs = runs.RECORDED['whole'] | {'checkpoint.final': 'weights'}
+  assert runs.train(tiny(**knobs), workdir) == 0
+  names = set(last_run(workdir).arrays)
+  assert 'params/embed' in names
+  assert not any(name.startswith(('opt', 'actor')) for name in names)
+  with pytest.raises(ValueError, match=r'checkpoint\.final'):
+    runs.train(tiny(**knobs | {'steps': 5}), workdir)

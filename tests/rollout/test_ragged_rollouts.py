@@ -4,13 +4,16 @@ On a CPU the TPU's kernel is emulated.
 """
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 
-from bapo_jax.models import decoder, ragged, transformer
+from bapo_jax import sharding
+from bapo_jax.models import attention, decoder, ragged, transformer
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Prompts
@@ -71,3 +74,168 @@ def test_text_and_log_probabilities_are_those_of_plain_decoding(
   ends = LENGTH_P.repeat(G) + plain.response_mask_BT.sum(1)
   assert ends[LIMIT_B == 1] == [2] and ends.max() > 256  # one block to three
   assert len(np.unique(ends)) > 6
+
+
+# ----- decoding that reads only live blocks equals decoding that reads the whole cache
+
+
+S = 8
+H = 14
+K = 2
+C = 32
+T = 384
+EPS = 2.0**-23  # of float32
+LENGTHS = np.asarray([1, 384, 128, 129, 127, 256, 300, 77], np.int32)
+BLOCK = {'tpu': 128, 'gpu': 64}
+# The kernels of both platforms, emulated on a CPU. The GPU's two programs per slot and
+# head merge their results.
+KERNELS = {
+  'tpu': functools.partial(ragged._tpu, n=BLOCK['tpu'], interpret=True),
+  'gpu': functools.partial(ragged._gpu, n=BLOCK['gpu'], span=256, interpret=True),
+}
+
+
+def example(dtype='float32', S=S, K=K, C=C, seed=0):
+  """Random queries, (new keys, new values), (keys, values of the cache)."""
+  rng = np.random.default_rng(seed)
+  shapes = (S, H, C), (S, K, C), (S, K, C), (S, K, C, T), (S, K, T, C)
+  q, *arrays = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
+  return q, tuple(arrays[:2]), tuple(arrays[2:])
+
+
+def extended(new, cache, position_S):
+  """The cache with the new column of each slot at its position."""
+  k_SKCT, v_SKTC = map(np.array, cache)
+  for s, position in enumerate(position_S):
+    k_SKCT[s, :, :, position] = new[0][s]
+    v_SKTC[s, :, position] = new[1][s]
+  return k_SKCT, v_SKTC
+
+
+def plain(q_SHC, new, cache, length_S):
+  position_S = jnp.asarray(length_S) - 1
+  return attention.cached(q_SHC, [extended(new, cache, position_S)], position_S)
+
+
+def poisoned(k_SKCT, v_SKTC, length_S, n):
+  """The cache with NaN in every block past the last live block of its slot."""
+  dead_ST = np.arange(T) >= np.asarray(ragged.blocks(length_S, n))[:, None] * n
+  k_SKCT = jnp.where(dead_ST[:, None, None], jnp.nan, k_SKCT)
+  return k_SKCT, jnp.where(dead_ST[:, None, :, None], jnp.nan, v_SKTC)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize(
+  ('C', 'slots', 'done'), [(32, S, False), (128, 5, False), (32, S, True)]
+)
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
+  kernel, C, slots, done, dtype
+):
+  # Heads of 128 have another layout of the values; 5 slots are no two equal halves. A
+  # slot that is done reads one block, and writes its column.
+  q, new, cache = example(dtype, slots, C=C)
+  position_S = LENGTHS[:slots] - 1
+  length_S = np.ones_like(position_S) if done else position_S + 1
+  expected = plain(q, new, cache, position_S + 1)
+  run = jax.jit(KERNELS[kernel])
+  q_SKGC = q.reshape(slots, K, H // K, C)
+  cache = poisoned(*cache, length_S, BLOCK[kernel])
+  found, written = run(q_SKGC, new, cache, position_S, length_S)
+  assert found.dtype == expected.dtype
+  # The weights of bfloat16 are rounded before they are normalised, here, and after.
+  limit = 32 * EPS if dtype == 'float32' else 4 * 2.0**-8
+  if not done:
+    pair = found.reshape(q.shape), expected
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in pair), atol=limit)
+  for pair in zip(written, extended(new, cache, position_S), strict=True):
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
+
+
+def test_every_length_is_masked_in_the_right_column():
+  # All lengths of two blocks: a column more or less would move the mean of values.
+  length_S = np.arange(1, 257, dtype=np.int32)
+  q, new, cache = example(S=256, C=16, seed=1)
+  expected = plain(q, new, cache, length_S)
+  found, _ = jax.jit(ragged.attend)(q, new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  run = jax.jit(KERNELS['gpu'])
+  found, _ = run(q.reshape(256, K, -1, 16), new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(found.reshape(q.shape), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('kv_heads', [1, 2])
+def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
+  # A single key head is read by both devices that share a slot.
+  q, new, cache = example(K=kv_heads)
+  mesh = sharding.make(data=2, fsdp=2, tensor=2)
+  with sharding.current(mesh):
+    rows = sharding.over_rows(mesh)
+    heads = sharding.over_cache(mesh, kv_heads)
+    by_slot = jax.device_put((q, new, LENGTHS - 1, LENGTHS), rows)
+    spread = jax.device_put(cache, heads)
+    found, written = jax.jit(ragged.attend)(*by_slot[:2], spread, *by_slot[2:])
+  assert found.sharding.shard_shape(found.shape) == (S // 4, H // kv_heads, C)
+  np.testing.assert_allclose(found, plain(q, new, cache, LENGTHS), atol=32 * EPS)
+  for x, y in zip(written, extended(new, cache, LENGTHS - 1), strict=True):
+    assert x.sharding.is_equivalent_to(heads, 4)
+    np.testing.assert_array_equal(x, y)
+
+
+def test_columns_per_block():
+  # 2 bytes; keys and values of 4 x 128 x 512 columns are a MiB. Blocks divide the rows.
+  sizes = {
+    (4, 128, 9216): 512,
+    (4, 128, 9344): 128,  # 73 tiles, a prime
+    (1, 128, 9216): 1024,
+    (8, 128, 33792): 256,
+    (64, 256, 1024): 128,
+    (4, 128, 128): 128,
+  }
+  for (heads, width, length), expected in sizes.items():
+    assert ragged.block_columns(heads, width, length, 2) == expected
+
+
+@pytest.mark.parametrize('slots', [64, 63])
+def test_the_steps_of_the_grid_read_every_live_block_once(slots):
+  T = 9216
+  n = 512
+  halves = 2 - slots % 2
+  length_S = np.random.default_rng(0).geometric(4 / T, slots).clip(1, T)
+  length_S[:2] = 1, T
+  steps = slots // halves * (T // n)
+  slot_N, first_S, most = map(
+    np.asarray, ragged._visits(jnp.asarray(length_S), halves, steps, n)
+  )
+  read = []
+  for half in range(halves):
+    # A step reads its block unless the step before had the same.
+    slot_i = slot_N[half * steps :][:most]
+    block_i = np.arange(most) - first_S[slot_i]
+    block_i = np.minimum(block_i, (length_S[slot_i] - 1) // n)
+    visits = list(zip(slot_i, block_i, strict=True))
+    read += [visits[i] for i in range(most) if not i or visits[i] != visits[i - 1]]
+  assert sorted(read) == [
+    (s, b) for s in range(slots) for b in range(T // n) if b * n < length_S[s]
+  ]
+
+
+@pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])
+def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
+  # Four slots of a Qwen2.5-7B.
+  q, *arrays = (
+    jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
+    for shape in ((7, 128), (128,), (128,), (128, 4096), (4096, 128))
+  )
+  new = tuple(arrays[:2])
+  cache = tuple(arrays[2:])
+  slots = jax.ShapeDtypeStruct((4,), jnp.int32)
+  mesh = sharding.make(devices=topology(f'{gpu}:1'))
+  device = sharding.replicated(mesh)
+  run = jax.jit(
+    ragged._gpu, in_shardings=device, out_shardings=device, donate_argnums=2
+  )
+  with jax.set_mesh(mesh):
+    lowered = run.lower(q, new, cache, slots, slots)
+  # The kernel writes the column in place: nothing of the size of the cache is made.
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < 2**20
