@@ -87,6 +87,7 @@ class Applied(NamedTuple):
   adv_B: np.ndarray  # f32, times the weight of the source
   weight_BT: np.ndarray  # f32, weight in the gradient, scaled by row; 0 if cut
   cut_BT: np.ndarray  # u8, index into CUTS: why tokens with an advantage were cut
+  start_BT: np.ndarray  # f32, the weights at the first bounds of a search
 
 
 class Search(NamedTuple):
@@ -186,21 +187,17 @@ def staler(recorded: Recorded, times: float) -> Recorded:
 
 def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
-  bounds, ratio_BT, adv_B, _, weight_BT, cut_BT = _run(recorded, config)
-  return Applied(bounds, *map(np.asarray, (ratio_BT, adv_B, weight_BT, cut_BT)))
-
-
-def _run(recorded: Recorded, config: Config) -> tuple[Any, ...]:
-  """Returns the fields of Applied, with the weights at the first bounds in between."""
   of_source = [getattr(config.batch.weights, source) for source in SOURCES]
-  return _program(config)(
-    *map(jnp.asarray, (recorded.logp_BT, recorded.behavior_logp_BT)),
-    jnp.asarray(recorded.loss_mask_BT),
-    jnp.asarray(recorded.reward_PG),
-    jnp.asarray(recorded.row_B),
-    jnp.asarray(recorded.source_B, jnp.int32),
+  bounds, *arrays = _program(config)(
+    recorded.logp_BT,
+    recorded.behavior_logp_BT,
+    recorded.loss_mask_BT,
+    recorded.reward_PG,
+    recorded.row_B,
+    recorded.source_B,
     jnp.asarray(of_source, jnp.float32),
   )
+  return Applied(bounds, *map(np.asarray, arrays))
 
 
 @functools.cache
@@ -238,7 +235,7 @@ def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
     )
     cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
     ratio_BT = loss.ratio(logp_BT, batch)
-    return bounds, ratio_BT, batch.adv_B, start_BT, weight_BT, cut_BT
+    return bounds, ratio_BT, batch.adv_B, weight_BT, cut_BT, start_BT
 
   return run
 
@@ -251,15 +248,15 @@ def searches(recorded: Recorded, config: Config) -> list[Search]:
   found = []
   for update in np.unique(recorded.update_B).tolist():
     rows = only(recorded, np.flatnonzero(recorded.update_B == update))
-    bounds, _, _, start_BT, weight_BT, _ = _run(rows, config)
-    low, high = float(bounds.low.mean()), float(bounds.high.mean())
+    applied = apply(rows, config)
+    low, high = (float(bound.mean()) for bound in applied.bounds[:2])
     found.append(
       Search(
         update,
         len(rows.row_B),
         int(rows.loss_mask_BT.sum()),
-        _share(np.asarray(start_BT)),
-        _share(np.asarray(weight_BT)),
+        _share(applied.start_BT),
+        _share(applied.weight_BT),
         low,
         high,
         _stopped(config.clip, (low, high)),
@@ -342,10 +339,12 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   return model.spec, traverse_util.unflatten_dict(flat, sep='/')
 
 
-def _stats_of(
-  recorded: Recorded, spec: ModelSpec
-) -> Callable[[Tree], tuple[Array, Array]]:
-  """Returns weights -> (logp_BT, mean entropy) of the recorded tokens."""
+def _functions_of(recorded: Recorded, spec: ModelSpec) -> tuple[Callable, Callable]:
+  """Returns two functions of the weights of the model.
+
+  One returns (logp_BT, mean entropy) of the recorded tokens; the other also takes
+  weight_BT, and returns the gradient of sum(weight * logp).
+  """
   if recorded.ids is None:
     raise ValueError('the record has pictures or no token ids; use a new text-only run')
   # Rows of prompt and response, and the column of each recorded token in them.
@@ -364,7 +363,11 @@ def _stats_of(
     )
     return logp_BT, (entropy_BT * mask_BT).sum() / mask_BT.sum()
 
-  return stats
+  @jax.jit
+  def direction(params: Tree, weight_BT: Array) -> Tree:
+    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
+
+  return stats, direction
 
 
 def rescored(recorded: Recorded, model: tuple[ModelSpec, Tree]) -> Recorded:
@@ -374,7 +377,8 @@ def rescored(recorded: Recorded, model: tuple[ModelSpec, Tree]) -> Recorded:
     ValueError: the record has no token ids, or its problems have pictures.
   """
   spec, params = model
-  logp_BT, _ = jax.jit(_stats_of(recorded, spec))(params)
+  stats, _ = _functions_of(recorded, spec)
+  logp_BT, _ = jax.jit(stats)(params)
   mask_BT = recorded.loss_mask_BT
   return recorded._replace(logp_BT=np.where(mask_BT, np.asarray(logp_BT), 0))
 
@@ -392,7 +396,7 @@ def cosines(
     ValueError: the record has no token ids, or its problems have pictures.
   """
   spec, params = model
-  direction = _direction(recorded, spec)
+  _, direction = _functions_of(recorded, spec)
   rows = [
     ravel_pytree(direction(params, jnp.asarray(rule.weight_BT)))[0]
     for rule in applied.values()
@@ -400,17 +404,6 @@ def cosines(
   gradient_NW = np.asarray(jnp.stack(rows), np.float64)
   gradient_NW /= np.linalg.norm(gradient_NW, axis=1, keepdims=True)
   return gradient_NW @ gradient_NW.T
-
-
-def _direction(recorded: Recorded, spec: ModelSpec) -> Callable[[Tree, Array], Tree]:
-  """Returns (weights of the model, weight_BT) -> gradient of sum(weight * logp)."""
-  stats = _stats_of(recorded, spec)
-
-  @jax.jit
-  def direction(params: Tree, weight_BT: Array) -> Tree:
-    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
-
-  return direction
 
 
 def entropy_changes(
@@ -437,7 +430,7 @@ def entropy_changes(
     ValueError: the record has no token ids, or its problems have pictures.
   """
   spec, start = model
-  stats, direction = _stats_of(recorded, spec), _direction(recorded, spec)
+  stats, direction = _functions_of(recorded, spec)
 
   @jax.jit
   def entropy(params: Tree) -> tuple[Array, Tree]:
@@ -472,6 +465,13 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
     ValueError: no step is recorded.
   """
   recorded = read(workdir)
+  counts = dict.fromkeys(ENDS, 0)
+  clip = recorded.config.clip
+  if clip.rule == 'balanced':
+    groups = step_record.read(workdir, recorded.step)
+    bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
+    for pair in bounds.values():
+      counts[_stopped(clip, pair)] += 1
 
   def numbers(name: str, rows: Recorded) -> dict[str, float]:
     row = summary(rows, apply(rows, config_of(rows, arms[name])))
@@ -482,18 +482,8 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
     'inside': numbers(arm, recorded)['inside'],
     'arms': {name: numbers(name, recorded) for name in arms},
     'staler': {str(times): numbers(arm, staler(recorded, times)) for times in STALER},
-    'searches': _searches(workdir, recorded),
+    'searches': counts,
   }
-
-
-def _searches(workdir: str, recorded: Recorded) -> dict[str, int]:
-  counts, clip = dict.fromkeys(ENDS, 0), recorded.config.clip
-  if clip.rule == 'balanced':
-    groups = step_record.read(workdir, recorded.step)
-    bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
-    for pair in bounds.values():
-      counts[_stopped(clip, pair)] += 1
-  return counts
 
 
 def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:

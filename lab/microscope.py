@@ -92,7 +92,7 @@ class Tables(NamedTuple):
 
   def seen(self, task: Task) -> Array:
     """Returns mu(y), the probability [N] of each response given its prompt."""
-    return jnp.exp(jnp.where(task.mask_NT, self.logq_NT, 0).sum(1))
+    return probability(self.logq_NT, task)
 
 
 def enumerate_task() -> Task:
@@ -171,17 +171,20 @@ def _by_place(task: Task, weight_NT: Array) -> Array:
   return jnp.zeros(PLACES, weight_NT.dtype).at[task.place_NT].add(weight_NT)
 
 
+def probability(logp_NT: Array, task: Task) -> Array:
+  """Returns the probability [N] of each response given its prompt."""
+  return jnp.exp(jnp.where(task.mask_NT, logp_NT, 0).sum(1))
+
+
 def accuracy(logp_NT: Array, task: Task) -> Array:
   """Returns J: the probability of a right response, mean over the prompts."""
-  seen_N = jnp.exp(jnp.where(task.mask_NT, logp_NT, 0).sum(1))
-  return jnp.where(task.right_N, seen_N, 0).sum() / PROMPTS
+  return jnp.where(task.right_N, probability(logp_NT, task), 0).sum() / PROMPTS
 
 
 def true_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
   """Returns the exact gradient of J: the sum of pi(y) R(y) grad log pi(y)."""
-  seen_N = jnp.exp(jnp.where(task.mask_NT, logp_NT, 0).sum(1))
-  weight_NT = jnp.where(task.mask_NT, (seen_N * task.right_N)[:, None], 0)
-  return gradient(slopes_KP, task, weight_NT / PROMPTS)
+  seen_N = probability(logp_NT, task)
+  return gradient(slopes_KP, task, (seen_N * task.right_N)[:, None] / PROMPTS)
 
 
 def advantages(rule: AdvantageFunction) -> tuple[np.ndarray, np.ndarray]:
@@ -217,12 +220,18 @@ def batch_of(task: Task, tables: Tables, index_B: Array, adv_B: Array) -> Batch:
   return Batch(tokens_BT, mask_BT, old_BT, old_BT, adv_B, zero_B, mask_BT)
 
 
-def weights_of(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
-  """Returns the weight of grad log pi of each token, a mean over tokens of a row."""
+@functools.partial(jax.jit, static_argnames='rule')
+def unscaled(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
+  """Returns the weight of grad log pi of each token, a sum over tokens of a row."""
   scale_B = jnp.ones(len(batch.adv_B), logp_BT.dtype)
   find = loss.finder((rule.loss, rule.clip, rule.mask), logp_BT, batch, scale_B)
   _, bounds = rule.loss(logp_BT, batch, find)
-  return loss.weights(rule.loss, logp_BT, batch, bounds) / POSITIONS
+  return loss.weights(rule.loss, logp_BT, batch, bounds)
+
+
+def weights_of(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
+  """Returns the weight of grad log pi of each token, a mean over tokens of a row."""
+  return unscaled(rule, logp_BT, batch) / POSITIONS
 
 
 def rates(task: Task, tables: Tables) -> np.ndarray:

@@ -94,49 +94,16 @@ FEWEST = 2  # seeds of a page: an interval needs two
 ROUNDED = 5e-4  # a difference below it is 0 on the page
 SMALL = FOLDER.parents[1] / 'docs' / 'microscope.png'
 CHOSEN = (
-  'GRPO',
-  'clip-higher',
-  'DCPO',
-  'M2PO',
-  'IcePop',
-  'SAPO',
-  'unclipped',
-  'balanced .42',
-  'balanced .50',
+  'GRPO, clip-higher, DCPO, M2PO, IcePop, SAPO, unclipped, balanced .42, balanced .50'
 )
 SEARCHES = ('balanced .42', 'balanced .50')
 CELLS = tuple((k, n) for k in STALENESS if k for n in MINIBATCHES)
 FAMILIES = {
   'Bounds': (
-    'GRPO',
-    'clip-higher',
-    'dual clip',
-    'GSPO',
-    'DCPO',
-    'unclipped',
-    *SEARCHES,
+    'GRPO, clip-higher, dual clip, GSPO, DCPO, unclipped, balanced .42, balanced .50'
   ),
-  'Masks': (
-    'GRPO',
-    'OPSM',
-    'M2PO',
-    'IcePop',
-    'KPop',
-    'DPPO-TV',
-    'DPPO-KL',
-    'balanced .42',
-  ),
-  'Objectives': (
-    'GRPO',
-    'REINFORCE',
-    'TIS',
-    'CISPO',
-    'SAPO',
-    'VESPO',
-    'ASPO',
-    'FIPO',
-    'balanced .42',
-  ),
+  'Masks': 'GRPO, OPSM, M2PO, IcePop, KPop, DPPO-TV, DPPO-KL, balanced .42',
+  'Objectives': 'GRPO, REINFORCE, TIS, CISPO, SAPO, VESPO, ASPO, FIPO, balanced .42',
 }
 SHOWN = {
   'cosine of the expected update': ('cosine',),
@@ -152,7 +119,6 @@ def measure(
   path: pathlib.Path,
   commit: str,
   staleness: Sequence[int] = STALENESS,
-  echo: Any = print,
 ) -> None:
   """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
   found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -181,7 +147,7 @@ def measure(
       'rules': rows,
     }
     files.write(path, json.dumps(found, indent=1) + '\n')
-    echo(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+    print(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
@@ -301,14 +267,12 @@ def contest(
     raise ValueError(f'{len(runs)} complete seeds; measure at least {FEWEST}')
   path = 'alignment', str(cell[1])
   chosen = []
-  for i in range(len(runs)):
+  gap_S = values(runs, cell[0], rule, *path)
+  for i, run in enumerate(runs):
     others = runs if hindsight else [*runs[:i], *runs[i + 1 :]]
     chosen.append(best(others, cells))
-  fixed_S = [
-    values([run], cell[0], name, *path)[0]
-    for run, name in zip(runs, chosen, strict=True)
-  ]
-  return chosen, values(runs, cell[0], rule, *path) - np.asarray(fixed_S)
+    gap_S[i] -= values([run], cell[0], chosen[i], *path)[0]
+  return chosen, gap_S
 
 
 def conclusion(runs: Sequence[Run]) -> str:
@@ -443,7 +407,7 @@ def colour(name: str) -> str:
 def draw(
   runs: Sequence[Run],
   shown: Mapping[str, Sequence[str]] = SHOWN,
-  families: Mapping[str, Sequence[str]] = FAMILIES,
+  families: Mapping[str, str] = FAMILIES,
 ) -> Any:
   """Returns a figure: a column per family of rules, a row per quantity."""
   from matplotlib.figure import Figure
@@ -455,7 +419,8 @@ def draw(
   )
   x = np.arange(len(STALENESS))
   for r, (title, path) in enumerate(shown.items()):
-    for (family, names), ax in zip(families.items(), axes[r], strict=True):
+    for (family, listed), ax in zip(families.items(), axes[r], strict=True):
+      names = listed.split(', ')
       for i, name in enumerate(names):
         found = [interval(values(runs, k, name, *path)) for k in STALENESS]
         mean, half = np.asarray(found).T
@@ -491,15 +456,10 @@ def main(*flags: str) -> None:
   if len(runs) < FEWEST:
     return
   (FOLDER / 'figures').mkdir(exist_ok=True)
-  drawn = {FOLDER / 'figures' / 'microscope.png': draw(runs), SMALL: small(runs)}
-  for path, figure in drawn.items():
-    plots.save(figure, path, 100)
-
-
-def small(runs: Sequence[Run]) -> Any:
-  """Returns the figure of the README: the cosine under some of the rules."""
+  plots.save(draw(runs), FOLDER / 'figures' / 'microscope.png', 100)
   shown = {'cosine with the true gradient': ('cosine',)}
-  return draw(runs, shown, {'Expected update of a rule': CHOSEN})
+  small = draw(runs, shown, {'Expected update of a rule': CHOSEN})
+  plots.save(small, SMALL, 100)
 
 
 def read() -> list[Run]:

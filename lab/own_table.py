@@ -46,6 +46,8 @@ CLIPPED = loss.Clipped()
 
 Tokens = tuple[Array, Batch]  # logp_BT and the batch
 Axes = dict[str, list[float]]  # knob -> values
+Entries = tuple[Axes, Axes, dict[str, Any]]  # axes of the rule, other axes, entries
+Make = Callable[..., Any]  # knobs -> rule
 
 
 def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
@@ -73,16 +75,17 @@ def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
   if part not in BASES:
     raise ValueError(f'{rule}: give {own_code.EXAMPLE}, loss.<rule> or clip.<rule>')
   kind = BASES[part].rules.type_of(name)
-  own, others, entries = (_of_clip if part == 'clip' else _of_loss)(
-    kind, name, recorded
-  )
+  make = functools.partial(kind, rule=name)
+  defaults = _floats(kind)
+  evaluate = _of_clip if part == 'clip' else _of_loss
+  own, others, entries = evaluate(make, defaults, recorded)
   axes = {f'{part}.own.{knob}': values for knob, values in own.items()} | others
   return entries | {
     'slot': part,
     'title': name,
     'about': about(kind),
     'axes': [{'name': knob, 'values': values} for knob, values in axes.items()],
-    'defaults': {f'{part}.own.{knob}': x for knob, x in _floats(kind).items()},
+    'defaults': {f'{part}.own.{knob}': x for knob, x in defaults.items()},
     'ratios': RATIOS.tolist(),
   }
 
@@ -96,10 +99,9 @@ def _gives_bounds(rule: Callable, recorded: Tokens) -> bool:
   return isinstance(bounds, Bounds)
 
 
-def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes, Any]:
+def _of_loss(make: Make, defaults: dict[str, float], recorded: Tokens) -> Entries:
   """Returns the axes and entries of a loss rule, for some constant clip bounds."""
-  make: Callable[..., Any] = functools.partial(kind, rule=name)
-  uses_bounds, uses_probability = _uses(make, _floats(kind), recorded)
+  uses_bounds, uses_probability = _uses(make, defaults, recorded)
   others = BOUNDS if uses_bounds else {}
   probabilities = PROBABILITIES if uses_probability else PROBABILITIES[:1]
   grid = _grid(probabilities)
@@ -108,7 +110,7 @@ def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes,
     return loss.weights(rule, logp_BT, batch, rule_curves.constant())
 
   largest = LARGEST_TABLE // _size(grid, recorded)
-  own = _axes(make, _floats(kind), trial, recorded, others, largest)
+  own = _axes(make, defaults, trial, recorded, others, largest)
   tables = []
   for values in itertools.product(*own.values(), *others.values()):
     rule = make(**dict(zip(own, values, strict=False)))
@@ -119,25 +121,24 @@ def _of_loss(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes,
   return own, others, {'beside': beside} | _packed(tables, probabilities, recorded)
 
 
-def _of_clip(kind: type[Part], name: str, recorded: Tokens) -> tuple[Axes, Axes, Any]:
+def _of_clip(make: Make, defaults: dict[str, float], recorded: Tokens) -> Entries:
   """Returns the axes and entries of a clip rule beside the loss rule `clipped`.
 
   Two bounds apply to single tokens as they are. A mask, or bounds by row or token, may
   depend on the token, so each token of the grid is added to the batch in turn.
   """
-  make: Callable[..., Any] = functools.partial(kind, rule=name)
   bounds = _bounds(make(), *recorded)
   by_token = bounds.keep_BT is not None or any(jnp.ndim(x) for x in bounds[:6])
   by_token = by_token or bool(jnp.isfinite(bounds.cap))  # depends on a row's source
   grid = _grid(PROBABILITIES)
   size = _size(grid, recorded) if by_token else len(OF_BOUNDS)
   largest = min(LARGEST_TABLE // size, MOST_COMBINATIONS * len(STALE))
-  fewest = COUNTS[-1] ** len(_floats(kind))
+  fewest = COUNTS[-1] ** len(defaults)
   fitting = [x for x in (STALE, STALE[::2]) if len(x) * fewest <= largest]
   stale = [*fitting, STALE[::4]][0]
 
   others = {'stale': stale}
-  own = _axes(make, _floats(kind), _bounds, recorded, others, largest)
+  own = _axes(make, defaults, _bounds, recorded, others, largest)
   compute = _weighed if by_token else _scalars
   tables: list[Any] = []
   for values in itertools.product(*own.values()):
@@ -241,7 +242,7 @@ def _floats(kind: type[Part]) -> dict[str, float]:
 
 
 def _axes(
-  make: Callable[..., Any],
+  make: Make,
   defaults: dict[str, float],
   trial: Callable[..., Any],
   recorded: Tokens,
@@ -281,7 +282,7 @@ def _around(default: float, count: int) -> list[float]:
 
 
 def _uses(
-  make: Callable[..., Any], defaults: dict[str, float], recorded: Tokens
+  make: Make, defaults: dict[str, float], recorded: Tokens
 ) -> tuple[bool, bool]:
   """Returns whether the clip bounds and the probability of a token make a difference.
 

@@ -9,26 +9,23 @@ mu would be above 1 a panel is empty. Rules that read the whole minibatch have n
 `draw_recorded` draws what rules cut of a recorded batch: the region, and the tokens.
 """
 
-import functools
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax.algorithms import loss
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
-from lab import plots, rule_curves
+from lab import microscope, plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
 from lab.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:
+  from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
 PATH = pathlib.Path(__file__).parents[1] / 'docs' / 'rule_maps.png'
@@ -46,33 +43,23 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
   adv_B = np.full(possible_RP.sum(), float(sign), np.float32)
   tokens = ratio_RP[possible_RP], p_RP[possible_RP], adv_B
   found_RP = np.full(p_RP.shape, np.nan)
-  found_RP[possible_RP] = _weights(rule, *rule_curves.single(*tokens))[:, 0]
+  weight_B1 = microscope.unscaled(rule, *rule_curves.single(*tokens))
+  found_RP[possible_RP] = weight_B1[:, 0]
   return found_RP
 
 
-@functools.partial(jax.jit, static_argnames='rule')
-def _weights(rule: Rule, logp_B1: Array, batch: Batch) -> Array:
-  slots = (rule.loss, rule.clip, rule.mask)
-  find = loss.finder(slots, logp_B1, batch, jnp.ones(len(batch.adv_B)))
-  _, bounds = rule.loss(logp_B1, batch, find)
-  return loss.weights(rule.loss, logp_B1, batch, bounds)
+def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> tuple[float, float]:
+  """Returns the part of a recorded batch that a rule cuts, for one sign of A.
 
-
-class Mass(NamedTuple):
-  """The part of a recorded batch that a rule cuts, for one sign of the advantage."""
-
-  tokens: float  # cut tokens over all tokens of the sign
-  gradient: float  # their |r A| over that of all tokens of the sign
-
-
-def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> Mass:
-  """Returns the shares of tokens and of their mass in the unclipped gradient."""
+  The first number is the share of the tokens of the sign, the second their share of
+  |r A|, the mass in the unclipped gradient.
+  """
   mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_B) == sign)[:, None]
   mass_BT = np.where(mine_BT, applied.ratio_BT * np.abs(applied.adv_B)[:, None], 0)
   cut_BT = mine_BT & (applied.cut_BT > 0)
   if not mine_BT.any():
-    return Mass(0.0, 0.0)
-  return Mass(cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum())
+    return 0.0, 0.0
+  return cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum()
 
 
 def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:
@@ -126,16 +113,20 @@ def draw_recorded(
       ax.plot(p_BT[cut_BT], one.ratio_BT[cut_BT], '.', ms=2, color=colour)
       tokens, mass = cut_mass(recorded, one, sign)
       texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')
-    limits = (RATIO[0], RATIO[-1])
-    ax.set(xscale='log', yscale='log', xlim=(PROBABILITY[0], 1), ylim=limits)
-    ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
-    ax.minorticks_off()
-    ax.set_title(f'{name}\ncut {",  ".join(texts)}', fontsize=8)
+    _dress(ax, f'{name}\ncut {",  ".join(texts)}')
+    ax.set(xlim=(PROBABILITY[0], 1), ylim=(RATIO[0], RATIO[-1]))
   for ax in axes.flat[len(applied) :]:
     ax.set_axis_off()
   figure.supxlabel('probability of the token under the current policy', fontsize=9)
   figure.supylabel('ratio', fontsize=9)
   return figure
+
+
+def _dress(ax: 'Axes', title: str) -> None:
+  ax.set(xscale='log', yscale='log')
+  ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
+  ax.minorticks_off()
+  ax.set_title(title, fontsize=8)
 
 
 def draw() -> 'Figure':
@@ -157,10 +148,7 @@ def draw() -> 'Figure':
       ax.pcolormesh(
         PROBABILITY, RATIO, weights(RULES[name], sign), norm=norm, cmap='RdBu'
       )
-      ax.set(xscale='log', yscale='log')
-      ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
-      ax.minorticks_off()
-      ax.set_title(f'{name}, A {"><"[j]} 0', fontsize=8)
+      _dress(ax, f'{name}, A {"><"[j]} 0')
   figure.supxlabel('probability of the token under the current policy')
   figure.supylabel('ratio')
   scale = ScalarMappable(norm, 'RdBu')

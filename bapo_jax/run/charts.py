@@ -13,6 +13,7 @@ from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from bapo_jax.run.series import Points
 from bapo_jax.runtime.html import element
@@ -44,7 +45,7 @@ class Axis(NamedTuple):
   end: float
   log: bool = False
 
-  def __call__(self, value_N: np.ndarray) -> np.ndarray:
+  def __call__(self, value_N: ArrayLike) -> np.ndarray:
     """Returns the coordinates of values."""
     low, high = self.low, self.high
     if self.log:
@@ -141,7 +142,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def _across(y: Axis, value: float, kind: str) -> Element:
   """Draws a horizontal line at a value."""
-  at = f'{float(y(np.asarray(value))):.1f}'
+  at = f'{y(value):.1f}'
   return element('line', class_=kind, x1=LEFT, x2=RIGHT, y1=at, y2=at)
 
 
@@ -149,12 +150,12 @@ def _grid(x: Axis, y: Axis) -> Iterator[Element]:
   """Yields the lines and the numbers of both axes."""
   for value in _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
     yield _across(y, value, 'grid')
-    at = f'{float(y(np.asarray(value))) + 4:.1f}'
+    at = f'{y(value) + 4:.1f}'
     text = f'{round(value, 12):g}'
     yield element('text', text, x=LEFT - 5, y=at, text_anchor='end')
   for value in ticks(x.low, x.high):
     if value == int(value):
-      at = f'{float(x(np.asarray(value))):.1f}'
+      at = f'{x(value):.1f}'
       yield element('text', f'{value:g}', x=at, y=BOTTOM + 16, text_anchor='middle')
 
 

@@ -39,17 +39,6 @@ class Group(NamedTuple):
   runs: list[RunFiles]
 
 
-class Difference(NamedTuple):
-  """The mean difference of a metric between two groups, over pairs of values."""
-
-  mean: float
-  half: float  # half the length of the t interval of the mean
-  pairs: int  # common seeds or, of single runs, common held-out problems; at least 2
-
-  def __str__(self) -> str:
-    return f'{self.mean:+.4g} ± {self.half:.2g} (n={self.pairs})'
-
-
 def seeds_of(run: RunFiles) -> tuple[Any, ...]:
   """Returns the values of all knobs that are a seed, such as seed and sft.seed."""
   return tuple(value for name, value in sorted(run.knobs.items()) if is_seed(name))
@@ -152,34 +141,36 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
   return means
 
 
-def paired(base: dict[Any, float], other: dict[Any, float]) -> Difference | None:
-  """Returns the mean difference over common keys, other minus base; None if under 2."""
+def paired(base: dict[Any, float], other: dict[Any, float]) -> str:
+  """Formats the mean difference over common keys, other minus base; '' if under 2.
+
+  Keys are seeds or, of single runs, held-out problems.
+  """
   pairs = [other[key] - base[key] for key in base if key in other]
-  return Difference(*interval(pairs), len(pairs)) if len(pairs) > 1 else None
+  if len(pairs) < 2:
+    return ''
+  middle, half = interval(pairs)
+  return f'{middle:+.4g} ± {half:.2g} (n={len(pairs)})'
 
 
-def differences(
-  groups: Sequence[Group],
-) -> tuple[str, dict[str, list[Difference | None]]]:
+def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
   """Compares each group but the first with the first.
 
   Returns:
     What is paired, 'seed' or 'held-out problem', and metric -> a difference per group;
     without metrics that have no difference.
   """
-  base, *others = groups
-  unit = 'seed'
-  table = {
-    name: [paired(by_seed(base, name), by_seed(other, name)) for other in others]
-    for name in FINAL.split()
-  }
   if all(len(group.runs) == 1 for group in groups):
     unit = 'held-out problem'
-    first, *rest = [by_problem(group.runs[0]) for group in groups]
-    table = {
-      name: [paired(values, other.get(name, {})) for other in rest]
-      for name, values in first.items()
-    }
+    base, *others = [by_problem(group.runs[0]) for group in groups]
+  else:
+    unit = 'seed'
+    names = FINAL.split()
+    base, *others = [{name: by_seed(group, name) for name in names} for group in groups]
+  table = {
+    name: [paired(values, other.get(name, {})) for other in others]
+    for name, values in base.items()
+  }
   return unit, {name: row for name, row in table.items() if any(row)}
 
 

@@ -305,17 +305,17 @@ class Run:
 
   def report(self, s: TrainState) -> None:
     """Writes the report of the finished run; an OSError names the file."""
-    before, after = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
+    evaluations = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
+    before, after = (evaluation['result'] for evaluation in evaluations)
     path = os.path.join(self.workdir, 'report.html')
     with files.naming(path):
       # Not t.config, which may ask for fewer steps than are done.
       stored = workdirs.read_config(self.workdir)
       config = config_lib.from_json(stored)
       spent = self.cost()
-      report.write(self.workdir, config, before, after, spent, s.step)
+      text = report.write(self.workdir, config, before, after, spent, s.step)
       page.write(self.workdir)
-    results = before['result'], after['result']
-    log(f'{report.summary(*results, s.step, spent)}\nReport: {path}')
+    log(f'{text}\nReport: {path}')
 
   def report_step(self, s: TrainState, row: Metrics, write: metrics.Write) -> None:
     """Evaluates if due, writes the row of metrics and logs its line."""

@@ -52,9 +52,16 @@ def train(
     one = isinstance(reward, str) or callable(reward)
     overrides['rewards.rule'] = ','.join(map(_path, [reward] if one else reward))
   if rows is not None:
-    training, rest = _divided(rows, held_out)
-    overrides['problems.source'] = own_code.register(_returning('rows', training))
-    overrides['problems.test_source'] = own_code.register(_returning('held_out', rest))
+    if held_out is None:
+      count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
+      log(
+        f'The last {count} of {len(rows)} rows are held out; `held_out` gives others.'
+      )
+      held_out = rows[-count:]
+      rows = rows[:-count]
+    overrides['problems.source'] = own_code.register(_returning('rows', rows))
+    test_source = own_code.register(_returning('held_out', held_out))
+    overrides['problems.test_source'] = test_source
   values = config_lib.merged(values, overrides | dict(knobs))
   parsed = config_lib.parse(config_lib.decided(values))
   needs.refuse(knobs, [parsed])
@@ -64,15 +71,6 @@ def train(
 def _path(rule: Rule) -> str:
   """Returns the name or path of a rule; functions are registered."""
   return rule if isinstance(rule, str) else own_code.register(rule)
-
-
-def _divided(rows: Rows, held_out: Rows | None) -> tuple[Rows, Rows]:
-  """Returns training and held-out rows; says so if it divides them."""
-  if held_out is not None:
-    return rows, held_out
-  count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
-  log(f'The last {count} of {len(rows)} rows are held out; `held_out` gives others.')
-  return rows[:-count], rows[-count:]
 
 
 def _returning(name: str, rows: Rows) -> Callable[[], Rows]:

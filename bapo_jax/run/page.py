@@ -83,6 +83,10 @@ PANELS = (
 )
 
 
+SIDES = ('sampling', 'training')
+SHOWN = 6  # steps in the bars of both sides
+
+
 def write(workdir: str | os.PathLike[str]) -> str:
   """Writes report.html to the workdir; returns its path.
 
@@ -111,7 +115,8 @@ def _report(run: RunFiles) -> Iterator[Element]:
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
-  target = report.share_target(values)
+  clip = values.get('clip', {})
+  target = clip.get('target') if clip.get('rule') == 'balanced' else None
   sentences = [report.target_sentence(rows, target), report.idle_sentence(rows)]
   if before and after:
     sentences.insert(0, report.change_sentence(before, after))
@@ -119,10 +124,7 @@ def _report(run: RunFiles) -> Iterator[Element]:
   if before and after and (cells := list(report.rewards(before, after))):
     yield html.table(cells, report.REWARDS, 'lrrr')
   yield from _curves([Group('', [run])], target)
-  if bars := spans(rows):
-    yield element('h2', 'Sampling beside training')
-    yield element('p', report.overlap_sentence(rows))
-    yield timeline(bars)
+  yield from _overlap(rows)
   if run.groups:
     yield from samples.asked(run)
   if run.after is not None:
@@ -170,8 +172,7 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
   if table:
     yield element('h2', f'Differences from {groups[0].label}, paired by {unit}')
     yield element('p', comparison.paired_by(unit), class_='soft')
-    cells = {name: [str(x or '') for x in row] for name, row in table.items()}
-    yield _metrics(cells, names[1:])
+    yield _metrics(table, names[1:])
   yield from _curves(groups, None)
   yield element('h2', 'Runs')
   yield _runs(groups)
@@ -296,54 +297,43 @@ def _chart(
   return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
 
 
-SIDES = ('sampling', 'training')
-SHOWN = 6  # steps in a timeline
-
-
-class Span(NamedTuple):
-  """A time in which sampling or training was busy with the groups of a step."""
-
-  side: int  # index into SIDES
-  step: int  # that trains on the groups
-  begin: float  # seconds since the first span
-  end: float
-
-
-def spans(rows: Sequence[Row]) -> list[Span]:
-  """Returns when the last steps were sampled and trained; [] without mesh.rollout.
+def _overlap(rows: Sequence[Row]) -> Iterator[Element]:
+  """Yields bars: when the last steps were sampled and trained, with mesh.rollout.
 
   A step trains from the end of the step before, without its waiting, to its own end.
   """
   timed = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
-  busy = []
+  busy = []  # (index into SIDES, step, begin, end), in seconds
   for before, row in itertools.pairwise(timed):
-    ended, step = row['overlap/ended'], int(row['step'])
+    ended = row['overlap/ended']
+    step = int(row['step'])
     if before['overlap/ended'] > ended:
       busy = []  # the process was resumed between the steps
       continue
     waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
-    busy.append(Span(0, step, row['overlap/sampling'], row['overlap/sampled']))
-    busy.append(Span(1, step, before['overlap/ended'] + waited, ended))
-  first = min((span.begin for span in busy), default=0.0)
-  return [x._replace(begin=x.begin - first, end=x.end - first) for x in busy]
-
-
-def timeline(busy: Sequence[Span]) -> Element:
-  """Draws a row of bars per side: when the last steps were sampled and trained."""
-  total = max(span.end for span in busy)
+    busy.append((0, step, row['overlap/sampling'], row['overlap/sampled']))
+    busy.append((1, step, before['overlap/ended'] + waited, ended))
+  if not busy:
+    return
+  first = min(begin for _, _, begin, _ in busy)
+  total = max(end for *_, end in busy) - first
   bars = [element('text', x, x=0, y=24 + 40 * i) for i, x in enumerate(SIDES)]
-  for span in busy:
-    x, end = (120 + 660 * s / total for s in (span.begin, span.end))
-    y = 8 + 40 * span.side
-    seconds = f'step {span.step}: {span.begin:.2f} to {span.end:.2f} s'
-    tip = element('title', f'{SIDES[span.side]}, {seconds}')
-    box = {'x': x, 'y': y, 'width': end - x, 'height': 26}
-    bars.append(element('rect', tip, **box, fill=f'var(--c{span.step % 2})'))
+  for side, step, *times in busy:
+    begin, end = (time - first for time in times)
+    x = 120 + 660 * begin / total
+    y = 8 + 40 * side
+    seconds = f'step {step}: {begin:.2f} to {end:.2f} s'
+    tip = element('title', f'{SIDES[side]}, {seconds}')
+    box = {'x': x, 'y': y, 'width': 120 + 660 * end / total - x, 'height': 26}
+    bars.append(element('rect', tip, **box, fill=f'var(--c{step % 2})'))
     # A style, because the page's own style of texts replaces the attribute `fill`.
     label = {'x': x + 4, 'y': y + 18, 'style': 'fill: white'}
-    bars.append(element('text', str(span.step), **label))
+    bars.append(element('text', str(step), **label))
   bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
-  return element('svg', *bars, viewBox='0 0 800 104', font_size=14, fill='currentColor')
+  size = {'viewBox': '0 0 800 104', 'font_size': 14}
+  yield element('h2', 'Sampling beside training')
+  yield element('p', report.overlap_sentence(rows))
+  yield element('svg', *bars, **size, fill='currentColor')
 
 
 def _times(run: RunFiles) -> Iterator[Element]:

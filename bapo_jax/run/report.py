@@ -25,17 +25,6 @@ def finite(tree: Any) -> Any:
   return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def summary(
-  before: dict[str, Any], after: dict[str, Any], steps: int, spent: dict[str, Any]
-) -> str:
-  """Describes the change of accuracy and the cost of the run; see `write`."""
-  return (
-    f'{change_sentence(before, after)} The run took {steps} steps, '
-    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
-    f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
-  )
-
-
 def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
   """Compares the results of two evaluations, and their errors."""
   change = after['accuracy'] - before['accuracy']
@@ -65,12 +54,6 @@ def rewards(
     (old, old_error), (new, new_error) = was[name], now[name]
     change = f'{new - old:+.3f} ± {math.hypot(old_error, new_error):.3f}'
     yield name, f'{old:.3f} ± {old_error:.3f}', f'{new:.3f} ± {new_error:.3f}', change
-
-
-def share_target(values: dict[str, Any]) -> float | None:
-  """Returns the target of the positive share; None if the clip rule has none."""
-  clip = values.get('clip', {})
-  return clip.get('target') if clip.get('rule') == 'balanced' else None
 
 
 def target_sentence(rows: Sequence[Row], target: float | None) -> str:
@@ -145,12 +128,15 @@ def write(
   after: dict[str, Any],
   spent: dict[str, Any],
   steps: int,
-) -> None:
+) -> str:
   """Writes report.json to a workdir with metrics.jsonl.
 
   Args:
-    before, after: first and last evaluation, from `evaluate.read_recorded`.
+    before, after: results of the first and the last evaluation.
     spent: dict with wall_s, peak_rss_bytes and phases (name -> seconds).
+
+  Returns:
+    The sentences on the change of accuracy and the cost of the run.
 
   Raises:
     OSError: the file cannot be written.
@@ -159,8 +145,8 @@ def write(
   wrong, right = 'rollout/length_wrong', 'rollout/length_right'
   ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
-    'eval_before': before['result'],
-    'eval_after': after['result'],
+    'eval_before': before,
+    'eval_after': after,
     **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
     'steps': steps,
     'config_hash': fingerprint(config.model_dump()),
@@ -169,3 +155,8 @@ def write(
     'responses': rows[-1].get('rollout/responses') if rows else None,
   }
   files.write_json(os.path.join(workdir, 'report.json'), finite(facts))
+  return (
+    f'{change_sentence(before, after)} The run took {steps} steps, '
+    f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '
+    f'{spent["peak_rss_bytes"] / 2**30:.2f} GiB of memory at its peak.'
+  )

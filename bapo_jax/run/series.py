@@ -1,7 +1,7 @@
 """Reads metrics over the steps of a run from its rows, for tables and charts.
 
 1. `series` and `mean` read a metric, skipping gaps; `errors` its standard errors;
-2. `running_mean` smooths a series, and `spiky` asks for a logarithmic axis;
+2. `smoothed` smooths a series, and `spiky` asks for a logarithmic axis;
 3. `fifths` selects the first and the last steps.
 """
 
@@ -40,18 +40,17 @@ def errors(rows: Sequence[Row], name: str) -> np.ndarray:
   return np.asarray([error.get(step, 0.0) for step in series(rows, name)[0]])
 
 
-def running_mean(step_N: np.ndarray, value_N: np.ndarray, width: int) -> Points:
-  """Returns (middle step, mean) of every full window of `width` (odd) values."""
+def smoothed(points: Points, width: int) -> Points:
+  """Returns (middle step, mean) of every full window of `width` (odd) values.
+
+  Returns `points` itself if they are few or `width` is 1.
+  """
+  step_N, value_N = points
+  if width == 1 or len(step_N) < 2 * width:
+    return points
   half = width // 2
   smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
   return step_N[half : len(step_N) - half], smooth
-
-
-def smoothed(points: Points, width: int) -> Points:
-  """Returns the running mean; `points` itself if they are few or `width` is 1."""
-  if width == 1 or len(points[0]) < 2 * width:
-    return points
-  return running_mean(*points, width)
 
 
 def averaged(curves: Sequence[Points]) -> Points:

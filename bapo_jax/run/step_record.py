@@ -149,9 +149,11 @@ def _numbers(values: Any) -> list[float | None]:
   return [round(x, 4) if math.isfinite(x) else None for x in floats]
 
 
-def newest(workdir: str, until: float = math.inf) -> int | None:
-  """Returns the last recorded step up to `until`, or None."""
-  paths = pathlib.Path(workdir, FOLDER).glob('*.jsonl')
+def newest(
+  workdir: str, until: float = math.inf, files: str = f'{FOLDER}/*.jsonl'
+) -> int | None:
+  """Returns the last step up to `until` that has one of the files, or None."""
+  paths = pathlib.Path(workdir).glob(files)
   steps = (int(path.stem) for path in paths if path.stem.isdecimal())
   return max((step for step in steps if step <= until), default=None)
 

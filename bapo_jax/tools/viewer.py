@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import pathlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,8 +41,9 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
     ValueError: the workdir has no run, or no recorded group.
   """
   read_config(workdir)
-  until = checkpoint.choose(workdir, which) if which != 'newest' else None
-  until = until or math.inf
+  until = math.inf
+  if which != 'newest':
+    until = checkpoint.choose(workdir, which) or math.inf
   groups = trained(workdir, step_record.newest(workdir, until))
   groups += evaluated(workdir, until)
   if not groups:
@@ -69,9 +69,7 @@ def _group(workdir: str, row: dict[str, Any], where: str) -> Recorded:
 
 def evaluated(workdir: str, until: float) -> list[Recorded]:
   """Reads the responses of the newest evaluation up to a step, grouped by problem."""
-  names = (path.stem for path in pathlib.Path(workdir, 'eval').glob('*.json'))
-  steps = (int(name) for name in names if name.isdecimal())
-  step = max((step for step in steps if step <= until), default=None)
+  step = step_record.newest(workdir, until, 'eval/*.json')
   if step is None:
     return []
   groups = []

@@ -228,8 +228,9 @@ RECORD = Recorded(**dict.fromkeys(Recorded._fields) | FIELDS)
 
 def applied(weight_BT):
   """A rule that gives these weights."""
-  nothing = np.zeros_like(weight_BT)
-  return Applied(None, nothing, np.zeros(2), np.where(MASK_BT, weight_BT, 0), nothing)
+  no_BT = np.zeros_like(weight_BT)
+  weight_BT = np.where(MASK_BT, weight_BT, 0)
+  return Applied(None, no_BT, np.zeros(2), weight_BT, no_BT, no_BT)
 
 
 @jax.jit
@@ -410,7 +411,7 @@ def two_rows(tmp_path):
 def by_rule(weight_BT, cut_BT):
   adv_B = np.asarray([1.0, -1.0])
   weight_BT, cut_BT = np.asarray(weight_BT, np.float32), np.asarray(cut_BT)
-  return Applied(None, np.full((2, 3), 2.0), adv_B, weight_BT, cut_BT)
+  return Applied(None, np.full((2, 3), 2.0), adv_B, weight_BT, cut_BT, weight_BT)
 
 
 def spans(text):

@@ -233,7 +233,7 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
 
   def interrupted(*args):
     signal.raise_signal(signal.SIGTERM)
-    write(*args)
+    return write(*args)
 
   monkeypatch.setattr(report, 'write', interrupted)
   assert runs.train(whole_run.config.model_copy(update={'steps': 3}), workdir) == 0

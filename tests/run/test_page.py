@@ -93,10 +93,10 @@ def test_the_numbers_are_those_of_the_metrics(tmp_path):
 def test_the_page_has_the_wall_time_of_the_run(tmp_path):
   run = workdir(tmp_path, [{'time/step': 600.0}, {'time/step': 900.0}])
   assert '0:25:00' in made(run).texts['b']  # so far: no report is written
-  results = {'result': dict(accuracy=0.5, stderr=0.1, n=9), 'samples': []}
+  result = dict(accuracy=0.5, stderr=0.1, n=9)
   phases = {'verify': 372.34, 'sample': 3000.0}
   spent = {'wall_s': 3723.4, 'peak_rss_bytes': 3 * 2**29, 'phases': phases}
-  report.write(run, parse({}), results, results, spent, 3)
+  report.write(run, parse({}), result, result, spent, 3)
   shown = made(run)
   assert {'1:02:03', '1.50 GiB'} <= {*shown.texts['b']} and '0:25:00' not in shown.text
   # Phases, the longest first, then what they leave of 3723.4 s.
@@ -298,8 +298,10 @@ def facts_of(workdir, rows):
   with metrics.writing(workdir, -1) as write:
     for step, row in enumerate(rows, 1):
       write(step, row)
-  results = ({'result': result, 'samples': []} for result in (BEFORE, AFTER))
-  report.write(workdir, Config(), *results, SPENT, len(rows))
+  text = report.write(workdir, Config(), BEFORE, AFTER, SPENT, len(rows))
+  assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
+  assert f'{len(rows)} steps, 0:01:40 h of wall time and 1.50 GiB' in text
+  assert 'more than two standard errors' in text  # 0.25 against 2 * 0.05
   return json.loads((workdir / 'report.json').read_text())
 
 
@@ -317,10 +319,6 @@ def test_numbers_by_hand(tmp_path):
   assert facts['length_ratio'] == {'first_fifth': 2.0, 'last_fifth': 3.0}
   assert facts['clip_moved_fraction'] == 0.4  # 4 of 10
   assert facts['eval_after'] == AFTER and facts['phases'] == {'verify': 10.0}
-  text = report.summary(BEFORE, AFTER, 10, SPENT)
-  assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
-  assert '10 steps, 0:01:40 h of wall time and 1.50 GiB' in text
-  assert 'more than two standard errors' in text  # 0.25 against 2 * 0.05
 
 
 def test_graded_rewards_are_compared_with_their_errors():
@@ -354,11 +352,11 @@ def test_gaps_are_shown_as_gaps(tmp_path, rows):
 
 
 def test_a_running_mean_begins_and_ends_half_a_window_inside():
-  step_N, value_N = np.arange(5.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0])
-  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3; the raw last value stands nowhere
-  steps, smooth = series.running_mean(step_N, value_N, 3)
-  assert steps.tolist() == [1, 2, 3]
-  np.testing.assert_allclose(smooth, [3, 3, 12], rtol=1e-14)  # 45 times float64's
+  step_N, value_N = np.arange(6.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0, 6.0])
+  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3, (0+30+6)/3
+  steps, smooth = series.smoothed((step_N, value_N), 3)
+  assert steps.tolist() == [1, 2, 3, 4]
+  np.testing.assert_allclose(smooth, [3, 3, 12, 12], rtol=1e-14)  # 45 times float64's
 
 
 def test_a_missed_target_is_explained():

@@ -15,7 +15,7 @@ from bapo_jax import sharding
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.tools.plan import hlo, hosts, roofline
+from bapo_jax.tools.plan import hlo, roofline
 from bapo_jax.tools.plan.roofline import Traffic
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
@@ -67,8 +67,8 @@ def test_devices_share_the_products_but_rows_alone_do_not_share_weights():
   spread = {'data': 2, 'fsdp': 2, 'tensor': 2}
   for make in (
     lambda shape: roofline.train(SPEC, Schedule(), shape, 8, 8, 1),
-    lambda shape: roofline.prefill(SPEC, shape, 8, 8),
     lambda shape: roofline.score(SPEC, shape, 8, 8),
+    lambda shape: roofline.score(SPEC, shape, 8, 8, logits=False),
   ):
     assert make(spread).flops == make(ALONE).flops / 8
   rows = roofline.decode(SPEC, {**ALONE, 'data': 8}, 8, 8, 0.0)
@@ -161,13 +161,13 @@ def test_traffic_into_a_device_by_hand():
   # a host for each of its two columns over tensor, 8 bytes for four devices.
   shape, of_four = {'data': 1, 'fsdp': 4, 'tensor': 2}, [0] * 4 + [1] * 4
   gather, inner = Traffic('all-gather', 'fsdp', 8), Traffic('all-reduce', 'tensor', 100)
-  assert hosts.into_device([gather], shape, of_four) == 2
-  assert hosts.into_device([gather, inner], shape, of_four) == 2
+  assert roofline.into_device([gather], shape, of_four) == 2
+  assert roofline.into_device([gather, inner], shape, of_four) == 2
   # A sum over pairs of both hosts, there and back: four pairs, half of each from there.
   shape = {'data': 2, 'fsdp': 2, 'tensor': 2}
-  assert hosts.into_device([Traffic('all-reduce', 'data', 8)], shape, of_four) == 8
-  assert hosts.into_device([gather, inner], shape, of_four) == 0
-  assert hosts.into_device([gather], {**shape, 'data': 1, 'fsdp': 4}, [0] * 8) == 0
+  assert roofline.into_device([Traffic('all-reduce', 'data', 8)], shape, of_four) == 8
+  assert roofline.into_device([gather, inner], shape, of_four) == 0
+  assert roofline.into_device([gather], {**shape, 'data': 1, 'fsdp': 4}, [0] * 8) == 0
 
 
 # -------------------------------- a collective in a loop is counted once per iteration

@@ -14,13 +14,12 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import hlo, hosts, programs, search
+from bapo_jax.tools.plan import hlo, programs, roofline, search
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.tools.plan.roofline import Chip, Cost
+from bapo_jax.tools.plan.roofline import GIB, Chip, Cost
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
-GIB = 2**30
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 Echo = Callable[[str], object]  # prints a line
 COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
@@ -212,12 +211,11 @@ def roofline_table(
     f'{"network":>12}  of one'
   ]
   took = {}
-  process_of = [device.process_index for device in job.mesh.devices.flat]
 
   def bounds(row: Row, cost: Cost) -> list[float]:
-    linked = sum(run.received for run in row.loops) / row.program.steps
-    crossed = hosts.into_device(row.program.traffic, job.shape, process_of)
-    return list(cost.seconds(chip, linked, crossed).values())
+    p = row.program
+    linked = sum(run.received for run in row.loops) / p.steps
+    return list(roofline.bounds(cost, chip, job.mesh, p.traffic, linked).values())
 
   for name, row in rows.items():
     cost = row.program.cost

@@ -89,6 +89,11 @@ def bytes_per_device(tree: Tree) -> int:
   )
 
 
+def over_rows(job: Job, tree: Any) -> Any:
+  """Splits the rows of an abstract tree over the mesh."""
+  return sharding.abstract(tree, sharding.layout_of_rows(tree, job.mesh))
+
+
 def learner_state(job: Job) -> tuple[Tree, Tree, Tree]:
   """Returns abstract (params, opt, base), placed as in training."""
   return build.abstract(job.config, job.spec, job.mesh)
@@ -101,8 +106,7 @@ def actor(job: Job) -> Tree:
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
-  made = jax.eval_shape(lambda: build.empty_buffer(job.config))
-  return sharding.abstract(made, sharding.layout_of_rows(made, job.mesh))
+  return over_rows(job, jax.eval_shape(lambda: build.empty_buffer(job.config)))
 
 
 def beside_update(job: Job) -> int:
@@ -148,14 +152,13 @@ def score(job: Job) -> Program:
   )
 
 
-def slots_of(job: Job) -> tuple[decode_lib.Slots, int]:
-  """Returns (the sampler's abstract slots, bytes of their KV cache per device)."""
+def slots_of(job: Job) -> decode_lib.Slots:
+  """Returns the sampler's abstract slots, placed as in training."""
   T, k = job.config.row_length, job.config.sampler
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
-  slots = sharding.abstract(slots, decode_lib.slot_shardings(slots, job.mesh))
-  return slots, bytes_per_device(slots.cache)
+  return sharding.abstract(slots, decode_lib.slot_shardings(slots, job.mesh))
 
 
 def prefill(job: Job) -> Program:
@@ -163,14 +166,14 @@ def prefill(job: Job) -> Program:
   config, spec = job.config, job.spec
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
-  slots, cache = slots_of(job)
+  slots = slots_of(job)
   # As many prompts as responses, as in an evaluation of one response per prompt:
   # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
   kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
   numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
   seen = [pixels_of(job, R)] if spec.vision else []
-  cost = roofline.prefill(job.language, job.shape, R, width)
+  cost = roofline.score(job.language, job.shape, R, width, logits=False)
   for pictures in seen:
     more = roofline.tower(spec, job.shape, R, pictures.pixels_PZE.shape[1])
     cost = Cost(*map(sum, zip(cost, more, strict=True)))
@@ -180,7 +183,7 @@ def prefill(job: Job) -> Program:
     {'spec': spec},
     cost,
     bytes_per_device((learner_state(job), buffer(job))),
-    cache,
+    bytes_per_device(slots.cache),
   )
 
 
@@ -211,7 +214,7 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
-  slots, cache = slots_of(job)
+  slots = slots_of(job)
   shards = sharding.row_shards(job.mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
@@ -220,7 +223,7 @@ def decode(job: Job) -> Program:
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
     decode_cost(job)[0],
     bytes_per_device((learner_state(job), buffer(job))),
-    cache,
+    bytes_per_device(slots.cache),
     n,
     traffic=[roofline.hidden_sums(job.language, sampler.max_num_seqs / shards)],
   )
@@ -241,16 +244,14 @@ def gallery_of(job: Job) -> Gallery | None:
 def embedded(job: Job, prompts: int) -> pictured.Seen:
   """Returns abstract pictures of `prompts` prompts, embedded if the tower is frozen."""
   _, _, base = learner_state(job)
-  seen = pictured.abstract(gallery_of(job), prompts, job.spec, base)
-  return sharding.abstract(seen, sharding.layout_of_rows(seen, job.mesh))
+  return over_rows(job, pictured.abstract(gallery_of(job), prompts, job.spec, base))
 
 
 def pixels_of(job: Job, prompts: int) -> Pictures:
   """Returns abstract pictures of `prompts` prompts, as pixels."""
-  held = gallery_of(job)
-  assert held is not None, 'only called for vision models'
-  pixels = jax.eval_shape(lambda: held.empty(prompts))
-  return sharding.abstract(pixels, sharding.layout_of_rows(pixels, job.mesh))
+  gallery = gallery_of(job)
+  assert gallery is not None, 'only called for vision models'
+  return over_rows(job, jax.eval_shape(lambda: gallery.empty(prompts)))
 
 
 def tower(job: Job) -> Program:

@@ -1,8 +1,12 @@
 """Computes lower bounds on the time of a step from hand-counted FLOPs and bytes."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
 
 from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
@@ -39,20 +43,6 @@ class Chip(NamedTuple):
   gpu: Gpu | None = None  # None: a TPU
 
 
-def _gpu(
-  name: str,
-  total: float,
-  flops: float,
-  memory: float,
-  links: float,
-  network: float,
-  gpu: Gpu,
-) -> Chip:
-  """Returns the chip of a GPU for which CUDA reports this name and `total` GiB."""
-  gpu, usable = gpu._replace(name=name), machine.GPU_SHARE * total
-  return Chip(usable, flops, memory, links, network, gpu=gpu)
-
-
 A100 = Gpu((8, 0), 108, 1.41, 40, 164, lanes=64)
 HOPPER = Gpu((9, 0), 132, 1.98, 50, 228)
 BLACKWELL = Gpu((10, 0), 148, 1.965, 126, 228)
@@ -74,17 +64,36 @@ CHIPS = {
   'v5p': Chip(95.74, 459e12, 2.765e12, 600e9),
   'v6e': Chip(31.25, 918e12, 1.638e12, 400e9),
   'tpu7x': Chip(94.75, 1153.5e12, 3.69e12, 300e9),
-  'a100-40': _gpu('NVIDIA A100-SXM4-40GB', 39.42, 312e12, 1.555e12, 300e9, 25e9, A100),
-  'a100-80': _gpu('NVIDIA A100-SXM4-80GB', 79.25, 312e12, 2.039e12, 300e9, 25e9, A100),
-  'h100': _gpu('NVIDIA H100 80GB HBM3', 79.11, 989e12, 3.35e12, 450e9, 50e9, HOPPER),
-  'h200': _gpu('NVIDIA H200', 139.8, 989e12, 4.8e12, 450e9, 50e9, HOPPER),
-  'b200': _gpu('NVIDIA B200', 178.35, 2250e12, 8e12, 900e9, 50e9, BLACKWELL),
-  'rtx6000': _gpu(
-    'NVIDIA RTX PRO 6000 Blackwell', 94.97, 503.8e12, 1.792e12, 63e9, 25e9, RTX_PRO
+}
+# Kind, name and GiB as CUDA reports them; then flops, memory, links and network.
+GPUS: dict[str, tuple] = {
+  'a100-40': (A100, 'NVIDIA A100-SXM4-40GB', 39.42, 312e12, 1.555e12, 300e9, 25e9),
+  'a100-80': (A100, 'NVIDIA A100-SXM4-80GB', 79.25, 312e12, 2.039e12, 300e9, 25e9),
+  'h100': (HOPPER, 'NVIDIA H100 80GB HBM3', 79.11, 989e12, 3.35e12, 450e9, 50e9),
+  'h200': (HOPPER, 'NVIDIA H200', 139.8, 989e12, 4.8e12, 450e9, 50e9),
+  'b200': (BLACKWELL, 'NVIDIA B200', 178.35, 2250e12, 8e12, 900e9, 50e9),
+  'rtx6000': (
+    RTX_PRO,
+    'NVIDIA RTX PRO 6000 Blackwell',
+    94.97,
+    503.8e12,
+    1.792e12,
+    63e9,
+    25e9,
   ),
-  'rtx4090': _gpu(
-    'NVIDIA GeForce RTX 4090', 23.64, 165.2e12, 1.008e12, 31.5e9, 1.25e9, ADA
+  'rtx4090': (
+    ADA,
+    'NVIDIA GeForce RTX 4090',
+    23.64,
+    165.2e12,
+    1.008e12,
+    31.5e9,
+    1.25e9,
   ),
+}
+CHIPS |= {
+  key: Chip(machine.GPU_SHARE * total, *figures, gpu=gpu._replace(name=name))
+  for key, (gpu, name, total, *figures) in GPUS.items()
 }
 
 
@@ -234,21 +243,23 @@ def hidden_sums(spec: ModelSpec, tokens: float) -> Traffic:
   return Traffic('all-reduce', 'tensor', 2 * itemsize(spec.compute) * numbers)
 
 
-def score(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
-  """Counts the cost of the log-probabilities of `rows` rows of `length` tokens."""
-  tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
-  flops = forward(spec, length / 2).all * local
-  moved = 2 * itemsize(spec.compute) * transformer.count(spec) / tensor
-  return Cost(flops, flops, moved + local * tensor * activations(spec, tensor))
+def score(
+  spec: ModelSpec, shape: MeshShape, rows: int, length: int, logits: bool = True
+) -> Cost:
+  """Counts the cost of the log-probabilities of `rows` rows of `length` tokens.
 
-
-def prefill(spec: ModelSpec, shape: MeshShape, rows: int, length: int) -> Cost:
-  """Counts the cost of prefilling `rows` prompts of `length` tokens, without logits."""
-  tensor, local = shape['tensor'], rows * length / math.prod(shape.values())
+  Without `logits`, it is the cost of prefilling such prompts.
+  """
+  tensor = shape['tensor']
+  local = rows * length / math.prod(shape.values())
   once = forward(spec, length / 2)
-  flops = (once.layers + once.attention) * local
-  moved = matrix_bytes(spec) / tensor
-  return Cost(flops, flops, moved + local * tensor * activations(spec, tensor))
+  flops = local * (once.layers + once.attention)
+  weights = matrix_bytes(spec)
+  if logits:
+    flops += local * once.head
+    weights = 2 * itemsize(spec.compute) * transformer.count(spec)
+  moved = weights / tensor + local * tensor * activations(spec, tensor)
+  return Cost(flops, flops, moved)
 
 
 def tower(spec: ModelSpec, shape: MeshShape, rows: int, patches: int) -> Cost:
@@ -294,3 +305,43 @@ def decode(
   flops = forward(spec, length).all * slots / math.prod(shape.values())
   weights = matrix_bytes(spec) + itemsize(spec.compute) * spec.vocab * spec.width
   return Cost(flops, flops, weights / shape['tensor'] + cache)
+
+
+def into_device(
+  traffic: Sequence[Traffic], shape: MeshShape, process_of: Sequence[int]
+) -> float:
+  """Counts the bytes that traffic brings from other hosts, per device of its host.
+
+  The count is a lower bound for any implementation of the collectives: a host receives
+  only once what its devices lack. If n devices gather an array and k of them are on one
+  host, the host receives (n - k) / n of the array. A scatter counts as one gather, a
+  sum as two. Returns the count of the host that receives most; `process_of` is the host
+  of each device in mesh order.
+  """
+  total: dict[int, float] = defaultdict(float)
+  ids = np.arange(len(process_of)).reshape(tuple(shape.values()))
+  for kind, axis, size in traffic:
+    along = np.moveaxis(ids, list(shape).index(axis), -1).reshape(-1, shape[axis])
+    for group in along.tolist():
+      for host, k in Counter(process_of[device] for device in group).items():
+        share = 1 - k / len(group)
+        total[host] += (2 if kind == 'all-reduce' else 1) * share * size
+  return max(total.values(), default=0.0) / max(Counter(process_of).values())
+
+
+def bounds(
+  cost: Cost,
+  chip: Chip,
+  mesh: Mesh,
+  traffic: Sequence[Traffic],
+  linked: float | None = None,
+) -> dict[str, float]:
+  """Returns lower bounds on the seconds per resource, with the traffic of the mesh.
+
+  `linked` is the number of bytes that a device receives; by default that of `traffic`.
+  """
+  shape = dict(mesh.shape)
+  if linked is None:
+    linked = sum(t.received(shape) for t in traffic)
+  process_of = [device.process_index for device in mesh.devices.flat]
+  return cost.seconds(chip, linked, into_device(traffic, shape, process_of))

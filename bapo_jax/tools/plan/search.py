@@ -16,19 +16,19 @@ from bapo_jax import sharding
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import hosts, roofline
-from bapo_jax.tools.plan.roofline import Chip, Cost, Traffic
+from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.programs import Job
+from bapo_jax.tools.plan.roofline import GIB, Chip
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 
-GIB = 2**30
 BEST = 5
 
 
 class Choice(NamedTuple):
   """The fastest setting that fits a mesh, with memory and lower bounds on times."""
 
-  shape: dict[str, int]
+  shape: roofline.MeshShape
   grad_accum_steps: int
   schedule: Schedule
   slots: int
@@ -85,38 +85,37 @@ def search(
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
-      found.append(judge(config, spec, chip, mesh, memory))
+      found.append(judge(Job(config, spec, Schedule(), mesh), chip, memory))
     except ValueError as error:
       refused[name(shape)] = error
   # Among meshes with equal bounds, the mesh with the least traffic comes first.
   return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
 
 
-def judge(
-  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
-) -> Choice:
+def judge(job: Job, chip: Chip, memory: float) -> Choice:
   """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
   Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
   ValueError if model or rows do not divide over the mesh.
   """
-  extra = budget.count(config, spec, Schedule(), mesh).buffer
-  parts = config, spec, chip, mesh, memory - extra
-  try:
-    steps, schedule, update_bytes, update = _update(*parts)
-  except TooLarge as error:
+  config = job.config
+  extra = budget.count(*job).buffer
+  parts: list[Any] = []
+  errors = []
+  for find in (_update, _decoding):
     try:
-      _decoding(*parts)
-    except TooLarge as other:
-      raise max(error, other, key=lambda error: error.excess) from None
-    raise
-  slots, decode_bytes, token = _decoding(*parts)
+      parts.append(find(job, chip, memory - extra))
+    except TooLarge as error:
+      errors.append(error)
+  if errors:
+    raise max(errors, key=lambda error: error.excess)
+  (steps, schedule, update_bytes, update), (slots, decode_bytes, token) = parts
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
   seconds = config.updates_per_step * max(update.values())
   seconds += tokens * max(token.values())
   return Choice(
-    dict(mesh.shape),
+    job.shape,
     steps,
     schedule,
     slots,
@@ -128,69 +127,60 @@ def judge(
   )
 
 
-def _update(
-  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
-) -> tuple[int, Schedule, float, dict[str, float]]:
+def _update(job: Job, chip: Chip, memory: float) -> tuple:
   """Finds the fastest update that fits: (micro-batches, schedule, bytes, seconds)."""
+  config, spec, _, mesh = job
   sharding.shardings(transformer.abstract(spec), mesh)
   shards = sharding.row_shards(mesh)
   rows = config.minibatch_rows
   if rows % shards:
     raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
-  shape, length = dict(mesh.shape), config.row_length
   adapters = budget.adapters(config, spec)
-  least, updates = math.inf, []
+  least = math.inf
+  updates = []
   for steps in divisors(rows // shards):
     changed = config.with_values(learner={'grad_accum_steps': steps})
     schedule = budget.choose_schedule(changed, spec, mesh, memory)
     needed = budget.count(changed, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
-      batch = shape, rows, length, steps
+      batch = job.shape, rows, config.row_length, steps
       traffic = roofline.train_traffic(spec, schedule, *batch)
       cost = roofline.train(spec, schedule, *batch, adapters)
-      updates.append((steps, schedule, needed, bounds(cost, chip, mesh, traffic)))
+      seconds = roofline.bounds(cost, chip, mesh, traffic)
+      updates.append((steps, schedule, needed, seconds))
   if not updates:
     raise TooLarge('an update', 'one row per device in a micro-batch', least, memory)
   return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
-def _decoding(
-  config: Config, spec: ModelSpec, chip: Chip, mesh: Mesh, memory: float
-) -> tuple[int, float, dict[str, float]]:
+def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
   """Finds the most slots that fit; returns (slots, bytes, {resource: s per token})."""
-  shape, shards = dict(mesh.shape), sharding.row_shards(mesh)
-  T, responses = config.row_length, config.prompts.count * config.sampler.group_size
-  b, needed = budget.count(config, spec, Schedule(), mesh), math.inf
-  held, each = b.decoding - b.cache, budget.cache_bytes(spec, T, shape['tensor'])
+  config, spec, _, mesh = job
+  shards = sharding.row_shards(mesh)
+  T = config.row_length
+  responses = config.prompts.count * config.sampler.group_size
+  b = budget.count(*job)
+  per_slot = budget.cache_bytes(spec, T, job.shape['tensor'])
+  needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
     if slots < shards or slots % shards:
       break
     if slots > responses:
       continue
-    cache = slots / shards * each
-    needed = held + cache
+    cache = slots / shards * per_slot
+    needed = b.decoding - b.cache + cache
     if needed <= memory:
       traffic = [roofline.hidden_sums(spec, slots / shards)]
-      cost = roofline.decode(spec, shape, slots, T, cache)
-      return slots, needed, bounds(cost, chip, mesh, traffic)
+      cost = roofline.decode(spec, job.shape, slots, T, cache)
+      return slots, needed, roofline.bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'
     raise TooLarge('decoding', few, needed, memory)
   raise ValueError(
     f'sampler.max_num_seqs is no multiple of {shards} device shards; change it'
   )
-
-
-def bounds(
-  cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
-) -> dict[str, float]:
-  """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
-  shape = dict(mesh.shape)
-  process_of = [device.process_index for device in mesh.devices.flat]
-  linked = sum(t.received(shape) for t in traffic)
-  return cost.seconds(chip, linked, hosts.into_device(traffic, shape, process_of))
 
 
 def table(found: Sequence[Choice], refused: dict[str, ValueError]) -> str:
