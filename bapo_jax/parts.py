@@ -110,7 +110,7 @@ class OneOf:
       return values
     if not isinstance(values, Mapping):
       raise ValueError(
-        f'rule={shown(values)}: a rule is a section; give its name and its knobs'
+        f'rule={shown(values)}: a rule is a section; set its name and its knobs'
       )
     kind = self.chosen(values)
     for name in values:

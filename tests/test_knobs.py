@@ -9,7 +9,7 @@ import pytest
 from refusals import refusal
 
 from bapo_jax import knobs
-from bapo_jax.algorithms import clip
+from bapo_jax.algorithms import clip, loss
 from bapo_jax.knobs import Section, knob
 from bapo_jax.training.config import PARTS, Config, parse
 
@@ -137,6 +137,16 @@ def test_the_choices_of_a_part_are_its_rules(part):
 def parse_part(part, values):
   """The rule of these values."""
   return PARTS[part].validate(values)
+
+
+def test_other_values_may_name_another_rule():
+  config = parse({'loss': {'kl': 0.1}, 'clip': {'target': 0.3}})
+  changed = config.with_values(
+    clip={'rule': 'unclipped'}, loss={'rule': 'tis', 'cap': 3.0}
+  )
+  assert changed.clip == clip.Unclipped()
+  assert changed.loss == loss.Tis(kl=0.1, cap=3.0)
+  assert config.with_values(clip={'rule': 'balanced'}).clip.target == 0.3
 
 
 def test_a_config_has_the_rule_that_it_names():

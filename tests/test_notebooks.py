@@ -111,6 +111,8 @@ def misfits(tree, imported):
     names = [keyword.arg for keyword in node.keywords]
     if None in names or any(isinstance(x, ast.Starred) for x in node.args):
       continue  # the number of arguments is known only when the code runs
+    if inspect.isbuiltin(found):  # without a signature
+      continue
     try:
       inspect.signature(found).bind(*node.args, **dict.fromkeys(names))
     except TypeError as error:

@@ -16,7 +16,7 @@ from bapo_jax.data.knobs import (
 )
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
-from bapo_jax.parts import parts
+from bapo_jax.parts import Part, parts
 from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.training import knobs as train
@@ -109,7 +109,13 @@ class Config(Section):
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
     """Returns a copy with other values: with_values(prompts={'count': 1})."""
-    changed = {k: getattr(self, k).model_copy(update=v) for k, v in sections.items()}
+    changed = {}
+    for name, values in sections.items():
+      section = getattr(self, name)
+      if isinstance(section, Part) and 'rule' in values:  # of another class
+        plain = section.rules.restarted(section.model_dump(), values['rule'])
+        section = section.rules.validate(plain)
+      changed[name] = section.model_copy(update=values)
     return self.model_copy(update=changed)
 
 

@@ -21,7 +21,6 @@ import optax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.algorithms.clip import Fixed
 from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -95,7 +94,7 @@ def config_of(spec: ModelSpec) -> Config:
   """Returns one update on the whole batch by the clipped surrogate."""
   return Config().with_values(
     model={'compute': spec.compute},
-    clip={'rule': 'fixed', 'fixed': Fixed(low=LOW, high=HIGH)},
+    clip={'rule': 'fixed', 'low': LOW, 'high': HIGH},
     prompts={'count': PROMPTS, 'max_prompt_tokens': PROMPT},
     sampler={'group_size': GROUP, 'max_new_tokens': NEW},
     learner={'minibatches': 1, 'grad_accum_steps': 2},

@@ -42,14 +42,13 @@ def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
   """Returns a function that runs one update to its end and returns the loss."""
   import jax
 
-  from bapo_jax.algorithms.clip import Fixed
   from bapo_jax.models import transformer
   from bapo_jax.training import build
   from bapo_jax.training.config import Config
   from bapo_jax.types import Batch
 
   config = Config().with_values(
-    clip={'rule': 'fixed', 'fixed': Fixed(low=LOW, high=HIGH)},
+    clip={'rule': 'fixed', 'low': LOW, 'high': HIGH},
     loss={'rule': 'clipped'},
     optimizer={'lr': LR, 'warmup': 0, 'b2': 0.999},
   )

@@ -421,11 +421,11 @@ def test_what_does_not_fit_is_refused_with_its_size(config):
   own = counted.decoding - counted.cache
   assert own == pytest.approx(programs.bytes_per_device(held), rel=1e-5)
   with pytest.raises(ValueError, match=r'^an update needs \d+ GiB'):
-    search.judge(config, spec, CHIP, mesh, 2.0**30)
+    search.judge(job, CHIP, 2.0**30)
   cache = budget.cache_bytes(spec, config.row_length, 1)
   with pytest.raises(ValueError, match=r'^decoding needs '):
-    search._decoding(config, spec, CHIP, mesh, own + cache - 1)
-  slots, needed, _ = search._decoding(config, spec, CHIP, mesh, own + cache)
+    search._decoding(job, CHIP, own + cache - 1)
+  slots, needed, _ = search._decoding(job, CHIP, own + cache)
   assert (slots, needed) == (8, own + cache)
   found, refused = searched(config, 1.0)
   assert not found and len(refused) == 10
@@ -436,7 +436,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
-  best = search.judge(config, spec, CHIP, mesh, memory)
+  best = search.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
   times = []
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
@@ -462,7 +462,8 @@ def test_bytes_from_other_hosts_take_the_network(config):
   chip, found = devices.count('h100:2x4')
   spec = programs.device_spec(config, 'gpu')
   mesh = Mesh(np.asarray(found).reshape(1, 8, 1), sharding.AXES)
-  update = search.judge(config, spec, chip, mesh, 2.0**60).update
+  job = programs.Job(config, spec, Schedule(), mesh)
+  update = search.judge(job, chip, 2.0**60).update
   assert update['links'] * chip.links == pytest.approx(
     6 * update['network'] * chip.network
   )
