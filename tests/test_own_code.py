@@ -79,7 +79,7 @@ def test_what_cannot_work_is_refused_by_name(knobs, message):
     (
       'import bapo_jax\n@bapo_jax.declare(batched=True)\n'
       'def f(logp_BT, batch, find): ...',
-      r'declares batched=True; this part accepts bounds, clips_surrogate, needs_proximal',
+      r'declares batched=True; this part accepts bounds, clips_surrogate',
     ),
   ],
 )

@@ -13,6 +13,7 @@ from bapo_jax import main, sharding
 from bapo_jax.autosetup import derive, derive_sizes, derive_text, facts, knob_lists
 from bapo_jax.autosetup.facts import Facts, Verified
 from bapo_jax.data.row import Row
+from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import experiment
@@ -58,6 +59,7 @@ def known(**changes) -> Facts:
   found = Facts(
     spec=SMALL,
     tokenizer=CHAT,
+    data=Data(SUMS[:60], SUMS[60:], {}),
     training=SUMS[:60],
     held_out=SUMS[60:],
     lengths=lambda template: ([len(template)] * 60, [len(template)] * 20),
