@@ -50,7 +50,7 @@ def job_of(config, devices):
 
 def harvest(job):
   """The program that copies finished rows to the output."""
-  slots, _ = programs.slots_of(job)
+  slots = programs.slots_of(job)
   shape = (
     job.config.prompts.count * job.config.sampler.group_size,
     job.config.row_length,
@@ -64,7 +64,7 @@ def harvest(job):
 
 def refresh(job):
   """The program that recomputes the cache of partial rollouts."""
-  slots, _ = programs.slots_of(job)
+  slots = programs.slots_of(job)
   at = jax.ShapeDtypeStruct((8,), 'int32')
   return (
     decode.refresh,
