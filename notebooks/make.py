@@ -84,7 +84,7 @@ def batch(workdir: str) -> None:
   rate_P = np.asarray(groups.correct_PG).mean(1)
   learnable = np.flatnonzero((rate_P > 0) & (rate_P < 1))[:8]
   rows = learner.flatten(
-    take(groups, learnable), source_P[learnable], t.rules.advantage
+    take(groups, learnable), source_P[learnable], t.config.advantage
   )
   loss_mask_BT = np.asarray(rows.loss_mask_BT)
   # Log-probabilities [B, T-1, V] of every token after each column but the last.
@@ -271,7 +271,11 @@ def trl() -> None:
   from datasets import Dataset
   from tokenizers import Tokenizer, models, pre_tokenizers
 
-  names = {'torch': torch, 'trl': trl, 'neutral_record': neutral_record}
+  names: dict[str, Any] = {
+    'torch': torch,
+    'trl': trl,
+    'neutral_record': neutral_record,
+  }
   exec(documented('TRL'), names)
   torch.manual_seed(0)
   vocabulary = {x: i for i, x in enumerate(['<pad>', '<eos>', *'0123456789=+'])}
