@@ -90,19 +90,6 @@ def test_shellcheck_has_nothing_to_say():
   run(found, '--external-sources', '--source-path', ROOT, *SCRIPTS, *others)
 
 
-LAUNCHERS = [script for script in SCRIPTS if script.name != 'common.sh']
-
-
-@pytest.mark.parametrize('script', LAUNCHERS, ids=lambda path: path.name)
-def test_help_is_the_comment_at_the_top(script):
-  for flag in ('--help', '-h'):
-    text = run('bash', script, flag)
-    lines = text.splitlines()
-    assert lines[1].startswith('Usage: ') and f'launch/{script.name}' in lines[1]
-    assert len(lines) > 4 and '#' not in text.replace('#SBATCH', '')
-    assert all(f'\n# {line}'.rstrip() in script.read_text() for line in lines)
-
-
 @pytest.mark.parametrize('script', sorted(ROOT.glob('.ci/*')), ids=lambda p: p.name)
 @pytest.mark.parametrize(('argument', 'status'), [('--help', 0), ('--hlep', 2)])
 def test_ci_with_an_argument_prints_its_help_and_deletes_nothing(

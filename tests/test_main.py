@@ -38,17 +38,12 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--config.clip=fixed'], 'no knob --config.clip; the nearest are'),
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
   ([GOOD, '--config.steps=' + '9' * 5000], 'steps=' + '9' * 57 + '...: give an int'),
-  ([GOOD, '--config.responses=nan'], 'responses=nan: give a number above 0 or inf'),
   ([GOOD, '--config.clip.low=3'], 'clip.low=3: give a tuple of 2 numbers'),
-  ([GOOD, '--config.evaluate.k=(1,8)'], 'evaluate.group_size=1'),
   ([GOOD, '--config.evaluate.k=' + '(' * 5000], 'evaluate.k=((((('),
-  ([GOOD, '--config.clip.rule=balnced'], "clip.rule='balnced': give one of 'bala"),
   ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
   (['export'], 'has no run with a config.json; train there first'),
-  ([GOOD, '--mode=export'], 'train there first'),
-  ([GOOD, '--mode=eval'], 'names no model; train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
   ([GOOD, '--config.problems.test_source=requirements.txt'], 'unknown suffix'),
   ([GOOD, '--mode=exprt'], "invalid choice: 'exprt'"),
@@ -128,17 +123,13 @@ def test_a_mode_without_a_config_reads_that_of_the_run(tmp_path):
   assert 'config.json' in refused(['eval', f'{tmp_path}/other'])
 
 
-@pytest.mark.parametrize(
-  ('args', 'status'), [([], 2), (['--help'], 0), (['help'], 0), (['-h'], 0)]
-)
-def test_the_usage_names_modes_and_configs(args, status, capsys):
-  with pytest.raises(SystemExit) as done:
-    main.parse(['bapo', *args])
-  assert done.value.code == status
-  out, err = capsys.readouterr()
-  text, silent = (err, out) if status else (out, err)
-  assert not silent and text.startswith('Usage: bapo MODE --config=FILE')
-  assert all(re.search(rf'^  {mode} ', text, re.MULTILINE) for mode in main.MODES)
+def test_only_a_usage_that_was_not_asked_for_is_an_error(capsys):
+  for args, status in (([], 2), (['--help'], 0), (['help'], 0), (['-h'], 0)):
+    with pytest.raises(SystemExit) as done:
+      main.parse(['bapo', *args])
+    shown = capsys.readouterr()
+    assert done.value.code == status
+    assert (shown.err if status else shown.out).startswith('Usage: bapo')
 
 
 def test_nothing_imports_jax_before_its_environment_is_set():
@@ -147,12 +138,6 @@ def test_nothing_imports_jax_before_its_environment_is_set():
   subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
 
 
-def test_bad_input_ends_the_process_with_one_line(tmp_path):
-  flags = [GOOD, '--mode=eval', f'--workdir={tmp_path}']
-  command = [sys.executable, '-m', 'bapo_jax.main', *flags]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 2 and not done.stdout
-  assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 FILES = [  # a config file, what the sentence must say

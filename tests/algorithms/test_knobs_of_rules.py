@@ -11,46 +11,6 @@ from bapo_jax.training.config import parse
 INF = math.inf
 
 
-@pytest.mark.parametrize(
-  ('values', 'names'),
-  [
-    ({'clip.low_step': 0.0}, ['clip.low_step=0.0']),
-    ({'clip.low_step': 0.4}, ['clip.low_step=0.4']),
-    ({'clip.low': (0.6, 0.6)}, ['clip.low_step=0.02']),
-    ({'clip.high_step': 2.0}, ['clip.high_step=2.0']),
-    ({'clip.low_step': 1e-9}, ['clip.low_step=1e-09']),
-    (
-      {'clip.resolution': 'continuous', 'clip.high': (1.0, 1e9)},
-      ['clip.high=(1.0, 1000000000.0)', 'width 100 or less'],
-    ),
-    ({'clip.sources': ()}, ['clip.sources=()']),
-    (
-      {'buffer.reevaluate': 3, 'buffer.capacity': 2},
-      ['buffer.reevaluate=3', 'buffer.capacity=2'],
-    ),
-    (
-      {'buffer.thresholds.rule': 'moving', 'buffer.thresholds.low': (0.1, 0.9)},
-      ['buffer.thresholds.low'],
-    ),
-    (
-      {'buffer.thresholds.rule': 'threshold_free', 'sampler.group_size': 7},
-      ["buffer.thresholds.rule='threshold_free'"],
-    ),
-    (
-      {'batch.rule': 'replay', 'batch.replay_ratio': 2, 'buffer.capacity': 127},
-      ['buffer.capacity=127', 'batch.replay_ratio=2'],
-    ),
-    (
-      {'batch.rule': 'replay', 'learner.minibatches': 48},
-      ['prompts.count=64', 'learner.minibatches=48'],
-    ),
-  ],
-)
-def test_a_refusal_names_the_knobs_that_do_not_fit(values, names):
-  sentence = refusal(**values)
-  assert all(name in sentence for name in names), sentence
-
-
 def test_bounds_that_are_held_or_unlimited_are_accepted():
   held = {'low': (0.7, 0.7), 'low_step': 0.0}
   parse({'clip': held})

@@ -189,22 +189,6 @@ def test_the_rules_of_the_run_cut_what_the_run_cut(run):
     assert (own.cut_BT[mask_BT] == cuts).all() and set(lows) == {0.8}
 
 
-@pytest.mark.parametrize(
-  'knobs',
-  [
-    {'clip.rule': 'recipe', 'loss.limit': 20.0},
-    {**GRPO, 'loss.rule': 'sequence', 'loss.aggregate': 'sequence'},
-    {**GRPO, 'loss.rule': 'cispo'},
-    {**GRPO, 'loss.rule': 'decoupled'},
-    {'clip.rule': 'unclipped', 'loss.rule': 'tis'},
-    {**GRPO, 'advantage.rule': 'leave_one_out'},
-  ],
-)
-def test_every_rule_applies(knobs):
-  found = counterfactual.read(str(RUNS / 'grpo'))
-  assert 0 < counterfactual.summary(found, by(found, knobs))['share'] < 1
-
-
 def test_what_cannot_be_applied_is_refused():
   found = counterfactual.read(str(RUNS / 'grpo'))
   with pytest.raises(ValueError, match=r"loss\.rule='ppo'"):
@@ -482,8 +466,3 @@ def test_a_figure_becomes_an_image_with_its_data():
   assert image.startswith('<img alt="" src="data:image/png;base64,iVBOR')
   assert token_pages.picture(figure) == image
   assert len(token_pages.picture(figure, dpi=90)) > len(image)
-
-
-@pytest.mark.parametrize('first', [0, 2])
-def test_the_first_frame_is_where_the_slider_stands(first):
-  assert f'value="{first}"' in token_pages.slider('x', FRAMES, first)

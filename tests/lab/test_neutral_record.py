@@ -37,6 +37,9 @@ def written(tmp_path, *rows):
   return path
 
 
+TWO = [row('a', 1.0, [1.0])] * 2
+
+
 def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   path = written(
     tmp_path,
@@ -80,17 +83,13 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   ('changed', 'said'),
   [
     ({'reward': float('nan')}, r'line 2: reward is nan; write a finite number'),
-    ({'reward': int('9' * 400)}, r'reward is 9{40}; .* from -1e\+15 to 1e\+15'),
     ({'reward': -1e20}, r'reward is -1e\+20; write .* from -1e\+15 to 1e\+15'),
     ({'logp': [-1.0]}, r'logp has 1 values for 2 tokens; write a list'),
-    ({'logp': None}, r'logp has None for 2 tokens'),
     ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; .* -1e\+15 to 0\)'),
     ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
-    ({'tokens': 'ab'}, r"tokens is 'ab'; write a list of token ids"),
     ({'tokens': [1, 2**31]}, r'tokens\[1\] is 2147483648; write the id .* 32 bits'),
     ({'pieces': [1, 2]}, r'pieces\[0\] is 1; write the text of the token'),
     ({'mask': [0, 2]}, r'mask\[1\] is 2; write 1 for tokens in the loss'),
-    ({'update': 10**400}, r'update is 10{39}; write .*, less than 2\^31'),
     ({'masks': [1, 1]}, r'masks is no field; rename or remove it'),
   ],
 )
@@ -101,32 +100,18 @@ def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, sai
 
 
 @pytest.mark.parametrize(
-  ('text', 'said'),
+  ('rows', 'said'),
   [
-    ('', 'has no lines'),
-    ('{"group": 1\n', 'line 1: not JSON'),
-    ('[1]\n', 'line 1: not a JSON object'),
-    ('{"group": 1}\n', 'line 1: reward is missing; write group'),
+    ([], 'has no lines'),
+    ([[1]], 'line 1: not a JSON object'),
+    ([{'group': 1}], 'line 1: reward is missing; write group'),
+    ([*TWO, row('b', 1.0, [1.0])], "group 'b' has 1 responses and group 'a' has 2"),
+    (TWO, 'no recorded response has an advantage'),
   ],
 )
-def test_a_file_without_responses_is_refused(tmp_path, text, said):
-  path = tmp_path / 'batch.jsonl'
-  path.write_text(text)
+def test_a_file_without_comparable_responses_is_refused(tmp_path, rows, said):
   with pytest.raises(ValueError, match=said):
-    counterfactual.read(path)
-
-
-@pytest.mark.parametrize(
-  ('last', 'said'),
-  [
-    (row('b', 1.0, [1.0]), "group 'b' has 1 responses and group 'a' has 2"),
-    (row('a', 1.0, [1.0]), 'no recorded response has an advantage'),
-  ],
-)
-def test_incomplete_groups_and_equal_rewards_are_refused(tmp_path, last, said):
-  rows = [row('a', 1.0, [1.0])] * 2
-  with pytest.raises(ValueError, match=said):
-    counterfactual.read(written(tmp_path, *rows, last))
+    counterfactual.read(written(tmp_path, *rows))
 
 
 def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):

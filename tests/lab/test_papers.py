@@ -193,10 +193,8 @@ def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed
 @pytest.mark.parametrize(
   'path', ['protocol.md', 'protocol2.md', *(f'{f}/README.md' for f in FOLDERS)]
 )
-def test_links_and_commands_are_those_of_the_repository(path):
+def test_commands_name_experiments_that_exist(path):
   text = (PAPERS / path).read_text()
-  for link in re.findall(r'\]\(([^)\s#]+)\)', text):
-    assert '://' in link or (PAPERS / path).parent.joinpath(link).exists(), link
   for name in re.findall(r'experiments\.py:(\w+)', text):
     assert name in claims.load(str((PAPERS / path).parent)).NAMES
 

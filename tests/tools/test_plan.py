@@ -270,16 +270,6 @@ def test_an_unknown_topology_is_refused(name):
     devices.attach(name)
 
 
-def test_an_impossible_shape_is_refused(topology):
-  topology('v5e:2x2')  # skips without the compiler
-  with pytest.raises(ValueError, match=r'--topology=v5e:3x5: .*not divisible'):
-    devices.attach('v5e:3x5')
-
-
-def test_a_plan_needs_a_config_json(config, tmp_path):
-  (tmp_path / 'config.json').unlink()
-  with pytest.raises(ValueError, match=r'found no config\.json there'):
-    programs.device_spec(config, 'tpu')
 
 
 def test_the_compilers_refusal_is_read(config, mesh):
@@ -473,18 +463,11 @@ def test_bytes_from_other_hosts_take_the_network(config):
 def test_the_fastest_come_first_and_the_flags_run(config):
   found, refused = searched(config, 2.0**60)
   assert [c.seconds for c in found] == sorted(c.seconds for c in found)
-  text = search.table(found, refused)
-  _, *lines = text.splitlines()
-  names = [search.name(c.shape) for c in found]
-  assert [line.split()[0] for line in lines[:5]] == names[:5]
-  slower = ', '.join(names[5:])
-  assert f'not {slower}: it fits and is slower' in lines
+  lines = search.table(found, refused).splitlines()
+  assert lines[1].split()[0] == search.name(found[0].shape)
   assert f'not 1x1x8: {refused["1x1x8"]}' in lines
   given = config_lib.overrides(found[0].flags.split())
   assert given['mesh.tensor'] == found[0].shape['tensor']
-  assert search.table([], {'8x1x1': ValueError('no')}).splitlines()[1:] == [
-    'not 8x1x1: no'
-  ]
 
 
 def test_a_search_compiles_nothing(monkeypatch, config):

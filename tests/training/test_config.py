@@ -26,6 +26,24 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ['evaluate.sampling.temperature=1e-40', 'float32', '0 for greedy', '0.001 to 1000'],
   ),
   ({'mesh.data': 0}, ['mesh.data=0']),
+  ({'clip.low_step': 0.0}, ['clip.low_step=0.0']),
+  ({'clip.low_step': 0.4}, ['clip.low_step=0.4']),
+  ({'clip.low': (0.6, 0.6)}, ['clip.low_step=0.02']),
+  ({'clip.high_step': 2.0}, ['clip.high_step=2.0']),
+  ({'clip.low_step': 1e-9}, ['clip.low_step=1e-09']),
+  (
+    {'clip.resolution': 'continuous', 'clip.high': (1.0, 1e9)},
+    ['clip.high=(1.0, 1000000000.0)', 'width 100 or less'],
+  ),
+  ({'clip.sources': ()}, ['clip.sources=()']),
+  (
+    {'buffer.reevaluate': 3, 'buffer.capacity': 2},
+    ['buffer.reevaluate=3', 'buffer.capacity=2'],
+  ),
+  (
+    {'buffer.thresholds.rule': 'moving', 'buffer.thresholds.low': (0.1, 0.9)},
+    ['buffer.thresholds.low'],
+  ),
   ({'model.heads': 3}, ['model.heads=3', 'kv_heads=2']),
   ({'lora.targets': 'layers/(q'}, ["lora.targets='layers/(q'"]),
   ({'rollout.max_tokens_per_step': 6.0}, ['max_off_policy_steps=0']),
@@ -68,7 +86,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     {f'batch.weights.{x}': 0.0 for x in ('fresh', 'reused')} | {'batch.rule': 'replay'},
     ['batch.weights.fresh=0, batch.weights.reused=0 leaves no row'],
   ),
-  ({'clip.target': 1.0}, ['clip.target=1.0', 'below 1']),
   (
     {'batch.rule': 'adapted', 'buffer.thresholds.rule': 'everything'},
     ["batch.rule='adapted'", 'no problem hard', "batch.rule='replay'"],

@@ -12,7 +12,7 @@ import pytest
 from runs import TINY, same, source, tiny
 from test_checkpoint import files, flip
 
-from bapo_jax import main, sharding
+from bapo_jax import sharding
 from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
@@ -47,17 +47,9 @@ def fitted(made, seed):
 def test_a_run_of_an_experiment_has_the_warm_start_of_its_seed(one_device, tmp_path):
   shared = config.merged(base.get_config().to_dict(), TINY | FEW)
   made = experiments.runs(Experiment(shared, {'a': {}}, (3,)))['a-seed3'].config
-  # The recipe by which stored runs named their warm start.
-  recipe = {name: getattr(made, name).model_dump() for name in policy.RECIPE}
-  del recipe['model']['train_tower'], recipe['model']['tower'], recipe['sft']['seed']
-  kept = {'family', 'level', 'train', 'test', 'seed'}
-  recipe |= {'seed': 3, 'length': made.row_length}
-  recipe['problems'] = made.problems.model_dump(include=kept)
-  path = pathlib.Path(policy.warm_start_path(made, str(tmp_path)))
-  assert path == tmp_path / 'warmstart' / config.fingerprint(recipe)
   weights = load(made, tmp_path)
   assert same(weights, fitted(made, 3)) and not same(weights, fitted(made, 0))
-  assert path.is_dir()
+  assert pathlib.Path(policy.warm_start_path(made, str(tmp_path))).is_dir()
 
 
 # Norms of what 12 steps change, by policy.WARM_START: raise it if they change, since
@@ -272,16 +264,6 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
   assert model.directory == path
   assert model.tokenizer.backend.name_or_path == str(other)
-
-
-@pytest.mark.parametrize('variant', ['7b', '32b'])
-def test_a_variant_takes_the_tokenizer_of_the_model_given(variant):
-  file = f'configs/aime.py:{variant}'
-  given = ['--config.model.path=models/mine', '--config.mesh.tensor=1']
-  config = main.read_config(file, given)
-  assert config.model.path == config.tokenizer.path == 'models/mine'
-  config = main.read_config(file, given[1:])
-  assert config.model.path == config.tokenizer.path != 'models/mine'
 
 
 def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
