@@ -34,12 +34,6 @@ def problems(n: int, start: int = 0) -> list[dict[str, str]]:
   return [{'problem': f'What is {a} + {b}?', 'answer': str(a + b)} for a, b in pairs]
 
 
-def rows(path: pathlib.Path, found: list[dict]) -> str:
-  """Writes problems as jsonl; returns the path."""
-  path.write_text(''.join(json.dumps(row) + '\n' for row in found))
-  return str(path)
-
-
 def tokenizer(kind: str, chat: str | None = CHAT, end: str | None = ENDS):
   """Trains a byte-level BPE tokenizer, or Unigram with visible blanks for a Llama."""
   texts = [row['problem'] + row['answer'] for row in problems(100)] + [

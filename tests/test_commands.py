@@ -15,6 +15,7 @@ import sys
 
 import foreign
 import pytest
+import recordings
 import runs
 
 from bapo_jax.main import read_config
@@ -89,8 +90,8 @@ def stand_ins(tmp_path_factory):
   """A folder with a model, problems, and the workdir of a finished tiny run."""
   folder = tmp_path_factory.mktemp('commands')
   foreign.model(folder / 'model', 'qwen3', max_position_embeddings=512)
-  foreign.rows(folder / 'problems.jsonl', foreign.problems(48))
-  foreign.rows(folder / 'held_out.jsonl', foreign.problems(8, 48))
+  recordings.jsonl(folder / 'problems.jsonl', foreign.problems(48))
+  recordings.jsonl(folder / 'held_out.jsonl', foreign.problems(8, 48))
   execute([sys.executable, *main(folder / 'run')])
   return folder
 

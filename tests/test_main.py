@@ -9,6 +9,7 @@ import sys
 
 import foreign
 import pytest
+import recordings
 from huggingface_hub import constants
 from refusals import refused
 
@@ -138,8 +139,6 @@ def test_nothing_imports_jax_before_its_environment_is_set():
   subprocess.run([sys.executable, '-c', code], cwd=ROOT, check=True)
 
 
-
-
 FILES = [  # a config file, what the sentence must say
   ("\n\nraise KeyError('boom')", "KeyError: 'boom' (own.py, line 3)"),
   ('def get_config(:', 'SyntaxError: invalid syntax'),
@@ -242,8 +241,10 @@ def refusal(tmp_path, monkeypatch):
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
   knobs = {
     'model.path': foreign.model(tmp_path / 'model', 'qwen3'),
-    'problems.source': foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24)),
-    'problems.test_source': foreign.rows(tmp_path / 'b.jsonl', foreign.problems(8, 24)),
+    'problems.source': recordings.jsonl(tmp_path / 'a.jsonl', foreign.problems(24)),
+    'problems.test_source': recordings.jsonl(
+      tmp_path / 'b.jsonl', foreign.problems(8, 24)
+    ),
   }
 
   def sentence(**overrides):
@@ -265,7 +266,7 @@ def test_a_wrong_path_is_one_sentence(refusal):
 
 def test_a_broken_row_is_named_by_its_line(refusal, tmp_path):
   path = tmp_path / 'broken.jsonl'
-  foreign.rows(path, foreign.problems(24))
+  recordings.jsonl(path, foreign.problems(24))
   with open(path, 'a') as file:
     file.write('{"problem": "What is 1 + 1?", "answer"\n')
   assert f'{path}, line 25: not JSON' in refusal(**{'problems.source': path})

@@ -12,6 +12,7 @@ import making
 import numpy as np
 import oracles
 import pytest
+import recordings
 from pictured import DRAWN, png
 from runs import tiny
 
@@ -43,7 +44,7 @@ def chat_model(tmp_path_factory):
 def flags(tmp_path, model, training=None, held_out=None, **overrides):
   """The command line of a fine-tuning, its files written."""
   rows = training or foreign.problems(40), held_out or foreign.problems(8, 40)
-  paths = [foreign.rows(tmp_path / f'{i}.jsonl', x) for i, x in enumerate(rows)]
+  paths = [recordings.jsonl(tmp_path / f'{i}.jsonl', x) for i, x in enumerate(rows)]
   files = dict(zip(('problems.source', 'problems.test_source'), paths, strict=True))
   knobs = {'model.path': model} | files | overrides
   return [f'--config.{name}={value}' for name, value in knobs.items()]

@@ -6,6 +6,7 @@ import types
 import foreign
 import jax
 import pytest
+import recordings
 from refusals import refused
 from runs import last_run, plain
 
@@ -236,8 +237,8 @@ def test_right_answers_are_verified_against_themselves():
 def begun(tmp_path, one_device):
   """A model of others and problems; returns (config with open knobs, workdir)."""
   path = foreign.model(tmp_path / 'model', 'qwen3')
-  training = foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24))
-  held_out = foreign.rows(tmp_path / 'b.jsonl', foreign.problems(6, 24))
+  training = recordings.jsonl(tmp_path / 'a.jsonl', foreign.problems(24))
+  held_out = recordings.jsonl(tmp_path / 'b.jsonl', foreign.problems(6, 24))
   given = three(path, training, held_out, steps=1)
   return main.read_config(FINETUNE, given), str(tmp_path / 'work')
 
@@ -251,7 +252,7 @@ def test_a_run_that_has_begun_continues_with_its_derived_knobs(
   experiment.claim(work, config)
   (tmp_path / 'work' / 'metrics.jsonl').write_text('')
   capsys.readouterr()
-  foreign.rows(tmp_path / 'a.jsonl', foreign.problems(24, 100))
+  recordings.jsonl(tmp_path / 'a.jsonl', foreign.problems(24, 100))
   monkeypatch.setattr(facts, 'gather', lambda *args: pytest.fail('derived again'))
   assert derive.decide(asked_for, work) == config
   assert 'Derived when this run began' in capsys.readouterr().out

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recordings
 from matplotlib.figure import Figure
 
 from bapo_jax.models import layers, transformer
@@ -44,7 +45,7 @@ def recorded(tmp_path, *responses, **fields):
   (tmp_path / 'groups').mkdir()
   (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
   group = {'source': 'fresh', 'prompt': '1+1\n', 'responses': responses} | fields
-  (tmp_path / 'groups' / '7.jsonl').write_text(json.dumps(group) + '\n')
+  recordings.jsonl(tmp_path / 'groups' / '7.jsonl', [group])
   return counterfactual.read(str(tmp_path))
 
 
@@ -113,8 +114,7 @@ def test_every_update_has_a_search_of_its_own(tmp_path):
     }
     for update, (a, b) in pairs.items()
   ]
-  path = tmp_path / 'groups' / '7.jsonl'
-  path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  recordings.jsonl(tmp_path / 'groups' / '7.jsonl', lines)
   found = counterfactual.read(str(tmp_path))
   two, four, nine = counterfactual.searches(
     found, counterfactual.config_of(found, BALANCED)
@@ -387,9 +387,7 @@ def two_rows(tmp_path):
     count = len(row['pieces'])
     row |= {'group': 0, 'tokens': [1] * count, 'behavior_logp': [np.log(0.25)] * count}
     row['logp'] = [np.log(0.5)] * count
-  path = tmp_path / 'batch.jsonl'
-  path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  return counterfactual.read(path)
+  return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', rows))
 
 
 def by_rule(weight_BT, cut_BT):

@@ -1,9 +1,8 @@
 """The figures of a notebook show what the files of the runs say."""
 
-import json
-
 import numpy as np
 import pytest
+import recordings
 
 from bapo_jax.runtime import glossary
 from lab import counterfactual, plots, rule_maps, run_plots
@@ -14,27 +13,9 @@ LOGP = np.log([0.5, 0.25, 1.0]).tolist()
 
 
 def response(correct, adv, ratio=(1.1, 0.7, 1.0), cut=(0, 1, 0), **values):
-  found = dict(response='abc', correct=correct, reward=float(correct), advantage=adv)
-  found |= dict(taught=True, tokens=3, truncated=False, version=[0, 0])
-  found |= dict(pieces=['a', 'b', 'c'], sampler_logp=LOGP, learner_logp=LOGP)
-  return found | dict(ratio=ratio and list(ratio), cut=cut and list(cut)) | values
-
-
-def write(workdir, rows, groups=None, config=None):
-  """A workdir with these metrics, groups of step 2 and config."""
-  (workdir / 'groups').mkdir(parents=True)
-  lines = [json.dumps({'step': n} | row) for n, row in enumerate(rows, 1)]
-  (workdir / 'metrics.jsonl').write_text('\n'.join([*lines, '']))
-  if config:
-    (workdir / 'config.json').write_text(json.dumps(config))
-  for update, responses in enumerate(groups or (), 1):
-    group = dict(step=2, id=update, answer='', source='fresh', completed_step=1)
-    group |= dict(
-      prompt='p', prompt_tokens=1, update=update, low=0.8, high=1.0 + update
-    )
-    with open(workdir / 'groups' / '2.jsonl', 'a') as file:
-      file.write(json.dumps(group | {'responses': responses}) + '\n')
-  return workdir
+  logp = dict(pieces=[*'abc'], sampler_logp=LOGP, learner_logp=LOGP)
+  values = logp | dict(ratio=ratio, cut=cut) | values
+  return recordings.response('abc', correct, adv, **values)
 
 
 @pytest.fixture
@@ -42,13 +23,12 @@ def two(tmp_path):
   up, down = response(True, 1.0), response(False, -0.5, (0.6, 1.3, 1.0), (1, 0, 2))
   even = response(False, 0.0, None, None, tokens=7)
   text = response(False, -1.0, None, None, pieces=None, sampler_logp=None, tokens=9)
-  rows = [{'rollout/reward': 0.1, 'loss/entropy': 'nan'}, {'rollout/reward': 0.3}]
-  full = write(
-    tmp_path / 'full', rows, [[up, down], [even, text]], {'a': {'b': 1, 'c': [2]}}
-  )
-  bare = write(
-    tmp_path / 'bare', [{'rollout/reward': 0.2}], (), {'a': {'b': 2, 'c': [2]}}
-  )
+  rows = [{'rollout/reward': 0.1, 'loss/entropy': np.nan}, {'rollout/reward': 0.3}]
+  full = recordings.run(tmp_path / 'full', rows, {'a': {'b': 1, 'c': [2]}}, first=1)
+  first = {'responses': [up, down], 'update': 1, 'high': 2.0}
+  recordings.step(tmp_path / 'full', 2, first, {'responses': [even, text], 'high': 3.0})
+  config = {'a': {'b': 2, 'c': [2]}}
+  bare = recordings.run(tmp_path / 'bare', [{'rollout/reward': 0.2}], config, first=1)
   return [run_plots.read_run(full, 'first'), run_plots.read_run(bare)]
 
 
@@ -58,7 +38,8 @@ def test_a_run_is_read_without_model_or_config(two, tmp_path):
   assert [r['rollout/reward'] for r in full.rows] == [0.1, 0.3]
   assert [g.step for g in full.groups] == [2, 2] and bare.groups == []
   assert run_plots.differences(two) == {'a.b': [1, 2]}
-  naked = run_plots.read_run(write(tmp_path / 'naked', [{'loss/kl': 0.0}]))
+  naked = recordings.run(tmp_path / 'naked', [{'loss/kl': 0.0}])
+  naked = run_plots.read_run(naked)
   assert run_plots.differences([full, naked]) == {'a.b': [1, None], 'a.c': [[2], None]}
   with pytest.raises(ValueError, match='no rows of metrics'):
     run_plots.read_run(tmp_path / 'nowhere')
@@ -149,10 +130,8 @@ def recorded(tmp_path):
     count = len(ratios)
     values = {'tokens': [0] * count, 'behavior_logp': [old] * count}
     values['logp'] = [float(old + np.log(r)) for r in ratios]
-    lines.append(json.dumps({'group': 0, 'reward': reward} | values) + '\n')
-  path = tmp_path / 'batch.jsonl'
-  path.write_text(''.join(lines))
-  return counterfactual.read(path)
+    lines.append({'group': 0, 'reward': reward} | values)
+  return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', lines))
 
 
 def of(found, knobs):

@@ -6,7 +6,9 @@ import re
 
 import numpy as np
 import pytest
+import recordings
 from pages import Page, cells
+from recordings import response
 
 from bapo_jax.run import charts, report, series
 from bapo_jax.run.page import MAIN, PANELS, write
@@ -19,21 +21,13 @@ EVIL = (
 EVIL += '\x00\x1b[31m\u202e\ud800 &lt; "\' http://example.org'
 
 
-def response(text, right, **values):
-  found = dict(response=text, correct=right, reward=float(right), advantage=None)
-  found |= dict(taught=True, tokens=3, truncated=False, version=[6, 6])
-  return found | dict.fromkeys(('pieces', 'ratio', 'cut')) | values
-
-
 def workdir(path, rows, groups=(), title='A run', **samples):
   """Writes a run: metrics from step 1, recorded groups of step 2, evaluations."""
   values = {'title': title, 'steps': 9, 'clip': {'rule': 'balanced'}}
-  path.joinpath('config.json').write_text(json.dumps(parse(values).model_dump()))
-  with metrics.writing(path, -1) as write:
-    write(0, {'eval/accuracy': 0.25, 'eval/stderr': 0.03})
-    for step, row in enumerate(rows, 1):
-      write(step, row)
-    write(len(rows) + 1, {'eval/accuracy': 0.5, 'eval/stderr': 0.04})
+  first, last = (
+    {'eval/accuracy': x, 'eval/stderr': y} for x, y in ((0.25, 0.03), (0.5, 0.04))
+  )
+  recordings.run(path, [first, *rows, last], parse(values).model_dump())
   for step, when in ((0, 'before'), (len(rows) + 1, 'after')):
     if when in samples:
       accuracy, stderr = (0.25, 0.03) if when == 'before' else (0.5, 0.04)
@@ -42,11 +36,7 @@ def workdir(path, rows, groups=(), title='A run', **samples):
       text = json.dumps({'result': result, 'samples': samples[when]})
       (path / 'eval' / f'{step}.json').write_text(text)
   if groups:
-    (path / 'groups').mkdir()
-    base = dict(step=2, answer='3', source='fresh', completed_step=1, prompt='1+2')
-    base |= dict(prompt_tokens=3, update=1, low=0.8, high=1.25)
-    lines = [json.dumps(base | {'id': n, 'responses': g}) for n, g in enumerate(groups)]
-    (path / 'groups' / '2.jsonl').write_text('\n'.join([*lines, '']))
+    recordings.step(path, 2, *({'responses': group} for group in groups))
   return path
 
 
@@ -294,9 +284,7 @@ SPENT = dict(wall_s=100.0, phases={'verify': 10.0}, peak_rss_bytes=3 * 2**29)
 
 def facts_of(workdir, rows):
   """Returns report.json of these rows."""
-  with metrics.writing(workdir, -1) as write:
-    for step, row in enumerate(rows, 1):
-      write(step, row)
+  recordings.run(workdir, rows, first=1)
   text = report.write(workdir, Config(), BEFORE, AFTER, SPENT, len(rows))
   assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
   assert f'{len(rows)} steps, 0:01:40 h of wall time and 1.50 GiB' in text

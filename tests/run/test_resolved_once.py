@@ -7,6 +7,7 @@ import sys
 
 import foreign
 import pytest
+import recordings
 
 from bapo_jax import main, sharding
 from bapo_jax.autosetup import check, derive
@@ -120,7 +121,7 @@ def test_each_file_is_opened_by_one_place(tmp_path, one_device):
   files.mkdir()
   model = foreign.model(files / 'model', 'qwen2')
   rows = [foreign.problems(40), foreign.problems(8, 40)]
-  paths = [foreign.rows(files / f'{i}.jsonl', x) for i, x in enumerate(rows)]
+  paths = [recordings.jsonl(files / f'{i}.jsonl', x) for i, x in enumerate(rows)]
   names = ('model.path', 'problems.source', 'problems.test_source')
   knobs = SIZES | dict(zip(names, (model, *paths), strict=True))
   given = [f'--config.{name}={value}' for name, value in knobs.items()]

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import recordings
 from pages import Page, cells
 from refusals import refused
 from scipy import stats
@@ -20,12 +21,7 @@ from lab import experiments
 
 def run(folder, name, rows, **knobs):
   """Writes a run with these metrics from step 0; knobs by section."""
-  path = folder / name
-  path.mkdir(parents=True)
-  path.joinpath('config.json').write_text(json.dumps(parse(knobs).model_dump()))
-  lines = [json.dumps({'step': step} | row) for step, row in enumerate(rows)]
-  path.joinpath('metrics.jsonl').write_text('\n'.join([*lines, '']))
-  return str(path)
+  return recordings.run(folder / name, rows, parse(knobs).model_dump())
 
 
 def accuracy(*values, entropy=0.5):

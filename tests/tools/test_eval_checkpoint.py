@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import recordings
 from runs import copied, source, tiny
 
 from bapo_jax.run import experiment
@@ -38,9 +39,9 @@ def test_an_evaluation_is_that_of_training(whole_run, one_device, tmp_path, caps
 
 def test_other_settings_and_problems(whole_run, one_device, tmp_path, capsys):
   given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
-  (tmp_path / 'set.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in given))
+  path = recordings.jsonl(tmp_path / 'set.jsonl', given)
   config = whole_run.config.with_values(
-    problems={'test_source': str(tmp_path / 'set.jsonl')},
+    problems={'test_source': path},
     sampler={'temperature': 0.5},
     evaluate={'group_size': 3, 'k': (1, 3)},
   )

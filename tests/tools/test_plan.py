@@ -270,8 +270,6 @@ def test_an_unknown_topology_is_refused(name):
     devices.attach(name)
 
 
-
-
 def test_the_compilers_refusal_is_read(config, mesh):
   program = programs.decode(job_of(config, mesh))._replace(resident=2**30)
   own = programs.bytes_per_device(program.args)

@@ -6,6 +6,8 @@ import re
 
 import numpy as np
 import pytest
+import recordings
+from recordings import response
 from rich.console import Console
 
 from bapo_jax.tools import viewer
@@ -60,30 +62,13 @@ def test_the_newest_evaluation_is_listed_and_printed_by_problem(tmp_path):
   assert 'records only text' in printed(workdir, 2, 'p')
 
 
-def response(text, right, adv, **numbers):
-  """A response of groups/<step>.jsonl, its tokens its characters."""
-  found = dict(response=text, correct=right, reward=float(right), advantage=adv)
-  found |= dict(taught=True, tokens=len(text), truncated=False, version=[6, 6])
-  names = ('pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
-  return found | dict.fromkeys(names) | numbers
-
-
-def record(workdir, step, *groups):
-  """Leaves a recorded step in the workdir; a group is its responses."""
-  group = dict(step=step, id=4, answer='3', source='reused', completed_step=6)
-  group |= dict(prompt='1+2 mod 7\n', prompt_tokens=9, update=2, low=0.8, high=1.25)
-  (workdir / 'groups').mkdir(exist_ok=True)
-  path = workdir / 'groups' / f'{step}.jsonl'
-  lines = [json.dumps(group | {'responses': responses}) for responses in groups]
-  path.write_text('\n'.join([*lines, '']))
-
-
 def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
   logp = np.log([0.5, 0.95]).tolist()
   cut = dict(pieces=['4', '3'], sampler_logp=logp, ratio=[1.3, None], cut=[1, 0])
-  record(workdir, 7, [response('43', True, 1.5, **cut), response('x' * 9, False, -0.5)])
-  record(workdir, 6, [])
+  two = [response('43', True, 1.5, **cut), response('x' * 9, False, -0.5)]
+  recordings.step(workdir, 7, {'responses': two, 'id': 4})
+  recordings.step(workdir, 6, {'responses': []})
   drawn = printed(workdir, 1)
   assert 'group 1 of 3: problem 4, trained on in step 7, reused' in drawn
   assert '1/2 ✓ right  reward 1.00  advantage +1.50  2 tokens' in drawn
@@ -95,7 +80,7 @@ def test_what_the_newest_step_trained_on_comes_first(tmp_path):
   assert '3[' not in with_bounds
   assert 'the bounds of update 2 of step 7, 0.80 and 1.25' in with_bounds
   masked = cut | {'ratio': [1.3, 0.5], 'cut': [1, 2]}
-  record(workdir, 8, [response('43', True, 1.5, **masked)])
+  recordings.step(workdir, 8, {'responses': [response('43', True, 1.5, **masked)]})
   assert '4[1.30]3[masked 0.50]' in printed(workdir, 1, 'c')
 
 
@@ -114,7 +99,7 @@ def test_a_response_is_plain_text_and_a_long_one_loses_its_middle(tmp_path):
 def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
   workdir = evaluated(tmp_path, *TWO)
   for step in (7, 9):
-    record(workdir, step, [response('43', True, 1.5)])
+    recordings.step(workdir, step, {'responses': [response('43', True, 1.5)]})
   with checkpoint.manager(str(workdir), 2) as checkpoints:
     for step in (8, 10):
       checkpoint.save(checkpoints, step, {'params': {'w': np.zeros(2)}}, {})
