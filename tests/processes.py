@@ -36,6 +36,18 @@ def environment(processes: int) -> dict[str, str]:
   }
 
 
+def call(
+  *args: object, status: int = 0, cwd: os.PathLike | str = runs.ROOT, **env: str
+) -> subprocess.CompletedProcess[str]:
+  """Runs a command to its end with more variables; asserts its exit status."""
+  command = [str(arg) for arg in args]
+  done = subprocess.run(
+    command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=1800
+  )
+  assert done.returncode == status, done.stdout + done.stderr
+  return done
+
+
 def start(commands: Sequence[dict[str, Any]], folder: pathlib.Path) -> list:
   """Starts the commands, (process i)'s output in folder/<i>.txt."""
   started = []

@@ -2,14 +2,13 @@
 
 import importlib.metadata
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 
+import processes
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -33,28 +32,28 @@ def installed(tmp_path_factory):
     else:
       shutil.copy(ROOT / part, source)
   pip = [sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index']
-  pip += ['--no-build-isolation', f'--target={folder / "target"}', str(source)]
-  subprocess.run(pip, check=True, capture_output=True, text=True, timeout=300)
+  pip += ['--no-build-isolation', f'--target={folder / "target"}', source]
+  processes.call(*pip)
   return folder / 'target'
 
 
-def bapo(installed, *args, cwd=ROOT):
-  command = [sys.executable, str(installed / 'bin' / 'bapo'), *args]
-  env = os.environ | {'PYTHONPATH': str(installed)}
-  return subprocess.run(
-    command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120
-  )
+def python(installed, *args, **kwargs):
+  return processes.call(sys.executable, *args, PYTHONPATH=str(installed), **kwargs)
+
+
+def bapo(installed, *args, **kwargs):
+  return python(installed, installed / 'bin' / 'bapo', *args, **kwargs)
 
 
 def test_the_command_reads_the_configs_of_the_current_folder(installed, tmp_path):
-  done = bapo(installed)
-  assert done.returncode == 2 and 'configs/aime.py[:tiny|' in done.stderr
+  assert 'configs/aime.py[:tiny|' in bapo(installed, status=2).stderr
   done = bapo(installed, 'show', '--help')
-  assert done.returncode == 0 and '--views' in done.stdout and not done.stderr
-  done = bapo(installed, 'show', '--config=configs/aime.py', f'--workdir={tmp_path}')
-  assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-  assert str(tmp_path) in done.stderr
-  done = bapo(installed, 'check', cwd=tmp_path)
+  assert '--views' in done.stdout and not done.stderr
+  flags = '--config=configs/aime.py', f'--workdir={tmp_path}'
+  done = bapo(installed, 'show', *flags, status=2)
+  (line,) = done.stderr.splitlines()
+  assert str(tmp_path) in line and not done.stdout
+  done = bapo(installed, 'check', cwd=tmp_path, status=2)
   assert 'no folder configs/ is here' in done.stderr
 
 
@@ -78,15 +77,7 @@ def test_a_copy_of_every_config_runs_outside_the_checkout(installed, tmp_path):
     copies.append(tmp_path / path.stem / path.name)
     copies[-1].parent.mkdir()
     shutil.copy(path, copies[-1])
-  done = subprocess.run(
-    [sys.executable, '-c', COPIES, str(installed), *map(str, copies)],
-    cwd=tmp_path,
-    env=os.environ | {'PYTHONPATH': str(installed)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert done.returncode == 0, done.stderr
+  done = python(installed, '-c', COPIES, installed, *copies, cwd=tmp_path)
   found = json.loads(done.stdout)
   assert len(found) > len(copies)
   for name, values in found.items():
@@ -98,26 +89,17 @@ def test_a_copied_config_trains_by_command_and_from_python(installed, tmp_path):
   shutil.copy(ROOT / 'configs' / 'aime.py', tmp_path / 'copy.py')
   (tmp_path / 'work').write_text('no folder')  # what ends both, before they train
   flags = [f'--config={tmp_path}/copy.py', f'--workdir={tmp_path}/work']
-  done = bapo(installed, 'train', *flags, cwd='/')
-  assert done.returncode == 2 and '/work cannot be used' in done.stderr, done.stderr
+  done = bapo(installed, 'train', *flags, cwd='/', status=2)
+  assert '/work cannot be used' in done.stderr, done.stderr
   call = f"import bapo_jax; bapo_jax.train('{tmp_path}/copy.py', '{tmp_path}/work')"
-  done = subprocess.run(
-    [sys.executable, '-c', call],
-    cwd='/',
-    env=os.environ | {'PYTHONPATH': str(installed)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
+  done = python(installed, '-c', call, cwd='/', status=1)
   assert '/work cannot be used' in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_python_m_bapo_jax_is_the_same_program(installed):
-  command = [sys.executable, '-m', 'bapo_jax', 'check', '--config=nope.py']
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-  other = bapo(installed, 'check', '--config=nope.py')
-  assert done.returncode == other.returncode == 2
-  assert done.stderr == other.stderr != ''
+  words = 'check', '--config=nope.py'
+  done = python(installed, '-m', 'bapo_jax', *words, status=2)
+  assert done.stderr == bapo(installed, *words, status=2).stderr != ''
 
 
 # --------- installed versions are in range, and both lanes of CI pin every requirement
@@ -198,12 +180,8 @@ def test_wrong_keywords_are_errors_and_right_ones_are_none(tmp_path):
   path = tmp_path / 'snippet.py'
   path.write_text('\n  '.join([HEAD, *RIGHT, *WRONG, '']))
   command = [sys.executable, '-m', 'pyrefly', 'check', '--config', 'pyproject.toml']
-  done = subprocess.run(
-    [*command, '--search-path', str(ROOT), '--output-format=min-text', str(path)],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
+  options = '--search-path', ROOT, '--output-format=min-text'
+  done = processes.call(*command, *options, path, status=1)
   lines = {int(n) for n in re.findall(r'snippet\.py:(\d+)', done.stdout)}
   found = {path.read_text().splitlines()[n - 1].strip() for n in lines}
   assert found == set(WRONG), done.stdout + done.stderr

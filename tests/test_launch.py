@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import processes
 import pytest
 import yaml
 
@@ -54,19 +55,8 @@ exit "$status"
 
 def run(*command, env=None, status=0):
   """stdout of a command of this repository; JAX's variables come from `env` alone."""
-  kept = dict(os.environ)
-  for name in ('XLA_FLAGS', 'JAX_PLATFORMS'):
-    kept.pop(name, None)
-  done = subprocess.run(
-    [str(part) for part in command],
-    cwd=ROOT,
-    env=kept | (env or {}),
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert done.returncode == status, done.stdout + done.stderr
-  return done.stdout
+  variables = {'XLA_FLAGS': '', 'JAX_PLATFORMS': ''} | (env or {})
+  return processes.call(*command, status=status, **variables).stdout
 
 
 def words(line):
@@ -108,15 +98,9 @@ def test_ci_with_an_argument_prints_its_help_and_deletes_nothing(
 @pytest.mark.parametrize('name', ['local.sh', 'processes.sh', 'slurm.sbatch'])
 def test_without_python_a_launcher_says_how_to_get_it(name):
   args = ['2'] if name == 'processes.sh' else []
-  done = subprocess.run(
-    ['bash', LAUNCH / name, *args, *FLAGS],
-    env=os.environ | {'PYTHON': 'no/such/python'},
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  assert done.returncode == 2 and not done.stdout
+  command = 'bash', LAUNCH / name, *args, *FLAGS
+  done = processes.call(*command, status=2, PYTHON='no/such/python')
+  assert not done.stdout
   (line,) = done.stderr.splitlines()
   assert line.startswith(f'launch/{name}: no program no/such/python; make it with')
   assert 'pip install -r requirements.txt -c requirements/constraints.txt' in line
@@ -385,15 +369,10 @@ def test_all_processes_run_again_where_one_failed(launcher):
 )
 def test_which_statuses_run_again(tmp_path, tries, status, count):
   source = 'echo >> tries; n=$(wc -l < tries); exit "${!n}"'
-  done = subprocess.run(
-    [ROOT / 'launch/restarts.sh', '3', 'bash', '-c', source, '-', *tries.split()],
-    cwd=tmp_path,
-    env=os.environ | {'RESTART_AFTER': '0'},
-    capture_output=True,
-    timeout=WAIT_S,
-  )
-  assert (done.returncode, (tmp_path / 'tries').stat().st_size) == (status, count)
-  assert done.stderr.count(b'launch: status ') == count - 1
+  words = ROOT / 'launch/restarts.sh', 3, 'bash', '-c', source, '-', *tries.split()
+  done = processes.call(*words, status=status, cwd=tmp_path, RESTART_AFTER='0')
+  assert (tmp_path / 'tries').stat().st_size == count
+  assert done.stderr.count('launch: status ') == count - 1
 
 
 def test_a_signal_is_passed_on_and_nothing_runs_again(launcher):

@@ -1,10 +1,10 @@
 """A test that takes too long and is not nightly fails, and no other."""
 
 import os
-import subprocess
 import sys
 
 import limits
+import processes
 
 TESTS = """
 import subprocess, sys, time, pytest
@@ -27,13 +27,9 @@ def test_long_fixture(recorded): pass
 
 def test_a_test_beyond_the_limit_fails(tmp_path):
   (tmp_path / 'test_example.py').write_text(TESTS)
-  done = subprocess.run(
-    [sys.executable, '-m', 'pytest', '-p', 'limits', '--limit=.5', '-rA', '-c']
-    + [os.devnull, '-p', 'no:cacheprovider', f'--rootdir={tmp_path}', str(tmp_path)],
-    env=os.environ | {'PYTHONPATH': str(limits.HERE)},
-    capture_output=True,
-    text=True,
-  )
+  command = [sys.executable, '-m', 'pytest', '-p', 'limits', '--limit=.5', '-rA', '-c']
+  command += [os.devnull, '-p', 'no:cacheprovider', f'--rootdir={tmp_path}', tmp_path]
+  done = processes.call(*command, status=1, PYTHONPATH=str(limits.HERE))
   failed = [x for x in done.stdout.splitlines() if x.startswith('FAILED')]
   assert [x.split('::')[1].split()[0] for x in failed] == [
     'test_long',

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import processes
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -123,7 +124,7 @@ def test_packing_stays_below_the_limit(tmp_path):
 def test_a_dry_run_passes_every_stage(tmp_path):
   pytest.importorskip('torch')
   # The packed wheels are for Python 3.12 and jax 0.11.
-  environment = os.environ | {
+  environment = {
     'SMALL': '1',
     'SLOW': '5',
     'TOTAL': '3000',
@@ -134,7 +135,7 @@ def test_a_dry_run_passes_every_stage(tmp_path):
     'SITE': str(tmp_path / 'site'),
     'XLA_FLAGS': '',
   }
-  subprocess.run(['bash', str(RUN)], env=environment, check=True, capture_output=True)
+  processes.call('bash', RUN, **environment)
   lines = (tmp_path / 'out/results.jsonl').read_text().splitlines()
   states = {(x['stage'], x['name']): x['status'] for x in map(json.loads, lines)}
   assert {stage for stage, _ in states} == {*'abcdefpr'}

@@ -3,13 +3,13 @@
 import csv
 import json
 import math
-import os
 import pathlib
 import re
 import subprocess
 import sys
 
 import numpy as np
+import processes
 import pytest
 
 from lab import claims, experiments, outcomes, sweep
@@ -237,15 +237,13 @@ def test_the_runs_of_the_smallest_figure_train_again_as_the_stored_ones(
   paper, name = PAPERS / folder, SMALLEST[folder]
   made = claims.load(str(paper)).get_experiment(name)
   stored = experiments.read(made, str(paper / 'results' / name))
-  # One device, and the programs of a user: XLA_FLAGS of the tests ask for eight.
-  child = {'cwd': PAPERS.parent, 'env': os.environ | {'XLA_FLAGS': ''}}
   for run in (run for run in stored if run.endswith(f'seed{made.seeds[0]}')):
     start = sweep.warm_start(experiments.runs(made)[run])
     sweep.share(str(tmp_path / name), run, start)
     command = [sys.executable, '-m', 'lab.sweep', f'{paper}/experiments.py:{name}']
     command += [f'--only={run}', f'--results={tmp_path}/results', f'--runs={tmp_path}']
-    done = subprocess.run(command, capture_output=True, text=True, **child)
-    assert done.returncode == 0, done.stderr[-4000:]
+    # One device, and the programs of a user: XLA_FLAGS of the tests ask for eight.
+    processes.call(*command, XLA_FLAGS='')
     path = tmp_path / 'results' / name / f'{run}.json'
     assert_alike(json.loads(path.read_text()), stored[run])
 
