@@ -4,7 +4,6 @@ import os
 import pathlib
 import re
 
-import pytest
 import runs
 
 from bapo_jax import main
@@ -61,16 +60,6 @@ def test_sampling(tmp_path):
 def test_a_loop_of_ones_own():
   found = executed('packed log-probabilities in a loop of my own')
   assert found['value'] < 4.2 * 0.98  # log(64) at the start
-
-
-@pytest.mark.parametrize('name', ['score', 'soft'])
-def test_the_functions_at_the_top_of_the_page_are_accepted(tmp_path, name):
-  (text,) = re.findall(r'```python\n# my.py\n([^`]*)```', PAGE)
-  path = tmp_path / 'my.py'
-  path.write_text(text)
-  slot = {'score': 'rewards.rule', 'soft': 'loss.rule'}[name]
-  made = runs.tiny(**{slot: f'{path}:{name}', 'clip.rule': 'unclipped'})
-  assert made.code
 
 
 def test_the_printed_command_is_accepted(tmp_path, monkeypatch):

@@ -174,10 +174,6 @@ def test_decoding_copies_no_layer(topology, tmp_path, where, tensor, slots, mode
   assert row.program.cache == slots / 4 * 9216 * layers * 2 * heads * width * 2
   assert row.output < 2**20, 'the slots are not donated'
   share = row.temporaries / row.program.cache
-  sizes = row.program.cache / plan.GIB, row.temporaries / 2**20
-  print(
-    f'{where}: cache {sizes[0]:.2f} GiB, temporaries {sizes[1]:.1f} MiB, {share:.2%}'
-  )
   assert share < 0.1
   assert share < 1 / (2 * layers), 'room for a copy of the keys of a layer'
 

@@ -64,17 +64,9 @@ SLIPS = [  # overrides, what the sentence must say
   # names of TRL and verl
   ('learning_rate=1e-6', '; use optimizer.lr'),
   ('actor_rollout_ref.actor.optim.lr=1e-6', '; use optimizer.lr'),
-  ('beta=0.04', '; use loss.kl, a cost on the divergence'),
   ('epsilon_high=0.28', "; use clip.high (1 + epsilon) with clip.rule='fixed'"),
-  ('num_generations=8', '; use sampler.group_size'),
-  ('actor_rollout_ref.rollout.n=8', '; use sampler.group_size'),
-  ('data.max_response_length=512', '; use sampler.max_new_tokens'),
-  ('per_device_train_batch_size=8', '; use prompts.count'),
-  ('num_iterations=2', '; use learner.epochs'),
-  ('trainer.test_freq=5', '; use evaluate.every'),
   ('sampler.top_p=0.9', 'only evaluations truncate it, by evaluate.sampling.top_p'),
   ('algorithm.gamma=1', 'there is no discount; advantage.rule'),
-  ('actor_rollout_ref.actor.entropy_coeff=0', 'there is no entropy bonus; use loss.kl'),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
   ('target=0.4', 'did you mean clip.target'),
