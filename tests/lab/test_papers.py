@@ -126,28 +126,17 @@ def test_protocol_2_keeps_its_seeds_and_problems_apart():
 
 
 @EVERY
-def test_tables_figures_and_claims_name_arms_cells_and_outcomes_that_exist(folder):
+def test_figures_name_arms_and_outcomes_that_exist(folder):
+  """Tables and claims: test_every_number_of_a_page_comes_from_its_results."""
   module = claims.load(str(PAPERS / folder))
   assert set(module.SHOWN) == set(module.NAMES) and len(module.CLAIMS) > 5
-  cells = {}
   for name, shown in module.SHOWN.items():
-    made = module.get_experiment(name)
-    runs = experiments.runs(made).values()  # every config is valid
-    cells[name] = {(run.arm, *run.levels.values()) for run in runs}
-    named = {arm for compared in shown.compared for arm in compared.others}
-    named |= {compared.arm for compared in shown.compared}
-    named |= {arm for drawn in shown.figures.values() for arm in drawn.arms}
-    assert named <= set(made.arms), f'{name}: {named - set(made.arms)}'
-    outcomes = {outcome for columns in shown.tables for outcome in columns}
-    outcomes |= {x.outcome for x in (*shown.compared, *shown.figures.values())}
-    assert outcomes <= set(OUTCOMES), f'{name}: {outcomes - set(OUTCOMES)}'
-    assert {drawn.kind for drawn in shown.figures.values()} <= set(DRAWN)
-  for claim in module.CLAIMS:
-    assert bool(claim.experiment) == bool(claim.parts)
-    assert claim.experiment not in TUNED, 'a tuning seed is no evidence'
-    for part in claim.parts:
-      assert {*part.plus, *part.minus} <= cells[claim.experiment], claim.text
-      assert part.outcome in OUTCOMES
+    arms = set(module.get_experiment(name).arms)
+    for drawn in shown.figures.values():
+      assert drawn.kind in DRAWN and drawn.outcome in OUTCOMES, name
+      assert set(drawn.arms) <= arms, name
+  used = {claim.experiment for claim in module.CLAIMS}
+  assert not used & set(TUNED), 'a tuning seed is no evidence'
 
 
 def git(*arguments):
