@@ -262,6 +262,8 @@ def _gpu(
   *,
   n=BLOCK,
   span=SPAN,
+  warps=4,
+  stages=3,
   interpret=False,
 ):
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
@@ -304,7 +306,7 @@ def _gpu(
     input_output_aliases={3: 2, 4: 3},
     # Two blocks are loaded at a time, with two stages one, between products. Blocks of
     # 128 columns of heads of 128 would not fit RTX cards, which have 99 KiB for them.
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+    compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=interpret,
     name='ragged_decode',
   )(position_S, length_S, new_SKNC, *cache)

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 
 # 256 rows of 512 tokens, 4 updates of 64 rows, 16 rows (8,192 tokens) at a time.
-FULL = Sizes(32, 8, PROMPT, 384, 256, 4, 4, 2)
+FULL = Sizes(32, 8, PROMPT, 384, 256, 4, 4, 4)
 SMALL = Sizes(4, 4, PROMPT, 16, 16, 2, 2, 1)
 CHOSEN = SMALL if IS_SMALL else FULL
 LR = 1e-6
