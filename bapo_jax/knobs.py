@@ -45,7 +45,8 @@ class Section(pydantic.BaseModel):
       values = value if isinstance(value, tuple) else (value,)
       falls = limits.get('rising') and list(values) != sorted(values)
       if falls or not all(_inside(x, limits) for x in values):
-        raise ValueError(f'{name}={shown(value)}: give {expected(field)}')
+        meaning = (field.description or '').rstrip('.')
+        raise ValueError(f'{name}={shown(value)}: give {expected(field)} ({meaning})')
     return self
 
 

@@ -37,6 +37,7 @@ MODES = {
   'show': 'prints the recorded groups of a run',
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
+  'sweep': 'trains a grid of knobs and seeds, a process per core, and compares them',
   'plan': 'computes memory and time on GPUs or TPUs that are not attached',
 }
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
@@ -49,6 +50,8 @@ KNOB = re.compile(r'--?(no)?config\.')
 FLAGS: dict[str, tuple[str, Any, str]] = {
   'config': (' '.join(MODES), '', 'a config file, or file:variant'),
   'workdir': ('train eval export show report', WORKDIR, 'directory of all results'),
+  'seeds': ('sweep', '0:3', 'values of --config.seed: a range, or a list 0,7,9'),
+  'workers': ('sweep', None, 'processes at once (default: one per core)'),
   'coordinator': ('train', '', 'host:port of process 0 of several; empty: detected'),
   'process': ('train', None, 'number of this process, from 0'),
   'processes': ('train', None, 'number of processes'),
@@ -101,6 +104,10 @@ def flags_of(mode: str) -> Parser:
     parser.add_argument('workdirs', nargs='*', help='directories of runs')
     to = 'the page to write (default: runs/compare.html)'
     parser.add_argument('--to', default='runs/compare.html', help=to)
+  elif mode == 'sweep':
+    values = 'KNOB=VALUE,VALUE: trains every value; several make a grid'
+    parser.add_argument('--set', action='append', default=[], help=values)
+    parser.add_argument('--workdir', default='runs/sweep', help='directory of all runs')
   elif mode in ('check', 'plan'):
     # Not by default that of a training, which may have a run of another model.
     parser.add_argument('--workdir', default='', help='directory of a run to continue')
@@ -272,6 +279,8 @@ def start(args: argparse.Namespace) -> int:
   """
   if args.mode == 'plan':  # before a config or a custom file imports JAX
     os.environ.update(PLANNING)
+  if args.mode == 'sweep':
+    return sweep(args)
   if args.mode not in READERS:
     return run(args, config_of(args))
   if args.config or args.knobs:
@@ -299,6 +308,19 @@ def read(args: argparse.Namespace) -> None:
     from bapo_jax.tools import viewer
 
     viewer.show(args.workdir, args.group, args.views, args.checkpoint)
+
+
+def sweep(args: argparse.Namespace) -> int:
+  """Trains the grid of --set and --seeds; returns the exit status."""
+  from bapo_jax.tools import sweep as tool
+
+  configs, commands = {}, {}
+  for name, overrides in tool.grid(args.set, tool.seeds_of(args.seeds)).items():
+    commands[name] = [f'--config={args.config}', *args.knobs, *overrides]
+    knobs = [*args.knobs, *overrides]
+    configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
+  workers = len(tool.cores()) if args.workers is None else args.workers
+  return tool.sweep(configs, commands, args.workdir, workers)
 
 
 def run(args: argparse.Namespace, config: 'Config') -> int:

@@ -173,3 +173,12 @@ METHODS: dict[str, Method] = {
     },
   ),
 }
+
+
+def advice(name: Any) -> str:
+  """Says which knobs the method of a name sets; '' for another name."""
+  method = METHODS.get(str(name).lower().replace('-', '_'))
+  if method is None:
+    return ''
+  knobs = ', '.join(f'{knob}={value}' for knob, value in method.overrides.items())
+  return f'{method.title} is {knobs}, or --config=FILE:{name}; '

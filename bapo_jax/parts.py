@@ -15,7 +15,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from bapo_jax import knobs, own_code
+from bapo_jax import knobs, methods, own_code
 from bapo_jax.knobs import Place, Section, shorten, shown
 
 
@@ -87,7 +87,8 @@ class OneOf:
       except ValueError as error:
         raise ValueError(f'rule={error}') from None
     if not isinstance(rule, str) or rule not in self.names:
-      raise ValueError(f'rule={shown(rule)}: give {knobs.expected(self.field)}')
+      advice = f'{methods.advice(rule)}give {knobs.expected(self.field)}'
+      raise ValueError(f'rule={shown(rule)}: {advice}')
     return self.names[rule]
 
   def chosen(self, values: Mapping[str, Any]) -> type[Part]:

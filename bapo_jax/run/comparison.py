@@ -78,9 +78,11 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
 
 
 def label(names: Sequence[str]) -> str:
-  """Returns the beginning that the names share, else all names."""
+  """Returns the directory or the beginning that the names share, else all names."""
   if len(names) == 1:
     return names[0]
+  if directory := os.path.commonpath(names):
+    return directory
   prefix = os.path.commonprefix(names)  # noqa: RUF071 (of characters)
   shared = prefix.rstrip('0123456789-_./')
   return shared or ', '.join(names)

@@ -124,7 +124,11 @@ class EvalSampling(Section):
 class EvaluateConfig(Section):
   """Evaluation on the held-out problems."""
 
-  every: int = knob(25, 'Learner steps between evaluations.', least=1)
+  every: int = knob(
+    25,
+    'Learner steps between evaluations; above `steps`: only the first and the last.',
+    least=1,
+  )
   group_size: int = knob(1, 'Responses per problem.', least=1, most=4096)
   k: tuple[int, ...] = knob((1,), 'k of pass@k and maj@k.', least=1)
   sampling: EvalSampling = knob(EvalSampling, 'Sampling parameters.')

@@ -1,0 +1,233 @@
+"""Runs a grid of knobs and seeds, one process per core: `bapo sweep`.
+
+1. `grid` lists the runs: every combination of the values of --set, with every seed;
+2. `drive` starts their processes, as many at once as there are workers. Of the runs
+   with equal warm starts, the first computes it, and the others wait and copy it;
+3. `sweep` ends in the comparison of all runs, with paired intervals.
+"""
+
+import itertools
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from bapo_jax.run.series import series
+from bapo_jax.runtime import metrics
+from bapo_jax.runtime.progress import log
+from bapo_jax.runtime.signals import stoppable
+from bapo_jax.runtime.workdir import locked, writable
+from bapo_jax.tools import compare
+from bapo_jax.training import policy
+from bapo_jax.training.config import Config
+
+POLL_S = 0.5
+COMMA = re.compile(r',(?![^(\[]*[)\]])')  # not inside brackets
+
+
+def cores() -> list[int]:
+  """Returns the numbers of the cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
+
+
+def seeds_of(text: str) -> list[int]:
+  """Returns the seeds of '0:3' (0, 1, 2) or of '0,7,9'.
+
+  Raises:
+    ValueError: the text has another form, or names no seed or one of them twice.
+  """
+  if match := re.fullmatch(r'(\d+):(\d+)', text):
+    seeds = list(range(int(match[1]), int(match[2])))
+  elif re.fullmatch(r'\d+(,\d+)*', text):
+    seeds = [int(seed) for seed in text.split(',')]
+  else:
+    seeds = []
+  if not seeds or len(set(seeds)) < len(seeds):
+    raise ValueError(
+      f'--seeds={text}: give a range such as 0:3, which has 0, 1 and 2, or different '
+      'seeds such as 0,7,9'
+    )
+  return seeds
+
+
+def grid(sets: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
+  """Returns the name of each run -> its overrides, seed by seed.
+
+  Args:
+    sets: 'knob=value,value,...'; commas in brackets do not separate values.
+    seeds: values of `seed`.
+
+  Raises:
+    ValueError: a text has another form, or a knob or a value is given twice.
+  """
+  axes = {}
+  for text in sets:
+    knob, _, values = text.partition('=')
+    options = COMMA.split(values)
+    if not knob or not all(options):
+      raise ValueError(f'--set {text}: give knob=value,value')
+    if knob in axes or len(set(options)) < len(options):
+      raise ValueError(
+        f'--set {text}: the knob or a value is given twice; give it once'
+      )
+    axes[knob] = options
+  runs = {}
+  for seed, values in itertools.product(seeds, itertools.product(*axes.values())):
+    chosen = [f'{knob}={value}' for knob, value in zip(axes, values, strict=True)]
+    arm = ','.join(chosen).replace('/', '_')
+    name = os.path.join(arm, str(seed))
+    runs[name] = [f'--config.{knob}' for knob in (*chosen, f'seed={seed}')]
+  return runs
+
+
+def warm_start(config: Config) -> str:
+  """Returns the name of the warm start of a run; '' for a model read from files."""
+  if config.model.path:
+    return ''
+  return os.path.basename(policy.warm_start_path(config, ''))
+
+
+def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
+  """Copies a warm start from another workdir if needed; returns whether it exists."""
+  path = pathlib.Path(workdir, 'warmstart', start)
+  if not start or path.is_dir():
+    return True
+  for source in (each / 'warmstart' / start for each in workdirs):
+    if source.is_dir():
+      part = f'{path}.tmp'
+      shutil.rmtree(part, ignore_errors=True)
+      shutil.copytree(source, part)
+      os.replace(part, path)  # a kill leaves a complete copy or none
+      return True
+  return False
+
+
+def launch(command: Sequence[str], output: str, core: int) -> subprocess.Popen:
+  """Starts a process on one core, which logs to a file.
+
+  Signals of the terminal do not reach it. With another number of cores, XLA would
+  split sums, and so round, differently.
+  """
+  os.makedirs(os.path.dirname(output), exist_ok=True)
+  with open(output, 'a', encoding='utf-8') as file:
+    process = subprocess.Popen(
+      command,
+      stdin=subprocess.DEVNULL,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
+  if hasattr(os, 'sched_setaffinity'):
+    os.sched_setaffinity(process.pid, {cores()[core % len(cores())]})
+  return process
+
+
+def drive(
+  waiting: Mapping[str, str],
+  start: Callable[[str, int], subprocess.Popen],
+  ready: Callable[[str, str], bool],
+  workers: int,
+  outcome: Callable[[str], str] = lambda run: '',
+) -> tuple[dict[str, int], int]:
+  """Runs processes, at most `workers` at once, until all end or a signal arrives.
+
+  Args:
+    waiting: run -> warm start, in the order of execution.
+    start: (run, core) -> its process.
+    ready: (run, warm start) -> whether the warm start exists.
+    outcome: run -> what to print of it once it has ended with status 0.
+
+  Returns:
+    (failed run -> exit status, the signal or 0)
+  """
+  waiting, total, began = dict(waiting), len(waiting), time.monotonic()
+  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with core, warm start
+  failed: dict[str, int] = {}
+  over = passed_on = 0
+  with stoppable() as stop:
+    while active or (waiting and not stop.signal):
+      # A free core gets the next run whose warm start exists or is not being computed.
+      for core in set(range(workers)) - {core for _, core, _ in active.values()}:
+        making = {warm for _, _, warm in active.values()}
+        runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
+        run = None if stop.signal else next(runs, None)
+        if run is not None:
+          active[run] = start(run, core), core, waiting.pop(run)
+      # A signal is passed on once: a second signal would stop the runs without saving.
+      if stop.signal and not passed_on:
+        passed_on = stop.signal
+        for process, *_ in active.values():
+          process.send_signal(stop.signal)
+      ended = [run for run, (p, *_) in active.items() if p.poll() is not None]
+      for run in ended:
+        status = active.pop(run)[0].returncode
+        over += 1
+        if status and not stop.signal:
+          failed[run] = status
+        text = f'status {status}' if status else outcome(run) or 'done'
+        left = (total - over) * (time.monotonic() - began) / over / 60
+        log(f'{run}: {text}. {over} of {total} over, {left:.0f} min left.')
+      time.sleep(0 if ended else POLL_S)
+  return failed, stop.signal
+
+
+def accuracy(workdir: str) -> str:
+  """Returns the first and the last held-out accuracy of a run; '' without them."""
+  _, value_N = series(metrics.read(workdir), 'eval/accuracy')
+  if not len(value_N):
+    return ''
+  return f'held-out accuracy {value_N[0]:.3f} -> {value_N[-1]:.3f}'
+
+
+def sweep(
+  configs: Mapping[str, Config],
+  commands: Mapping[str, Sequence[str]],
+  folder: str,
+  workers: int,
+) -> int:
+  """Trains all runs and compares them in <folder>/compare.html.
+
+  Args:
+    configs: run -> its config.
+    commands: run -> the arguments of `bapo train`, without the workdir.
+    folder: run r trains in <folder>/<r> and logs to <folder>/<r>.log.
+    workers: processes at once.
+
+  Returns:
+    0 if everything is done, 1 if a run failed, 128 + signal number after a signal.
+
+  Raises:
+    ValueError: `workers` is below 1, or another sweep uses the folder.
+  """
+  if workers < 1:
+    raise ValueError(f'--workers={workers}: give at least 1')
+  paths = {run: os.path.join(folder, run) for run in configs}
+
+  def start(run: str, core: int) -> subprocess.Popen:
+    command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
+    return launch([*command, *commands[run]], f'{paths[run]}.log', core)
+
+  def ready(run: str, start: str) -> bool:
+    return share(paths[run], start, map(pathlib.Path, paths.values()))
+
+  waiting = {run: warm_start(config) for run, config in configs.items()}
+  log(f'{len(waiting)} runs, {workers} at once, in {folder}')
+  with locked(folder), writable(folder):
+    failed, signal = drive(
+      waiting, start, ready, workers, lambda run: accuracy(paths[run])
+    )
+    for run, status in failed.items():
+      log(f'{run} failed with status {status}; see {paths[run]}.log')
+    if signal:
+      log('The same command resumes.')
+      return 128 + signal
+    done = [path for run, path in paths.items() if run not in failed]
+    if len(done) > 1:
+      compare.write(done, os.path.join(folder, 'compare.html'))
+  return int(bool(failed))
