@@ -7,7 +7,7 @@ r"""Rollouts beside training: the embedded default, sampled one step ahead.
 With `rollout.depth=1`, step s trains on groups that the weights of step s - 1 sampled.
 The first command samples and trains in turn, on all devices: it is the reference. The
 second splits a CPU into two devices, of which one samples while the other trains. Both
-end with the same weights, metrics and responses, to the last bit; docs/guide/async.md
+end with the same weights, metrics and responses, to the last bit; docs/system/async.md
 has the schedule. On an accelerator `:beside` needs two devices;
 `--config.mesh.rollout=4` gives four of eight to sampling. The sizes are those of
 configs/aime.py, which takes about two minutes on two CPU cores without a depth.

@@ -135,6 +135,8 @@ def small(command, folder, work):
     words = ['python', '-m', 'bapo_jax.main', f'--mode={words[1]}', *words[2:]]
   module = words[words.index('-m') + 1] if '-m' in words else words[0]
   own = words[words.index('-m') + 2 :] if '-m' in words else words[1:]
+  if own and own[0].isalpha():  # a mode
+    own = [f'--mode={own[0]}', *own[1:]]
   own = [word.replace('<directory>', f'{folder}/model') for word in own]
   own = [word.replace('<sums.jsonl>', f'{folder}/problems.jsonl') for word in own]
   run = [sys.executable, '-m', module]
