@@ -43,7 +43,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.training import sft
 from bapo_jax.training.knobs import SftConfig
-from bapo_jax.types import Batch, Prompts
+from bapo_jax.types import Batch, Prompts, Tree
 
 STEPS = 40
 PROBLEMS = 64  # P, per step
@@ -122,7 +122,8 @@ def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
     np.asarray(x).reshape(len(uid_B), -1)
     for x in (rows.tokens_BT, rows.logp_BT, rows.response_mask_BT)
   )
-  responses = [row[mask] for row, mask in zip(tokens_BT, mask_BT, strict=True)]
+  pairs = zip(tokens_BT, mask_BT, strict=True)
+  responses = [row[mask].tolist() for row, mask in pairs]
   texts = policy.tokenizer.decode(responses)
   return {'tokens': tokens_BT, 'logp': logp_BT, 'mask': mask_BT, 'texts': texts}
 
@@ -164,7 +165,7 @@ def objective(params: dict, batch: Batch, spec: ModelSpec) -> tuple[Array, tuple
 
 
 @functools.partial(jax.jit, static_argnames='spec', donate_argnames=('params', 'opt'))
-def update(params: dict, opt: tuple, batch: Batch, spec: ModelSpec) -> tuple:
+def update(params: dict, opt: Tree, batch: Batch, spec: ModelSpec) -> tuple:
   """Takes one optimiser step; returns (params, opt, (low, high))."""
   grads, bounds = jax.grad(objective, has_aux=True)(params, batch, spec)
   updates, opt = OPTIMIZER.update(grads, opt, params)
@@ -173,14 +174,16 @@ def update(params: dict, opt: tuple, batch: Batch, spec: ModelSpec) -> tuple:
 
 def batch_of(sampled: dict, adv_B: np.ndarray, rows: np.ndarray) -> Batch:
   """Returns the minibatch of these rows."""
-  tokens_BT, logp_BT, mask_BT = (sampled[x][rows] for x in ('tokens', 'logp', 'mask'))
+  tokens_BT, logp_BT, mask_BT = (
+    jnp.asarray(sampled[name][rows]) for name in ('tokens', 'logp', 'mask')
+  )
   return Batch(
     tokens_BT=tokens_BT,
     loss_mask_BT=mask_BT,
     behavior_logp_BT=logp_BT,
     prox_BT=logp_BT,
-    adv_B=adv_B[rows].astype(np.float32),
-    source_B=np.zeros(len(rows), np.int32),  # all fresh
+    adv_B=jnp.asarray(adv_B[rows], jnp.float32),
+    source_B=jnp.zeros(len(rows), jnp.int32),  # all fresh
     on_policy_BT=mask_BT,
   )
 
@@ -207,6 +210,7 @@ def main(steps: int = STEPS) -> list[float]:
   curve = [accuracy(policy, params, held_out)]
   began = time.monotonic()
   print(f'before: held-out accuracy {curve[0]:.3f}')
+  low, high = CLIP.low[0], CLIP.high[0]
   for step in range(1, steps + 1):
     chosen = [problems[i] for i in rng.choice(len(problems), PROBLEMS, replace=False)]
     sampled = sample(policy, params, chosen, jax.random.key(step))
