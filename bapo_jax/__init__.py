@@ -8,7 +8,7 @@ algorithms, training, run, tools.
 
 from typing import Any
 
-from bapo_jax.own_code import declare
+from bapo_jax.custom_code import declare
 
 __all__ = ['declare', 'train']
 

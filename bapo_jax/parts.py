@@ -15,8 +15,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from bapo_jax import knobs, own_code
-from bapo_jax.knobs import Place, Section, shorten, shown
+from bapo_jax import custom_code, knobs
+from bapo_jax.knobs import FunctionPath, Section, shorten, shown
 
 
 class Part(Section):
@@ -37,13 +37,13 @@ class Part(Section):
   @property
   def custom(self) -> bool:
     """Whether the rule is a user's function."""
-    return own_code.is_place(self.rule)
+    return custom_code.is_path(self.rule)
 
 
 class Custom(Part):
   """A rule that calls a user's function."""
 
-  function: ClassVar[own_code.Function]
+  function: ClassVar[custom_code.Function]
   keywords: ClassVar[tuple[str, ...]] = ()  # the arguments that are knobs
 
   rule: str
@@ -65,7 +65,7 @@ class OneOf:
     self.base = base
     literal: Any = Literal
     self.field = FieldInfo(
-      annotation=literal[tuple(self.names)] | Place,
+      annotation=literal[tuple(self.names)] | FunctionPath,
       default=self.default,
       description=meaning,
     )
@@ -81,9 +81,9 @@ class OneOf:
     Raises:
       ValueError: no such rule, or a function that cannot be used.
     """
-    if isinstance(rule, str) and own_code.is_place(rule):
+    if isinstance(rule, str) and custom_code.is_path(rule):
       try:
-        return own_code.section([rule], self.base, Custom)
+        return custom_code.section([rule], self.base, Custom)
       except ValueError as error:
         raise ValueError(f'rule={error}') from None
     if not isinstance(rule, str) or rule not in self.names:

@@ -8,8 +8,8 @@ be.
 
 from collections.abc import Callable
 
+from bapo_jax.custom_code import is_path
 from bapo_jax.data.row import Row
-from bapo_jax.own_code import is_place
 from bapo_jax.rewards import verifiers
 
 
@@ -19,7 +19,7 @@ def check(rule: str) -> Callable[[Row], None]:
   The verifier is named by the row, or else by `rule`, as in rewards.rule. Own functions
   accept any answer.
   """
-  names = [name for name in rule.split(',') if not is_place(name)]
+  names = [name for name in rule.split(',') if not is_path(name)]
 
   def check_row(row):
     for name in dict.fromkeys(row.verifier or name for name in names):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -48,15 +48,15 @@ class Verifier:
 
   Own functions and rules that may hang run in worker processes, which start at once if
   k.rule needs them, else when a response does. Functions of the running Python program
-  (`own_code.register`) cannot be sent to a process; they run in a thread.
+  (`custom_code.register`) cannot be sent to a process; they run in a thread.
   """
 
   def __init__(self, k: Verification):
     self.rule = k.rule
     self._knobs = k
     self._scorer = Scorer(k)
-    self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
-    self._here = any(map(own_code.is_registered, self._scorer.rules))
+    self.own = bool(custom_code.paths_in(k.rule))  # reads more than response and answer
+    self._here = any(map(custom_code.is_registered, self._scorer.rules))
     self._thread: ThreadPoolExecutor | None = None
     self._pool = VerifierPool(k) if self._slow('') and not self._here else None
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -46,12 +46,12 @@ class Scorer:
     self._k = k
     self.rules = k.rule.split(',')
     self._own = {
-      rule: own_code.bind(rule, k.custom) for rule in own_code.placed(k.rule)
+      rule: custom_code.bind(rule, k.custom) for rule in custom_code.paths_in(k.rule)
     }
 
     self.batched = any(map(_batched, self._own.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(map(own_code.is_async, self._own.values()))
+    self.together = self.batched or any(map(custom_code.is_async, self._own.values()))
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
     """Returns a verdict per sample. Raises only MemoryError."""
@@ -78,7 +78,7 @@ class Scorer:
     function = self._own[rule]
     batched = _batched(function)
     arguments = [samples] if batched else samples
-    if own_code.is_async(function):
+    if custom_code.is_async(function):
       values = asyncio.run(self._await(function, arguments))
     else:
       values = [_call(function, x) for x in arguments]
@@ -128,7 +128,7 @@ class Scorer:
     if isinstance(value, TimeoutError):
       return Verdict(None, f'{rule}: {value}'[:200], None)
     if isinstance(value, Failure):
-      reason = own_code.described(value, own_code.file_of(rule))
+      reason = custom_code.described(value, custom_code.file_of(rule))
       return Verdict(None, f'{rule} raises {reason}'[:200], None)
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
@@ -151,7 +151,7 @@ class Scorer:
 
 
 def _batched(function: Callable):
-  return bool(own_code.declares(function).get('batched'))
+  return bool(custom_code.declares(function).get('batched'))
 
 
 def _call(function: Callable, argument):

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifier_worker
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -135,7 +135,7 @@ class VerifierPool:
     self._knobs = k
     self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
-    self._own = bool(own_code.placed(k.rule))
+    self._own = bool(custom_code.paths_in(k.rule))
     self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid

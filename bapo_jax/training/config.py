@@ -22,7 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
-from bapo_jax import knobs, own_code
+from bapo_jax import custom_code, knobs
 from bapo_jax.data.knobs import (
   EMBEDDED,
 )
@@ -64,7 +64,7 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.beside(config.model.path)
-  whole = bool(own_code.placed(config.rewards.rule))
+  whole = bool(custom_code.paths_in(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   refusals.judge(refusals.of_config(config))
@@ -72,10 +72,11 @@ def parse(values: dict[str, Any]) -> Config:
 
 
 def code(config: Config) -> tuple[str, ...]:
-  """Returns 'file digest' of every own function that the config names."""
+  """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  places = {place for text in texts for place in own_code.placed(text)}
-  return tuple(sorted({f'{own_code.file_of(x)} {own_code.digest(x)}' for x in places}))
+  paths = {path for text in texts for path in custom_code.paths_in(text)}
+  files = {f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths}
+  return tuple(sorted(files))
 
 
 def defaults() -> ConfigDict:
@@ -124,7 +125,7 @@ def load(file: str) -> dict[str, Any]:
   except (ValueError, OSError) as error:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
-    raise ValueError(f'--config={file}: {own_code.described(error, path)}') from None
+    raise ValueError(f'--config={file}: {custom_code.described(error, path)}') from None
 
 
 def _is_method(module: ModuleType, path: str, variant: str) -> bool:
@@ -225,7 +226,7 @@ def known_knobs(
         kind = rules.chosen(inner)
       except ValueError as error:
         raise ValueError(f'{name}.{error}') from None
-    elif key == 'custom' and issubclass(section, own_code.Slot):
+    elif key == 'custom' and issubclass(section, custom_code.CustomSection):
       kind = section.custom_type(values)
     if isinstance(kind, type) and issubclass(kind, Section):
       known |= known_knobs(inner, kind, f'{name}.')

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.data.knobs import MADE
 from bapo_jax.knobs import Section, fields_of, needed, shown
 from bapo_jax.parts import parts
@@ -101,7 +101,7 @@ FACTS = {
     'remove it, because generated problems do not overlap',
   ),
   'custom_reward': Need(
-    lambda c: bool(own_code.placed(c.rewards.rule)),
+    lambda c: bool(custom_code.paths_in(c.rewards.rule)),
     'rewards.rule',
     'set rewards.rule to path/to/file.py:function',
   ),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.algorithms.clip import Balanced, ClipRule, Unclipped
 from bapo_jax.algorithms.loss import LossRule
@@ -355,7 +355,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     try:
       result = jax.eval_shape(call)
     except Exception as error:  # a user's function may raise anything
-      reason = own_code.described(error, own_code.file_of(part.rule))
+      reason = custom_code.described(error, custom_code.file_of(part.rule))
       yield f'{rule} raises {reason}'
       continue
     if misfit := _misfit(result, wanted):
