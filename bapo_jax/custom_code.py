@@ -241,13 +241,15 @@ def section(
     for p in own:
       taken = p.name in base.model_fields or hasattr(base, p.name)
       if p.name.startswith('_') or taken:
-        raise ValueError(f'{path}: the argument {p.name} cannot be a knob; rename it')
+        raise ValueError(
+          f'{path}: the argument {p.name} has a reserved name; rename it'
+        )
       new = _knob(path, p, _hint(function, p))
       kind, field = knobs.setdefault(p.name, new)
       if (kind, field.default) != (new[0], new[1].default):
         raise ValueError(
           f'{path}: the argument {p.name}={shown(p.default)} has another type or '
-          'default in another function of this knob; rename one of them'
+          'default in another function; rename one of the two arguments'
         )
     needs |= _declared(path, function, base)
   if rule is None:

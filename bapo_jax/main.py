@@ -67,10 +67,10 @@ FLAGS: dict[str, tuple[str, Any, str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-  """Raises a ValueError instead of printing the usage."""
+  """Parses flags; raises ValueError instead of printing the usage."""
 
   def error(self, message: str) -> NoReturn:
-    """Raises the message."""
+    """Raises a ValueError with this message, where argparse would exit."""
     raise ValueError(message)
 
 

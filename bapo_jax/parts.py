@@ -20,7 +20,7 @@ from bapo_jax.knobs import FunctionPath, Section, shorten, shown
 
 
 class Part(Section):
-  """Base of the rules of one part of the loop."""
+  """The base class of all rules of one part of the loop, such as all clip rules."""
 
   # The arguments with which a rule is called, for the check of a custom function.
   arguments: ClassVar[tuple[str, ...]] = ()
@@ -31,7 +31,7 @@ class Part(Section):
 
   @classmethod
   def described(cls) -> dict[str, FieldInfo]:
-    """Returns name -> field; `rule` with the choices of its part."""
+    """Returns name -> field, where the field `rule` lists the rules of the part."""
     return {**cls.model_fields, 'rule': cls.rules.field}
 
   @property
@@ -91,11 +91,11 @@ class OneOf:
     return self.names[rule]
 
   def chosen(self, values: Mapping[str, Any]) -> type[Part]:
-    """Returns the class of the rule that the values of a part select."""
+    """Returns the class of the rule that values['rule'] names, or of the default."""
     return self.type_of(values.get('rule', self.default))
 
   def restarted(self, values: Mapping[str, Any], rule: str) -> dict[str, Any]:
-    """Returns the values of a part with another rule, at its defaults.
+    """Switches a part to another rule, whose knobs start from their defaults.
 
     The knobs that all rules of the part have keep their values.
     """
@@ -105,12 +105,12 @@ class OneOf:
     return {name: values[name] for name in values if name in shared} | {'rule': rule}
 
   def validate(self, values: Any) -> Part:
-    """Returns the rule with these values; raises ValueError, relative to the part."""
+    """Returns the rule with these values; errors name knobs relative to the part."""
     if isinstance(values, self.base):
       return values
     if not isinstance(values, Mapping):
       raise ValueError(
-        f'rule={shown(values)}: a rule is a section; set its name and its knobs'
+        f'rule={shown(values)}: give a dict with the name and the knobs of a rule'
       )
     kind = self.chosen(values)
     for name in values:
@@ -138,7 +138,7 @@ class OneOf:
 
 
 def part_of(field: FieldInfo) -> OneOf | None:
-  """Returns the rules of a field of a section; None if it is no part."""
+  """Returns the rules of a field of a section; None if the field is not a part."""
   return next((x for x in field.metadata if isinstance(x, OneOf)), None)
 
 

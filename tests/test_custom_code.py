@@ -95,15 +95,18 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
   [
     (
       'logp_BT.sum(1), find(logp_BT)',
-      r'an array of shape \(4,\) for an array',
+      r'an array of shape \(4,\), not an array',
     ),
-    ('logp_BT', r'an array of shape \(4, 8\) for \(an array of shape \(4, 8\), Bounds'),
-    ('(logp_BT, None)', r'NoneType for Bounds'),
+    (
+      'logp_BT',
+      r'an array of shape \(4, 8\), not \(an array of shape \(4, 8\), Bounds',
+    ),
+    ('(logp_BT, None)', r'NoneType, not Bounds'),
     (
       '(batch.x, find(logp_BT))',
       r"raises AttributeError: 'Batch' .* \(own\.py, line \d+\)$",
     ),
-    ('(logp_BT, batch.adv_B)', r'an array of shape \(4,\) for Bounds'),
+    ('(logp_BT, batch.adv_B)', r'an array of shape \(4,\), not Bounds'),
   ],
 )
 def test_a_rule_is_traced_once_before_anything_is_compiled(tmp_path, body, message):
@@ -207,7 +210,7 @@ def test_whatever_can_be_called_is_a_function(tmp_path, name):
 def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
   path = tmp_path / 'own.py'
   path.write_text(f'def f(logp_BT, batch, find, *, {name}: float = 1.0): ...')
-  message = rf'^loss\.rule=.*:f: the argument {name} cannot be a knob; rename it$'
+  message = rf'^loss\.rule=.*:f: the argument {name} has a reserved name; rename it$'
   with pytest.raises(ValueError, match=message):
     tiny(**{'loss.rule': f'{path}:f'})
 

@@ -31,7 +31,7 @@ class TokenizerConfig(Section):
     return self
 
   def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs, with an empty `path` replaced by the path of the model.
+    """Returns these knobs; an empty `path` becomes the path of the model.
 
     Raises a ValueError if `path` is the embedded tokenizer but the model is published.
     """
@@ -59,7 +59,7 @@ class CountdownConfig(Section):
   @pydantic.model_validator(mode='after')
   def _some_numbers(self):
     if not self.numbers:
-      raise ValueError('numbers=() is empty; give counts of numbers, such as (3,)')
+      raise ValueError('numbers=() is empty; give one or more counts, such as (3,)')
     return self
 
 

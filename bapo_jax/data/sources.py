@@ -107,7 +107,7 @@ def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
       try:
         check_row(row)
       except ValueError as error:
-        # The rows do not carry their places: the source is read up to this row.
+        # The rows do not carry their locations: the source is read up to this row.
         items = (item for _, items in _files(problems, knob) for item in items)
         place, _ = next(itertools.islice(items, i, None))
         raise ValueError(f'{place}: {error}') from error
@@ -157,7 +157,7 @@ def sft_problems(
 
 
 def _files(problems, knob: Knob):
-  """Yields (folder of pictures, rows with their places) of each file of a source."""
+  """Yields (folder of pictures, (location, fields) pairs) of each file of a source."""
   source = getattr(problems, knob)
   if custom_code.is_path(source):
     try:

@@ -71,7 +71,7 @@ def joins(mesh: Mesh) -> bool:
 def params_of(actor: Tree, spec: ModelSpec) -> Tree:
   """Recovers the parameters from an actor, in the actor's dtypes.
 
-  Quantised projections remain quantised, so that `actor` of the result is this actor.
+  Quantised projections remain quantised, so that `actor(params_of(a))` equals a.
   """
   D = spec.width
   H = spec.heads

@@ -46,9 +46,9 @@ class PendingVerdicts(NamedTuple):
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason and a reward.
 
-  Own functions and rules that may hang run in worker processes, which start at once if
-  k.rule needs them, else when a response does. Functions of the running Python program
-  (`custom_code.register`) cannot be sent to a process; they run in a thread.
+  Custom functions and rules that may hang run in worker processes. These start at once
+  if k.rule needs them, else when a response does. Functions of the running Python
+  program (`custom_code.register`) cannot be sent to a process; they run in a thread.
   """
 
   def __init__(self, k: Verification):
@@ -61,7 +61,7 @@ class Verifier:
     self._pool = VerifierPool(k) if self._slow('') and not self._here else None
 
   def submit(self, samples: Sequence[Sample]) -> PendingVerdicts:
-    """Starts to verify samples; samples that name no rule are verified by k.rule."""
+    """Starts to verify samples; samples without a rule are verified by k.rule."""
     verdicts: list[Any] = [None] * len(samples)
     if self._here or self._scorer.together:
       groups = [list(range(len(samples)))] if samples else []
@@ -84,7 +84,7 @@ class Verifier:
     return PendingVerdicts(verdicts, samples)
 
   def _slow(self, rule):
-    """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
+    """Returns whether another process or thread verifies this rule; '' is k.rule."""
     names = (rule or self.rule).split(',')
     return self.own or not verifiers.POOLED.isdisjoint(names)
 

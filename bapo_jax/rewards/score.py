@@ -1,10 +1,10 @@
-"""Scores responses by built-in verifiers and by a user's own reward functions.
+"""Scores responses by built-in verifiers and by a user's reward functions.
 
 1. `Sample` is one response with its problem, as a reward function receives it;
 2. a `Scorer` calls every rule of `rewards.rule` and combines what they return: the
    first rule decides the verdict, and the reward is the weighted sum over all rules;
-3. an own function may return a number, a `Verdict`, a dict of named numbers (their sum
-   is the reward), or None (undecided). It may be `async def`, or declare
+3. a custom function may return a number, a `Verdict`, a dict of named numbers (their
+   sum is the reward), or None (undecided). It may be `async def`, or declare
    `batched=True` to receive a list of samples.
 
 This module loads neither JAX nor NumPy; a user's file may.
@@ -66,7 +66,7 @@ class Scorer:
     return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
 
   def _values(self, rule, samples: Sequence[Sample]):
-    """Returns what one rule returns for every sample, or the exceptions it raises."""
+    """Calls one rule on every sample; returns its results, or the exceptions raised."""
     if rule not in self._own:
       return [self._verify(rule, sample) for sample in samples]
     # A generated problem has two fields.
@@ -124,7 +124,7 @@ class Scorer:
     return verdicts[0]._replace(reward=reward, parts=parts)
 
   def _verdict(self, rule, value):
-    """Converts what a rule returns; what it should not return is undecided."""
+    """Converts the result of a rule to a verdict; an invalid result is undecided."""
     if isinstance(value, TimeoutError):
       return Verdict(None, f'{rule}: {value}'[:200], None)
     if isinstance(value, Failure):
@@ -165,7 +165,7 @@ def _call(function: Callable, argument):
 
 
 def _finite(numbers: Mapping[str, Any]):
-  """Converts numbers, also those of NumPy; raises an error unless float32 has them."""
+  """Converts Python and NumPy numbers; raises an error if not finite in float32."""
   if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
     raise ValueError('not a finite number')
   return {str(name): float(x) for name, x in numbers.items()}

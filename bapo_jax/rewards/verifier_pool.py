@@ -8,7 +8,7 @@ and kills it at the deadline. If a worker dies, its response goes to another one
       \__________________ the socket pair: JSON lines _________________/
 
 Deadlines count processor time, so a response gets the same verdict on an idle and a
-busy machine. Wall time ends a worker that does not run at all (STALLED_S), and an own
+busy machine. Wall time ends a worker that does not run at all (STALLED_S), and a custom
 function that waits for longer than rewards.timeout.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.

@@ -217,7 +217,7 @@ class PendingVerifications:
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
-    """Reads, verifies and rewards the groups at these places; frees the places."""
+    """Reads, verifies, rewards and frees the groups with these indices."""
     v = self._verification
     rollouts = self._rollouts
     with v.timer('sample'):
@@ -229,7 +229,7 @@ class PendingVerifications:
     return verified._replace(groups=groups)
 
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """Returns the groups at these places with their verdicts, then empty seats.
+    """Returns the groups with these indices and their verdicts, then empty seats.
 
     Each process waits for the verdicts on the responses on its devices; the verdicts
     are summed over processes.

@@ -142,7 +142,7 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
 
 
 def paired(base: dict[Any, float], other: dict[Any, float]) -> str:
-  """Formats the mean difference over common keys, other minus base; '' if under 2.
+  """Formats the mean of other - base over common keys; '' if there are fewer than 2.
 
   Keys are seeds or, of single runs, held-out problems.
   """

@@ -76,7 +76,7 @@ def claim(workdir: str, config: Config) -> None:
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
   affects only rounding, and with problems.changed='accept' the section `problems`. If
-  the run has already reached the end that this config asks for, the end stays.
+  the run has already reached the last step of this config, the recorded end is kept.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -159,7 +159,7 @@ def saved_so_far(r: Resolved, workdir: str) -> str:
 
 
 def try_own_reward(verifier: Verifier, material: Material) -> None:
-  """Calls own reward functions on a response to the first problem, before compiling.
+  """Calls custom reward functions on a response to the first problem, before compiling.
 
   Raises ValueError if they fail there: they would probably fail everywhere.
   """
@@ -237,7 +237,7 @@ class Run:
       seconds[name] = seconds.get(name, 0.0) + before
 
   def cost(self) -> Spent:
-    """Returns cost so far, mesh, and fingerprints of problems and frozen weights."""
+    """Returns the meta of a checkpoint: cost so far, mesh and fingerprints."""
     return {
       'wall_s': self.spent['wall_s'] + time.perf_counter() - self.t.timer.began,
       'phases': self.t.timer.seconds,

@@ -39,7 +39,7 @@ class Lane:
     return ready
 
   def busy(self) -> float:
-    """Returns for how many seconds functions have run until now."""
+    """Returns the total seconds that functions have run so far."""
     with self._lock:
       running = 0.0 if self._began is None else self._now() - self._began
       return self._busy + running

@@ -2,8 +2,8 @@
 
 1. A config file returns an ml_collections ConfigDict; `load` returns its values;
 2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
-   them. Another rule of a part starts from its own defaults;
-3. `parse` validates the values. Knobs that are left None are derived (autosetup/).
+   them. If an argument changes the rule of a part, the knobs start from their defaults;
+3. `parse` validates the values. Knobs that are None are derived later (autosetup/).
 """
 
 import ast
@@ -42,7 +42,7 @@ BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program set
 def fingerprint(values: dict[str, Any]) -> str:
   """Returns twelve hexadecimal digits that change with any value.
 
-  Of the values of a config, `cache` is left out, because it affects no result.
+  The value of `cache` is not included, because it affects no result.
   """
   values = {name: value for name, value in values.items() if name != 'cache'}
   text = json.dumps(values, sort_keys=True, default=list).encode()
@@ -82,9 +82,8 @@ def code(config: Config) -> tuple[str, ...]:
 def defaults() -> ConfigDict:
   """Returns the knobs at their defaults, for the get_config of a config file.
 
-  Of a part, such as `clip`, only the knobs that all its rules have are there, so that
-  a file may name another rule and set its knobs: config.clip.update(rule='fixed',
-  high=1.28).
+  A part, such as `clip`, has only the knobs that all its rules share, so that a file
+  can choose another rule with its knobs: config.clip.update(rule='fixed', high=1.28).
   """
   values = Config().model_dump()
   for name in PARTS:
@@ -93,7 +92,7 @@ def defaults() -> ConfigDict:
 
 
 def _drop_rule(values: dict[str, Any], part: str) -> None:
-  """Removes the knobs that only the rule of a part has, from nested values."""
+  """Removes from nested values the knobs of a part that not all its rules have."""
   section = functools.reduce(lambda x, key: x.get(key, {}), part.split('.'), values)
   for name in section.keys() - PARTS[part].base.model_fields.keys():
     del section[name]
@@ -148,8 +147,8 @@ def _is_method(module: ModuleType, path: str, variant: str) -> bool:
 def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
   """Applies a method to the nested values of a config file.
 
-  The rules that the method names have its values and their defaults, also where the
-  file has the same rule with other values.
+  A rule that the method chooses starts from its defaults and gets the values of the
+  method, even if the file chooses the same rule with other values.
   """
   for part in PARTS:
     if f'{part}.rule' in method.overrides:
@@ -263,7 +262,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   """Returns the knobs that differ from their defaults: name -> (value, default).
 
-  Leaves out the title, derived knobs, and what the program itself adds to a config.
+  Omits the title, derived knobs, and the knobs that the program sets.
   """
   found, skipped = {}, {'title', *config.derived, *by_program(config.model_dump())}
   for name, field, value in knobs.fields(config):
@@ -274,7 +273,7 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def by_program(values: Mapping[str, Any]) -> set[str]:
-  """Returns the knobs of nested values that the program fills in: no user set them."""
+  """Returns the knobs of nested values that the program sets, not the user."""
   filled = values['tokenizer']['path'] in ('', values['model']['path'] or EMBEDDED)
   return {*BY_PROGRAM, *['tokenizer.path'] * filled}
 
@@ -300,7 +299,7 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
   found = without_none(values)
   if missing := [name for name in names if name not in train.DERIVABLE]:
     wanted = ', '.join(f'--config.{name}=...' for name in missing)
-    raise ValueError(f'the config file leaves required knobs open: give {wanted}')
+    raise ValueError(f'the config file sets required knobs to None; give {wanted}')
   return found | {'derived': tuple(names)} if names else found
 
 
