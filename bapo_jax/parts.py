@@ -110,7 +110,7 @@ class OneOf:
       return values
     if not isinstance(values, Mapping):
       raise ValueError(
-        f'rule={shown(values)}: give a dict with the name and the knobs of a rule'
+        f'rule={shown(values)} is not a section; give a rule with its knobs'
       )
     kind = self.chosen(values)
     for name in values:

@@ -14,7 +14,7 @@ EPS = 1e-6  # added to the variance of a group's rewards, inside the root
 
 
 class AdvantageRule(Part):
-  """Turns the rewards of a group into advantages; the base class of the rules."""
+  """Turns the rewards of a group into advantages."""
 
   arguments = ('reward_PG',)
 

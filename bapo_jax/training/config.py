@@ -249,7 +249,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     for depth, section in enumerate(sections):
       inner = target.get(section, {})
       if not isinstance(inner, Mapping):
-        raise ValueError(f'{section}={inner!r} is a section; set its knobs instead')
+        raise ValueError(f'{section}={inner!r} is not a section; set its knobs instead')
       rules = PARTS.get('.'.join(sections[: depth + 1]))
       if rules and key == 'rule' and depth == len(sections) - 1:
         inner = rules.restarted(inner, changes[name])
