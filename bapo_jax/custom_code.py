@@ -75,7 +75,7 @@ def is_async(function: Function) -> bool:
 
 
 def _inner(function: Any) -> tuple[Any, Any]:
-  """Returns a function without functools.partial, and its `__call__`."""
+  """Unwraps a functools.partial; returns the function, and its `__call__`."""
   while isinstance(function, functools.partial):
     function = function.func
   return function, function.__call__
@@ -113,7 +113,7 @@ def register(function: Function) -> str:
 
 
 def is_registered(path: str) -> bool:
-  """Returns whether a path is that of a function in this Python program."""
+  """Returns whether a path names a function that `register` received."""
   return path.startswith(f'{OBJECTS}:')
 
 
@@ -144,7 +144,7 @@ def load(path: str) -> Function:
 
 
 def bind(path: str, knobs: CustomKnobs) -> Function:
-  """Returns the function at a path, bound to those of the knobs that it takes."""
+  """Returns the function at a path, bound to the knobs that are its arguments."""
   function = load(path)
   values, own = knobs.model_dump(), inspect.signature(function).parameters
   return functools.partial(function, **{x: values[x] for x in values if x in own})

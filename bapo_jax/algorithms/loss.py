@@ -558,7 +558,7 @@ def weigher(rule: LossFunction, logp_BT: Array, batch: Batch, scale_B: Array) ->
 
 
 def masked(bounds: Bounds, keep_BT: Array | None) -> Bounds:
-  """Returns the bounds with one more mask; None: no mask."""
+  """Adds a mask to bounds, which may have one already; None adds no mask."""
   if keep_BT is None:
     return bounds
   both_BT = keep_BT if bounds.keep_BT is None else bounds.keep_BT & keep_BT

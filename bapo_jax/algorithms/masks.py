@@ -34,7 +34,7 @@ class MaskRule(Part):
   weighs_sampler: ClassVar[bool] = True
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
-    """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
+    """Returns keep_BT, False for masked tokens; or None, which keeps all tokens."""
     raise NotImplementedError
 
 

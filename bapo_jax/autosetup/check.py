@@ -112,7 +112,7 @@ def shrunk(config: Config) -> Config:
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   """Samples the run's first groups twice; returns (seconds of the second, rollout).
 
-  Prompts and noise are those of the first groups of the run's first step. The first
+  Uses the prompts and the noise of the first groups of the run's first step. The first
   call is slower: it compiles small programs and starts the verifier's processes.
   """
   with t.timer('compile'):

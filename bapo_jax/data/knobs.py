@@ -30,7 +30,7 @@ class TokenizerConfig(Section):
       raise ValueError(f'template={self.template[:60]!r} must contain {{problem}}')
     return self
 
-  def beside(self, model_path: str) -> 'TokenizerConfig':
+  def with_model(self, model_path: str) -> 'TokenizerConfig':
     """Returns these knobs; an empty `path` becomes the path of the model.
 
     Raises a ValueError if `path` is the embedded tokenizer but the model is published.

@@ -1,7 +1,7 @@
 """Embeds each picture once for the learner; all responses to its prompt share it.
 
-1. `galleries` collects the pictures of a run; `embedder` returns those of a step's
-   problems: embedded if the vision tower is frozen, as pixels if the tower is trained;
+1. `galleries` collects the pictures of a run. `embedder` returns the pictures of a
+   step's problems: embedded if the vision tower is frozen, as pixels if it is trained;
 2. `pack` packs rows together with the positions of their tokens;
 3. `variables` returns the inputs of a loss that get gradients: with a trained
    tower they include the embedded patches, so that the tower runs once per minibatch

@@ -189,7 +189,7 @@ def decode(
 
   Args:
     position_S: cache column of each token; its rotary position is this plus shift_S.
-    shift_S: see `sequence.prefill`; None: 0, for prompts without pictures.
+    shift_S: see `sequence.prefill`; None stands for 0, for prompts without pictures.
     done_S: slots whose hidden states are not used. A ragged kernel reads one block of
       their cache. None: no slot.
   """

@@ -109,7 +109,7 @@ class Packed(struct.PyTreeNode):
 
 
 def widest(spec: ModelSpec) -> int:
-  """Returns the widest bin whose attention costs little beside the other products.
+  """Returns the widest bin whose attention is cheap compared with other products.
 
   Wide bins waste fewer cells: only one row of 0.6 T tokens fits into T cells, but eight
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly

@@ -73,7 +73,7 @@ def fold(
 ) -> Softmax:
   """Adds a block to a running softmax; its first `left` columns are live.
 
-  Axis `axis` of the values v, [n, C] or [C, n], is that of the columns.
+  `axis` is the axis of the columns in the values v, [n, C] or [C, n].
 
   The final mixed values divided by the sum are softmax(q k / sqrt(C)) v (Milakov and
   Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135).

@@ -77,7 +77,7 @@ PERCENT = re.compile(r' *(?:%|° *[CF]?)$')  # a unit, for this rule
 def number(text: str) -> Fraction | None:
   """Parses a number such as 1,000 or 5/2, with label and known unit, or returns None.
 
-  Markdown around the number and currency signs are ignored, too.
+  Also ignores currency signs, and Markdown around the number.
   """
   if len(text) > LONGEST:
     return None

@@ -55,7 +55,9 @@ class Verifier:
     self.rule = k.rule
     self._knobs = k
     self._scorer = Scorer(k)
-    self.own = bool(custom_code.paths_in(k.rule))  # reads more than response and answer
+    self.custom = bool(
+      custom_code.paths_in(k.rule)
+    )  # reads more than response and answer
     self._here = any(map(custom_code.is_registered, self._scorer.rules))
     self._thread: ThreadPoolExecutor | None = None
     self._pool = VerifierPool(k) if self._slow('') and not self._here else None
@@ -86,7 +88,7 @@ class Verifier:
   def _slow(self, rule):
     """Returns whether another process or thread verifies this rule; '' is k.rule."""
     names = (rule or self.rule).split(',')
-    return self.own or not verifiers.POOLED.isdisjoint(names)
+    return self.custom or not verifiers.POOLED.isdisjoint(names)
 
   def starts_early(self, rules: Iterable[str]) -> bool:
     """Returns whether samples of these rules should be submitted while others decode.

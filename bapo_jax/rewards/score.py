@@ -33,7 +33,7 @@ class Sample(NamedTuple):
   rule: str = ''  # the built-in rule that the row names; '': rewards.rule
   prompt: str = ''  # the problem as the data set states it, without the template
   tokens: tuple[int, ...] = ()  # of the response, end token included
-  row: Any = ''  # all fields of the data set's row: JSON; a dict for an own function
+  row: Any = ''  # all fields of the data set's row: JSON; a dict for a custom function
 
 
 class Scorer:
@@ -45,17 +45,19 @@ class Scorer:
   def __init__(self, k: Verification):
     self._k = k
     self.rules = k.rule.split(',')
-    self._own = {
+    self._custom = {
       rule: custom_code.bind(rule, k.custom) for rule in custom_code.paths_in(k.rule)
     }
 
-    self.batched = any(map(_batched, self._own.values()))
+    self.batched = any(map(_batched, self._custom.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(map(custom_code.is_async, self._own.values()))
+    self.together = self.batched or any(
+      map(custom_code.is_async, self._custom.values())
+    )
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
     """Returns a verdict per sample. Raises only MemoryError."""
-    if len(self.rules) == 1 and not self._own:
+    if len(self.rules) == 1 and not self._custom:
       return [self._verify(self.rules[0], sample) for sample in samples]
     columns = [self._values(rule, samples) for rule in self.rules]
     return [self._combined(values) for values in zip(*columns, strict=True)]
@@ -67,7 +69,7 @@ class Scorer:
 
   def _values(self, rule, samples: Sequence[Sample]):
     """Calls one rule on every sample; returns its results, or the exceptions raised."""
-    if rule not in self._own:
+    if rule not in self._custom:
       return [self._verify(rule, sample) for sample in samples]
     # A generated problem has two fields.
     rows = [
@@ -75,7 +77,7 @@ class Scorer:
       for x in samples
     ]
     samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
-    function = self._own[rule]
+    function = self._custom[rule]
     batched = _batched(function)
     arguments = [samples] if batched else samples
     if custom_code.is_async(function):

@@ -1,4 +1,4 @@
-"""Turns the reward of a verifier into that of the learner: one class per rule.
+"""Turns rewards of a verifier into rewards for the learner: one class per rule.
 
 A rule maps (earned_PG, length_PG, truncated_PG, formatted_PG) to (reward_PG,
 teaches_PG): the rewards, f32, and a mask of the responses that enter the loss, bool.

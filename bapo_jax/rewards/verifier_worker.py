@@ -69,7 +69,7 @@ def _work(requests: socket.socket, memory_mb, scorer: Scorer):
     with open('/proc/self/statm', encoding='ascii') as file:
       space += int(file.read().split()[0]) * resource.getpagesize()
   resource.setrlimit(resource.RLIMIT_AS, (space, space))
-  before = _peak()  # with the modules of own functions
+  before = _peak()  # with the modules of custom functions
   # The interpreter's C code writes the number of a signal to this socket at once, even
   # while Python waits for a C function such as a product of huge integers. Python
   # accepts only a non-blocking socket here; the worker needs a blocking one.

@@ -1,4 +1,4 @@
-"""Runs functions one after another, in a thread beside the caller or at once."""
+"""Runs functions one after another, in a background thread or in the caller's."""
 
 import queue
 import threading

@@ -335,10 +335,10 @@ def choices(
 def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) -> float:
   """Estimates the time that a schedule adds to an update, in its forward passes.
 
-  It recomputes layers, runs a forward pass for the bounds unless they are stored, and
-  writes and reads what it saves: once for the layers of a micro-batch, and once more if
-  micro-batches wait. Without a search over micro-batches, that forward pass is counted
-  for every schedule alike.
+  A schedule recomputes layers, runs a forward pass for the bounds unless residuals are
+  stored, and writes and reads the saved values: once for the layers of a micro-batch,
+  and once more if micro-batches wait. Without a search over micro-batches, that forward
+  pass is counted for every schedule alike.
   """
   forward = 2 * matrices(spec) / spec.layers
   forward += 2 * length * spec.heads * spec.head_width  # attention to half the row

@@ -63,7 +63,7 @@ def parse(values: dict[str, Any]) -> Config:
   Raises ValueError if a knob is out of range or knobs do not fit together.
   """
   config = knobs.validate(Config, values)
-  tokenizer = config.tokenizer.beside(config.model.path)
+  tokenizer = config.tokenizer.with_model(config.model.path)
   whole = bool(custom_code.paths_in(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
@@ -138,9 +138,11 @@ def _is_method(module: ModuleType, path: str, variant: str) -> bool:
     return False
   if variant in METHODS:
     return True
-  methods = f'or a method: {", ".join(METHODS)}'
+  methods = f'or a method as variant: {", ".join(METHODS)}'
   if not takes_variant:
-    raise ValueError(f'this file has no variants; give --config={path}, {methods}')
+    raise ValueError(
+      f'this file has no variants; give --config={path} alone, {methods}'
+    )
   raise ValueError(f'no variant {variant!r}; choose one of {names}, {methods}')
 
 

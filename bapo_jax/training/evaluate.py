@@ -1,8 +1,8 @@
 """Evaluates the policy on the held-out problems.
 
-Training's rollout code samples the responses. A record has all that an audit of the
-verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors clustered by
-problem.
+Training's rollout code samples the responses. A record contains everything that an
+audit of the verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors
+clustered by problem.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """Finds the knobs of a config that have no effect, and explains what would change that.
 
-1. A knob or a section declares `needs` beside its default: a comparison such as
+1. A knob or a section declares `needs` next to its default: a comparison such as
    'lora.rank > 0', a declaration of a rule such as 'batch.uses_buffer', or a name of
    FACTS;
 2. `inert` returns the knobs of a config whose needs are not met;

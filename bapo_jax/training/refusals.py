@@ -68,8 +68,8 @@ def of_config(config: Config) -> Iterator[str]:
 def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
   """Yields a sentence for each reason why a clip rule does not fit a loss rule.
 
-  Both declare what they do. A bound search balances the gradient only if raising a
-  bound adds or removes tokens and changes the weight of no other token.
+  Both rules declare their use of bounds. A bound search balances the gradient only if
+  raising a bound adds or removes tokens and changes the weight of no other token.
   """
   name = f'clip.rule={clip.rule!r}'
   if loss.bounds == 'ignored' and clip.gives == 'bounds':
@@ -310,8 +310,8 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> Iterat
 def of_custom_rules(config: Config) -> Iterator[str]:
   """Traces every custom rule once on small shapes, without computing anything.
 
-  Yields a sentence for each rule that raises an error, or does not return what its part
-  demands.
+  Yields a sentence for each rule that raises an error, or returns a value of the
+  wrong type or shape.
   """
   if not config.code:  # the arrays below would compile a program each
     return

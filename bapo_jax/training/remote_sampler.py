@@ -130,7 +130,7 @@ def ending(links: Links) -> Iterator[None]:
 
 
 def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
-  """Samples what the processes that train submit, until they end; returns the status.
+  """Serves the processes that train until they end; returns the exit status.
 
   A signal is passed on to the other side, which decides when to end.
   """

@@ -43,7 +43,7 @@ class Sampler:
     seed: the seed of the run.
     count: number of prompts per round.
     places: maximum number of groups in partial rollouts.
-    score: `scoring.recompute` of the responses; None: keep log-probabilities.
+    score: `scoring.recompute` of the responses; None keeps their log-probabilities.
     pictures: the pictures of the problems, for `score`; None for text only.
   """
 
@@ -79,7 +79,7 @@ class Sampler:
     return at_once(lambda: self.sample(prompts, actor, step))
 
   def sample(self, prompts: Round, actor: Actor, step: int) -> Sampled:
-    """Samples the groups of a submission, those of hard problems first."""
+    """Samples the groups of a submission, hard problems first."""
     began = time.perf_counter()
     keys = step_keys(self.seed, step)
     problems = self.verification.problems

@@ -1,4 +1,4 @@
-"""Defines what a run consists of: `Trainer` is fixed, `TrainState` changes."""
+"""Defines the two parts of a run: `Trainer` is fixed, `TrainState` changes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -50,8 +50,8 @@ def describe(
 ) -> Metrics:
   """Returns a step's metrics: means over its updates, or their maximum or sum.
 
-  `fresh` has all fresh groups of the step, those of extra rounds too; `s` is the state
-  at the end of the step.
+  `fresh` has all fresh groups of the step, extra rounds included; `s` is the state at
+  the end of the step.
   """
   with t.timer('log'):
     step, groups, source_P, updates = record
@@ -110,7 +110,7 @@ def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
     totals.update(each.parts)
   counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
   return {
-    f'{metrics.OWN}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
+    f'{metrics.PARTS}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
   }
 
 

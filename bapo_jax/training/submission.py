@@ -1,4 +1,4 @@
-"""Defines what the learner submits to a sampler, and what it gets back."""
+"""Defines the submissions of the learner to a sampler, and their results."""
 
 import functools
 from collections.abc import Sequence

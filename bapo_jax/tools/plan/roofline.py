@@ -212,7 +212,7 @@ class Traffic(NamedTuple):
   bytes: float  # of the whole arrays on one device: gathered, scattered or summed
 
   def received(self, shape: MeshShape) -> float:
-    """Returns the bytes that a device receives; those of a sum arrive twice."""
+    """Returns the bytes that a device receives; the bytes of a sum count twice."""
     times = 2 if self.kind == 'all-reduce' else 1
     return times * self.bytes * (1 - 1 / shape[self.axis])
 
