@@ -75,8 +75,9 @@ def code(config: Config) -> tuple[str, ...]:
   """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
   paths = {path for text in texts for path in custom_code.paths_in(text)}
-  files = {f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths}
-  return tuple(sorted(files))
+  return tuple(
+    sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
+  )
 
 
 def defaults() -> ConfigDict:
