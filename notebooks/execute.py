@@ -2,6 +2,7 @@
 
   python -m notebooks.execute [1_one_prompt.ipynb ...]
 
+The second cell becomes the list of all notebooks (index.py).
 Progress bars and warnings (stderr) are not saved: they differ from machine to machine.
 Pictures are saved with 256 colours.
 A digest of the code that ran is saved beside the outputs.
@@ -16,8 +17,10 @@ import nbclient
 import nbformat
 
 from lab import plots
+from notebooks import index
 
 HERE = pathlib.Path(__file__).parent
+INDEX = 'index'  # tag and id of the list of notebooks
 
 
 def read(path: pathlib.Path) -> nbformat.NotebookNode:
@@ -44,6 +47,7 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
     nbclient.exceptions.CellExecutionError: a cell fails.
   """
   notebook = read(path)
+  list_notebooks(notebook, path.stem)
   folder = {'metadata': {'path': str(path.parent)}}
   client = nbclient.NotebookClient(
     notebook,
@@ -60,6 +64,15 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
   notebook.metadata.language_info = {'name': 'python'}
   notebook.metadata.executed_code = digest(notebook)
   return notebook
+
+
+def list_notebooks(notebook: nbformat.NotebookNode, name: str) -> None:
+  """Writes the list of all notebooks into the second cell, which it adds if needed."""
+  cells = notebook.cells
+  if cells[1].metadata.get('tags') != [INDEX]:
+    metadata = {'tags': [INDEX]}
+    cells.insert(1, nbformat.v4.new_markdown_cell(metadata=metadata, id=INDEX))
+  cells[1].source = index.text(name)
 
 
 def shrink(notebook: nbformat.NotebookNode) -> None:

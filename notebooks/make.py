@@ -8,8 +8,8 @@ batch      2_batch.npz          the newest checkpoint of WORKDIR, a run of the e
 history    3_history.npz        a new run of 40 steps
 runs       4_runs/              two new runs of 80 steps, three minutes of one core
 record     5_run/               a run of 20 steps in WORKDIR, resumed if it exists
-smollm2    5_smollm2.jsonl      the newest recorded step of WORKDIR, a published model
-trl        5_trl.jsonl          TRL; needs requirements/peers.txt and torch
+smollm2    9_smollm2.jsonl      the newest recorded step of WORKDIR, a published model
+trl        9_trl.jsonl          TRL; needs requirements/peers.txt and torch
 picture    docs/two_rules.png   2_batch.npz and 3_history.npz
 
 The WORKDIR of `smollm2` is made by the command below, stopped by Ctrl-C after its first
@@ -245,7 +245,7 @@ def smollm2(workdir: str) -> None:
   step = step_record.newest(workdir)
   assert step is not None, f'{workdir} has no recorded step'
   groups = [g for g in step_record.read(workdir, step) if step_record.taught(g)]
-  path = HERE / '5_smollm2.jsonl'
+  path = HERE / '9_smollm2.jsonl'
   path.unlink(missing_ok=True)
   neutral_record.append(path, **neutral_record.columns(groups))
 
@@ -334,7 +334,7 @@ def trl() -> None:
     peer.train()
     for row in peer.state.log_history[2:4]:
       print(json.dumps({x: row[f'clip_ratio/{x}_mean'] for x in ('low', 'high')}))
-    shutil.copy('batch-1.jsonl', HERE / '5_trl.jsonl')
+    shutil.copy('batch-1.jsonl', HERE / '9_trl.jsonl')
 
 
 def picture() -> None:

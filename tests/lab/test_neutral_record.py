@@ -12,8 +12,8 @@ from lab import counterfactual, neutral_record
 from notebooks import make
 
 ROOT = pathlib.Path(__file__).parents[2]
-RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '5_trl.jsonl'
-SMOLLM2 = ROOT / 'notebooks' / '5_smollm2.jsonl'
+RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '9_trl.jsonl'
+SMOLLM2 = ROOT / 'notebooks' / '9_smollm2.jsonl'
 GRPO = {'clip.rule': 'fixed'}
 LOG_HALF = -0.693147
 
