@@ -1,8 +1,9 @@
 """Executes notebooks and saves them with their outputs: commit them so.
 
   python -m notebooks.execute [1_one_prompt.ipynb ...]
+  python -m notebooks.execute --list   writes the list of all notebooks, runs nothing
 
-The second cell becomes the list of all notebooks (index.py).
+The list is the second cell of every notebook (index.py).
 Progress bars and warnings (stderr) are not saved: they differ from machine to machine.
 Pictures are saved with 256 colours.
 A digest of the code that ran is saved beside the outputs.
@@ -12,6 +13,7 @@ import base64
 import hashlib
 import pathlib
 import sys
+import time
 
 import nbclient
 import nbformat
@@ -87,11 +89,20 @@ def shrink(notebook: nbformat.NotebookNode) -> None:
 
 def main() -> None:
   """Saves each notebook named on the command line, or all."""
-  names = sys.argv[1:] or sorted(path.name for path in HERE.glob('*.ipynb'))
-  for name in names:
-    notebook = execute(HERE / name)
-    nbformat.write(notebook, HERE / name)
-    print(f'{name}: {(HERE / name).stat().st_size} bytes')
+  arguments = sys.argv[1:]
+  only_list = arguments == ['--list']
+  if only_list or not arguments:
+    arguments = sorted(path.name for path in HERE.glob('*.ipynb'))
+  for name in arguments:
+    path, began = HERE / name, time.monotonic()
+    if only_list:
+      notebook = read(path)
+      list_notebooks(notebook, path.stem)
+    else:
+      notebook = execute(path)
+    nbformat.write(notebook, path)
+    seconds = time.monotonic() - began
+    print(f'{name}: {path.stat().st_size} bytes, {seconds:.0f} s')
 
 
 if __name__ == '__main__':

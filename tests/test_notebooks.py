@@ -5,21 +5,25 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 
 import nbformat
 import pytest
 
-from notebooks import execute
+from notebooks import execute, index
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'notebooks'
 # Each notebook, what it prints, and how many figures it shows.
 NOTEBOOKS = {
-  '1_one_prompt.ipynb': ('target share', 0),
+  '1_one_prompt.ipynb': ('target share', 1),
   '2_clip_rule.ipynb': ('positive share', 8),
-  '3_batch_rule.ipynb': ('in the hard part, at every step: True', 6),
+  '3_batch_rule.ipynb': ('in the hard part, at every step: True', 7),
   '4_your_run.ipynb': ('clip.rule: fixed | balanced', 3),
-  '5_counterfactual.ipynb': ('Freed: ', 4),
-  '6_microscope.ipynb': ('cosine with the true gradient', 1),
+  '5_counterfactual.ipynb': ('Freed: ', 5),
+  '6_microscope.ipynb': ('cosine with the true gradient', 3),
+  '7_your_own_loss.ipynb': ('share of A > 0', 6),
+  '8_three_rules.ipynb': ('status 0', 1),
+  '9_records.ipynb': ('stopped at', 2),
 }
 
 
@@ -48,14 +52,29 @@ def test_outputs_are_those_of_the_code(name):
   )
 
 
+def test_every_notebook_is_listed_once():
+  listed = [entry.name for entries in index.NOTEBOOKS.values() for entry in entries]
+  assert sorted(f'{name}.ipynb' for name in listed) == sorted(NOTEBOOKS)
+
+
+@pytest.mark.parametrize('name', NOTEBOOKS)
+def test_every_notebook_has_links_to_the_others(name):
+  cell = execute.read(FOLDER / name).cells[1]
+  assert set(re.findall(r'\]\((\S+)\)', cell.source)) == {*NOTEBOOKS} - {name}
+  assert cell.source == index.text(name.removesuffix('.ipynb')), (
+    'the list of notebooks has changed; python -m notebooks.execute --list'
+  )
+
+
 def test_the_digest_covers_code_and_nothing_else():
   notebook = execute.read(FOLDER / '2_clip_rule.ipynb')
   before = execute.digest(notebook)
   notebook.cells[0].source += ' Prose.'
-  notebook.cells[1].outputs = []
+  first = next(cell for cell in notebook.cells if cell.cell_type == 'code')
+  first.outputs = []
   assert notebook.cells[0].cell_type == 'markdown'
   assert execute.digest(notebook) == before
-  notebook.cells[1].source += '\n'
+  first.source += '\n'
   assert execute.digest(notebook) != before
 
 
