@@ -55,7 +55,7 @@ from lab import claims, neutral_record, plots, rule_curves, run_plots
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 BATCH, HISTORY = HERE / '2_batch.npz', HERE / '3_history.npz'
-GUIDE = ROOT / 'docs' / 'guide' / 'running.md'
+GUIDE = ROOT / 'docs' / 'guide' / 'from_trl.md'
 MOVES = ('entered', 'promoted', 'graduated', 'progressed', 'evicted')
 TARGET = 0.457  # above the share of 2_batch.npz at the first bounds, so that they move
 
@@ -251,7 +251,7 @@ def smollm2(workdir: str) -> None:
 
 
 def documented(name: str) -> str:
-  """Returns the code of docs/guide/running.md under this name."""
+  """Returns the code of docs/guide/from_trl.md under this name."""
   code = re.search(rf'```python\n# {name}\n(.*?)```', GUIDE.read_text(), re.DOTALL)
   assert code, f'{GUIDE} has no code for {name}'
   return code[1]
