@@ -258,7 +258,7 @@ def documented(name: str) -> str:
 
 
 def trl() -> None:
-  """Stores a batch of TRL, recorded by the trainer class of docs/guide/running.md.
+  """Stores a batch of TRL, recorded by the trainer class of docs/guide/from_trl.md.
 
   A random policy of two layers writes digits and earns 1 for a 4 or a 7: four prompts
   of four responses, two optimiser updates on them and two passes. Stored is the second
