@@ -627,7 +627,9 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
   decided = row['reward/close'] * (1 - row['rollout/undecided'])
   assert decided == pytest.approx(row['rollout/reward'])
   reason = 'the most frequent reason: python:close raises RuntimeError: no threes'
-  assert f'and count as wrong; {reason}' in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert f'and count as wrong; {reason}' in out
+  assert 'python:close; right from a reward of 0.5\n' in out
 
 
 def test_a_reward_that_fails_at_once_is_refused_before_compiling(my, tmp_path):
