@@ -116,21 +116,6 @@ def test_a_packed_experiment_reads_as_its_files(tmp_path):
     experiments.read(made, folder)
 
 
-def test_a_description_is_a_file_and_a_name(tmp_path):
-  file = tmp_path / 'experiments.py'
-  file.write_text(
-    'from lab.experiments import Experiment\n'
-    "NAMES = ('main',)\n"
-    'def get_experiment(name):\n'
-    "  return {'main': Experiment({}, {}, (1, 2))}[name]\n"
-  )
-  assert experiments.load(f'{file}:main').seeds == (1, 2)
-  with pytest.raises(ValueError, match=r'none\.py is not a Python file'):
-    experiments.load(f'{tmp_path}/none.py:main')
-  with pytest.raises(ValueError, match=r"'mian'; choose one of \('main',\)"):
-    experiments.load(f'{file}:mian')
-
-
 def test_a_result_has_the_numbers_of_the_workdir(tmp_path):
   (run, *_) = experiments.runs(experiment()).values()
   run = run._replace(config=run.config.with_values(evaluate={'group_size': 2}))

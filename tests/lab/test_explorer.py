@@ -64,9 +64,9 @@ def _infinite(found):
   return {name: math.inf if x == 'inf' else x for name, x in found.items()}
 
 
-def close(found, wanted, case, names=None, **tolerance):
+def close(found, wanted, case, **tolerance):
   tolerance = {'rtol': 1e-6, 'atol': 1e-6} | tolerance
-  for name in names or wanted:
+  for name in wanted:
     told = f'{name} of {case["knobs"]}'
     np.testing.assert_allclose(found[name], wanted[name], **tolerance, err_msg=told)
 
@@ -258,7 +258,8 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   for case, values in zip(cases, found, strict=True):
     with jax.enable_x64(True):
       wanted = expected(case['knobs'], np.ones((1, 3)))
-    close(values, wanted, case, ('low', 'high', 'index', 'met', 'after'))
+    names = ('low', 'high', 'index', 'met', 'after')
+    close(values, {name: wanted[name] for name in names}, case)
   assert len({values['index'] for values in found}) >= 5
 
 
@@ -317,49 +318,9 @@ def test_sliders_hover_and_address(browser):
     assert page.evaluate("knobs['clip.rule']") == 'unclipped'
     address = page.evaluate('location.hash.slice(1)')
     assert page.errors == page.requests == []
-  with browser.open(explorer.PAGE, fragment=address) as page:
+  with browser.open(explorer.PAGE, width=390, touch=True, fragment=address) as page:
     assert page.evaluate("[knobs['loss.rule'], knobs.stale]") == ['tis', 2]
-
-
-def test_a_pair_that_need_not_rise_is_not_sorted(browser):
-  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.vespo.negative=4,2'
-  with browser.open(explorer.PAGE, fragment=fragment) as page:
-    for value in (None, 1, 5):  # of the first number
-      if value:
-        page.evaluate(f"({SLIDE})('loss.vespo.negative', {value})")
-      assert page.evaluate("knobs['loss.vespo.negative']") == [value or 4, 2]
-    page.evaluate("(set({ 'loss.rule': 'fipo', 'clip.rule': 'fixed' }), 0)")
-    page.evaluate(f"({SLIDE})('loss.fipo.limits', 2)")
-    assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
-
-
-def test_the_knobs_of_a_mask_are_in_sight_and_named(browser):
-  fragment = 'clip.rule=fixed&mask.rule=opsm'
-  labels = "[...document.querySelectorAll('.knob')].filter((x) => x.checkVisibility())"
-  labels += ".map((x) => x.querySelector('.head').innerText.trim())"
-  with browser.open(explorer.PAGE, fragment=fragment) as page:
-    assert page.evaluate(labels)[:3] == ['low', 'high', 'mask: limit']
-    page.evaluate("(set({ 'mask.rule': 'icepop' }), 0)")
-    assert page.evaluate(labels)[:4] == ['low', 'high', 'mask: low', 'mask: high']
-
-
-def test_the_page_fits_a_phone(browser):
-  with browser.open(
-    explorer.PAGE, width=390, height=844, touch=True, dark=True
-  ) as page:
     assert page.evaluate('document.documentElement.scrollWidth') == 390
-    assert page.evaluate("byId('plus').querySelector('canvas').width") > 300
-    # The plane is coloured: more where r is larger.
-    colour = """(r) => {
-      const { frame } = byId('minus').querySelector('svg');
-      const [x, y] = [frame.toX(r), frame.toY(0.985)].map(Math.round);
-      const copy = new OffscreenCanvas(390, 300).getContext('2d');
-      copy.drawImage(byId('minus').querySelector('canvas'), 0, 0);
-      return copy.getImageData(x, y, 1, 1).data[0];
-    }"""
-    reds = [page.evaluate(f'({colour})({r})') for r in (1.3, 2.0, 3.5)]
-    assert reds[0] < reds[1] < reds[2]
-    assert page.errors == page.requests == []
 
 
 OWN = '''
@@ -508,9 +469,6 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
     axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
     knob = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]
     assert list(axes) == [*(f'clip.own.{x}' for x in knob), 'stale']
-    assert page.evaluate("[...document.querySelectorAll('[data-knob]')].length") == (
-      len(axes) + 2  # the probability and the range of ratios
-    )
     points = 0 if name == 'goal' else 4
     cases = drawn_cases(np.random.default_rng(3), axes, 3, points)
     seen = set()
@@ -529,10 +487,6 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
     assert len(seen) > 1
     page.evaluate(f"({SLIDE})('stale', 2)")
     assert page.evaluate('knobs.stale') == axes['stale'][2]
-    page.evaluate("(set({ 'loss.rule': 'cispo', 'clip.rule': 'fixed' }), 0)")
-    assert page.evaluate("byId('refusal').hidden")
-    page.evaluate("(set({ 'clip.rule': 'own' }), 0)")  # brings its loss rule along
-    assert page.evaluate("knobs['loss.rule']") == 'clipped'
     page.evaluate("(set({ 'loss.rule': 'sequence', 'clip.rule': 'own' }), 0)")
     assert page.evaluate("byId('command').textContent").startswith(
       f'--config.loss.rule=clipped--config.clip.rule={place}'
@@ -546,10 +500,6 @@ def test_a_rule_of_ours_can_be_shown_as_its_table():
     'loss.own.positive',
     'loss.own.negative',
   ]
-  assert data['title'] == 'sapo' and data['about'].startswith('(4 / tau) sigmoid')
-  for wrong in ('mask.icepop', 'sapo', 'loss.nope'):
-    with pytest.raises(ValueError, match='give'):
-      own_table.table(wrong, explorer.BATCH)
 
 
 def test_a_rule_without_a_formula_is_not_offered(browser, tmp_path, monkeypatch):
@@ -565,15 +515,6 @@ def test_a_rule_without_a_formula_is_not_offered(browser, tmp_path, monkeypatch)
     titles = page.evaluate('Object.keys(METHODS)')
     assert METHODS['fipo'].title in titles and METHODS['sapo'].title not in titles
     assert page.errors == []
-
-
-def test_knobs_around_a_default():
-  assert own_table._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
-  assert own_table._around(0.0, 3) == [-1.0, 0.0, 1.0]
-  assert own_table._around(math.inf, 2) == [math.inf, math.inf]
-  # A knob without an entry has a slider that contains its default.
-  assert explorer._slider(0.1) == (0.0, 0.2, 0.001)
-  assert explorer._slider((2.0, 3.0)) == (0.0, 6.0, 0.01)
 
 
 def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
@@ -600,8 +541,6 @@ def test_a_recorded_step_is_read_as_elsewhere():
   adv_B = counterfactual.apply(other, config).adv_B
   # Advantages are recorded with four decimals.
   np.testing.assert_allclose(batch.adv_B, adv_B, rtol=0, atol=5.1e-5)
-  with pytest.raises(ValueError, match=r'metrics.jsonl is no recorded batch; give'):
-    rule_curves.recorded(workdir / 'metrics.jsonl')
 
 
 def test_every_rule_and_every_method_is_on_the_page(drawn):

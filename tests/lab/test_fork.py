@@ -69,20 +69,6 @@ def test_the_page_has_the_paired_differences(forked):
   assert min(Page(text).values('Clip bounds')) == 2  # no update before the start
 
 
-def test_arms_differ_only_in_knobs_that_a_checkpoint_does_not_depend_on(whole_run):
-  arm = 'clip.low=(0.5,0.9),clip.target=0.3'
-  made = fork.plan(str(whole_run.workdir), None, 3, ['run', arm], 2, '')
-  assert (made.first, made.last) == (4, 7)
-  assert [x.config.seed for x in made.forks] == [0, 1, 0, 1]
-  assert made.forks[2].config.clip.low == (0.5, 0.9)
-  assert made.forks[2].path.startswith(f'{whole_run.workdir}/forks/4/clip.low')
-  # Nothing else differs from the run, except for names, ends and what is kept.
-  same = made.forks[0].config.model_copy(
-    update={x: getattr(whole_run.config, x) for x in ('title', 'steps', 'checkpoint')}
-  )
-  assert same == whole_run.config
-
-
 @pytest.mark.parametrize(
   ('given', 'message'),
   [

@@ -65,12 +65,6 @@ def test_the_task_by_hand():
   np.testing.assert_array_equal(found.tokens_NT[row], [0, 0, 1, 2, 3])
 
 
-def test_probabilities_of_all_responses_sum_to_one():
-  found = tables()
-  seen_N = np.asarray(found.seen(task()), np.float64)
-  np.testing.assert_allclose(seen_N.reshape(PROMPTS, -1).sum(1), 1, rtol=1e-4)
-
-
 def test_the_gradient_agrees_with_finite_differences():
   params, value = weights()[1], microscope.accuracy
   slope = microscope.true_gradient(slopes(), microscope.table(params, task()), task())
@@ -215,9 +209,3 @@ def test_weights_grow_with_the_size_of_the_advantage(name):
     return microscope.weights_of(rule, found.logp_NT[index_B], batch)
 
   np.testing.assert_allclose(weight_of(2.5), 2.5 * weight_of(1.0), rtol=1e-5, atol=1e-7)
-
-
-def test_bounds_of_the_minibatch_have_no_exact_update():
-  rule = Rule(clip=clip.Balanced(), whole_batch=True)
-  with pytest.raises(ValueError, match='use sampled'):
-    microscope.moments([rule], task(), tables(), slopes())

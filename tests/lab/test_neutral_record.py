@@ -145,27 +145,6 @@ def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
   assert path.stat().st_size == size
 
 
-def test_numbers_of_numpy_are_written_as_json(tmp_path):
-  path = tmp_path / 'batch.jsonl'
-  one = np.float32(-1)
-  neutral_record.append(
-    path,
-    group=[(np.int64(5), 'a')] * 2,
-    reward=[np.bool_(True), np.float32(0.5)],
-    tokens=([np.int64(3)], (np.int32(4),)),
-    behavior_logp=[[one], [one]],
-    logp=[[one], [np.float16(-2)]],
-    mask=[[np.bool_(True)], [np.True_]],
-    pieces=[[np.str_('a')], ['b']],
-    update=[np.int64(2), np.asarray(2)],
-  )
-  texts = path.read_text().splitlines()
-  shared = '"behavior_logp": [-1.0], "logp": [%s], "mask": [1], "pieces": ["%s"]'
-  shared = '{"group": [5, "a"], "reward": %s, "tokens": [%s], ' + shared
-  shared += ', "update": 2}'
-  assert texts == [shared % (1, 3, -1.0, 'a'), shared % (0.5, 4, -2.0, 'b')]
-
-
 def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
   # One of four is right: 3 and -1 over the root of 3, whatever the unit.
   for unit in (1.0, neutral_record.LARGEST):

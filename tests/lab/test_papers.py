@@ -63,43 +63,6 @@ def test_the_table_of_all_runs_has_a_row_per_line_of_the_results():
   assert lines == len(rows) > 1000
 
 
-def stored(folder, name, *cell):
-  """Seed -> result of a cell: an arm, and a level of each factor."""
-  module = claims.load(str(PAPERS / folder))
-  results = experiments.read(
-    module.get_experiment(name), str(PAPERS / folder / 'results' / name)
-  )
-  return outcomes.cells(results)[cell]
-
-
-def written(folder, sentence):
-  """The numbers of a sentence, a pattern in which (N) is a number."""
-  text = ' '.join((PAPERS / folder / 'README.md').read_text().split())
-  (numbers,) = re.findall(sentence.replace('(N)', r'(\.\d+)'), text)
-  return numbers
-
-
-def test_numbers_in_sentences_are_those_of_the_results():
-  ends = [
-    {seed: r['evaluations'][-1][1] for seed, r in stored('bench', 'depths', *c).items()}
-    for c in (('grpo', 'depth16'), ('balanced', 'depth16'))
-  ]
-  ahead = [ends[0][seed] - ends[1][seed] for seed in ends[0]]
-  assert min(ahead) > 0
-  found = written('bench', 'at depth 16 GRPO ends (N) ahead on all four')
-  assert found == f'{np.mean(ahead):.3f}'.lstrip('0')
-
-  shares = []
-  for arm in ('balanced', 'grpo', 'own_mean'):
-    for updates in ('k4', 'k16'):
-      runs = stored('balanced_po', 'plane', arm, 'ratio3', updates).values()
-      steps = [x['steps']['clip/share_start'] for x in runs]
-      shares.append(np.mean([np.mean([y for y in x if y is not None]) for x in steps]))
-  low, high = written('balanced_po', 'in the experiment above is (N) to (N).')
-  assert math.isclose(min(shares), float(low), abs_tol=0.005)
-  assert math.isclose(max(shares), float(high), abs_tol=0.0005)
-
-
 @EVERY
 def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
   module = claims.load(str(PAPERS / folder))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import recordings
 
-from bapo_jax.runtime import glossary
 from lab import counterfactual, plots, rule_maps, run_plots
 from lab.microscope_page import RULES
 from lab.rule_maps import PROBABILITY, RATIO
@@ -81,11 +80,6 @@ def test_figures_show_all_runs(two):
     drawing.canvas.draw()
 
 
-def test_panels_name_metrics_of_the_glossary():
-  names = {name for _, _, names in run_plots.PANELS for name in names}
-  assert names <= set(glossary.GLOSSARY)
-
-
 # ------------------------------------------- the map of a rule has its weights by hand
 
 
@@ -137,15 +131,6 @@ def recorded(tmp_path):
 def of(found, knobs):
   config = counterfactual.config_of(found, knobs)
   return config, counterfactual.apply(found, config)
-
-
-def test_the_mass_of_the_cut_tokens_is_counted_by_sign(tmp_path):
-  found = recorded(tmp_path)
-  _, grpo = of(found, {'clip.rule': 'fixed'})
-  tokens, mass = rule_maps.cut_mass(found, grpo, 1)
-  assert (tokens, mass) == (pytest.approx(2 / 3), pytest.approx(4 / 5, abs=1e-4))
-  tokens, mass = rule_maps.cut_mass(found, grpo, -1)
-  assert (tokens, mass) == (pytest.approx(2 / 4), pytest.approx(1.1 / 3.9, abs=1e-4))
 
 
 def test_the_region_is_where_a_token_of_that_sign_would_be_cut(tmp_path):

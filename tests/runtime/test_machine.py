@@ -152,13 +152,6 @@ def test_a_copy_is_whole_whoever_else_copies(tmp_path):
   check(threads)
 
 
-def test_a_copy_that_fails_leaves_what_was_there(tmp_path):
-  to = made(tmp_path / 'entry', 'a')
-  with pytest.raises(OSError, match='absent'):
-    cache.copy(str(tmp_path / 'absent'), str(to))
-  assert len(os.listdir(to)) == FILES and len(os.listdir(tmp_path)) == 1
-
-
 def test_the_entries_used_longest_ago_are_removed(tmp_path):
   files = {  # used at, of 100 bytes each
     'warmstart/k/new/weights': 5,

@@ -194,13 +194,6 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
   assert files.read_object(str(path)) == {'a': 1}
 
 
-@pytest.mark.parametrize(('given', 'named'), [(None, 'a'), ('/its/own', '/its/own')])
-def test_an_error_without_a_name_gets_one(given, named):
-  with pytest.raises(OSError) as caught, files.naming('a'):
-    raise OSError(errno.ENOSPC, 'No space left on device', given)
-  assert caught.value.filename == named
-
-
 # --- digests of parts of a file -------------------------------------------------------
 
 
