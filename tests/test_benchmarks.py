@@ -1,8 +1,5 @@
 """The benchmarks of a step: what they start, and what they count."""
 
-import json
-import types
-
 import numpy as np
 import pytest
 from making import QWEN2 as SPEC
@@ -76,22 +73,3 @@ def test_useful_flops_by_hand():
   assert rates.useful_flops(SPEC, [one]) == 3 * (body + 2 * once.head)
   # Two updates add up.
   assert rates.useful_flops(SPEC, [one, one]) == 6 * (body + 2 * once.head)
-
-
-def test_problems_are_written_in_the_order_of_the_run(tmp_path):
-  from bapo_jax.data import prompts
-  from bapo_jax.data.row import Row
-  from bapo_jax.training import build, resolve
-
-  config = main.read_config('configs/aime.py', ['--config.steps=2'])
-  r = resolve.resolve(config)
-  problems = build.tabulate(r).problems
-
-  t = types.SimpleNamespace(config=config, problems=problems)
-  our_step.write_problems(t, tmp_path / 'problems.jsonl')
-  rows = [json.loads(x) for x in (tmp_path / 'problems.jsonl').read_text().splitlines()]
-  second = prompts.next_prompts(problems, 1, config.seed, config.prompts.count)
-  reader = r.tokenizer
-  again = [Row(row['problem'], '') for row in rows[64:]]
-  tokens_PT = prompts.tabulate(reader, again, 17, drop=False).tokens_NT
-  assert (tokens_PT == second.tokens_PT).all()

@@ -1,7 +1,6 @@
 """First contact with an accelerator: each check can fail, and a section ends alone."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -13,9 +12,9 @@ import processes
 import pytest
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, decoder
+from bapo_jax.models import attention
 from bapo_jax.tools.plan import roofline
-from benchmarks.first_contact import kernels, parity, rates, section, speed
+from benchmarks.first_contact import kernels, parity, rates, section
 from benchmarks.first_contact.__main__ import contact
 from benchmarks.first_contact.figures import Context, Figure, Section, Skip, table
 
@@ -120,22 +119,6 @@ def test_every_kernel_is_checked_and_a_wrong_one_fails(monkeypatch):
   assert good <= checked
 
 
-@pytest.mark.parametrize(
-  ('platform', 'dtype', 'names'),
-  [
-    ('gpu', 'bfloat16', {'cached', 'ragged'}),
-    ('gpu', 'float32', {'cached'}),
-    ('tpu', 'float32', {'cached', 'ragged'}),
-  ],
-)
-def test_the_kernels_of_decoding_are_those_of_a_run(platform, dtype, names):
-  assert {*kernels.decoding(platform, dtype, 64)} == names
-  spec = dataclasses.replace(parity.SPEC, compute=dtype, head_width=64)
-  kind = attention.resolve('auto', platform, dtype, 64)
-  spec = dataclasses.replace(spec, attention=kind)
-  assert decoder.is_ragged(spec) == ('ragged' in names)
-
-
 def test_sections_end_alone_and_only_checks_change_the_status():
   def good(context):
     yield Figure('x', 1.0, 'ms')
@@ -188,40 +171,11 @@ def test_decoding_is_reported_beside_its_bound(one_device, monkeypatch):
   assert decoded['value'] > 0 and decoded['reference'] > 0
 
 
-def test_an_update_is_reported_with_its_memory(one_device):
-  document = run({'train 0.1M': section.SECTIONS['train 0.1M']})
-  figures = figures_of(document)
-  updated = figures['train 0.1M', '64 rows of 57']
-  assert updated['value'] > 0 and updated['reference'] is None  # no rates are known
-  # What a CPU cannot measure is said, and never called zero.
-  assert figures['train 0.1M', 'peak memory']['value'] is None
-  assert '| peak memory | not reported |' in table(document)
-  estimate = figures['train 0.1M', 'compiled program']
-  assert 0.5 < estimate['value'] / estimate['reference'] < 2
-
-
-def test_the_bound_is_the_larger_of_products_and_memory(monkeypatch):
-  known = {'product bfloat16': 2.0, 'copy': 4.0}  # TFLOP/s and GB/s
-  bound = functools.partial(speed.least_seconds, dtype='bfloat16', known=known)
-  assert bound(6e12, 4e9)[0] == 3.0
-  assert bound(2e12, 8e9)[0] == 2.0
-  assert speed.least_seconds(1.0, 1.0, 'bfloat16', {}) == (None, '')
-  chip = roofline.CHIPS['v5e']
-  monkeypatch.setattr(speed, 'chip_of', lambda kind: chip)
-  assert bound(chip.flops, 0.0) == (1.0, 'roofline of the data sheet')
-
-
 @pytest.mark.parametrize('name', ['v5e:2x4', 'v6e:2x4', 'v5p:2x2x2', 'v4:2x2x1'])
 def test_a_tpu_is_known_by_what_jax_calls_it(name, topology):
   kind = topology(name)[0].device_kind
   assert rates.KINDS[kind] == name.partition(':')[0]
   assert rates.chip_of(kind) is roofline.CHIPS[rates.KINDS[kind]]
-
-
-def test_every_data_sheet_has_the_name_that_jax_uses():
-  assert {*rates.KINDS.values()} == {*roofline.CHIPS}
-  assert rates.chip_of('NVIDIA H100 80GB HBM3') is roofline.CHIPS['h100']
-  assert rates.chip_of('NVIDIA H100 PCIe') is None  # slower than the data sheet
 
 
 def test_a_crash_and_a_lack_of_time_are_results(capfd):

@@ -264,14 +264,6 @@ def test_a_wrong_path_is_one_sentence(refusal):
   assert '--config.problems.source=nowhere.jsonl' in line
 
 
-def test_a_broken_row_is_named_by_its_line(refusal, tmp_path):
-  path = tmp_path / 'broken.jsonl'
-  recordings.jsonl(path, foreign.problems(24))
-  with open(path, 'a') as file:
-    file.write('{"problem": "What is 1 + 1?", "answer"\n')
-  assert f'{path}, line 25: not JSON' in refusal(**{'problems.source': path})
-
-
 @pytest.mark.parametrize('knob', ['model.path', 'problems.source'])
 def test_a_name_of_the_hub_without_a_network_is_one_sentence(knob, refusal):
   line = refusal(**{knob: 'hub:some-owner/not-here'})

@@ -66,14 +66,3 @@ def test_a_variant_of_the_file_comes_first(config_file):
   # A file that lists no variants gets every name.
   path = config_file(body, arguments='variant')
   assert load(f'{path}:gspo')['title'] == 'gspo'
-
-
-def test_an_unknown_name_is_refused_with_the_variants_and_the_methods():
-  sentence = (
-    r"no variant 'nope'; choose one of \['ahead', 'beside'\], or a method: bala"
-  )
-  with pytest.raises(ValueError, match=sentence):
-    load('configs/async.py:nope')
-  sentence = r'no variants; give --config=configs/finetune.py, or a method: .*, icepop,'
-  with pytest.raises(ValueError, match=sentence):
-    load('configs/finetune.py:nope')

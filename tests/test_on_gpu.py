@@ -18,7 +18,7 @@ from bapo_jax import own_code, sharding
 from bapo_jax.main import read_config
 from bapo_jax.tools.plan import devices, plan, programs
 from benchmarks.first_contact import section
-from benchmarks.on_gpu import models, ours, table, traces
+from benchmarks.on_gpu import models, ours, traces
 
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / 'benchmarks/on_gpu'
@@ -87,19 +87,6 @@ def test_time_in_which_any_kernel_ran_by_hand():
   spans = [traces.Span(*x) for x in [('b', 5e6, 7e6), ('a', 0, 2e6), ('a', 1e6, 4e6)]]
   assert traces.busy_ms(spans) == 6  # 0 to 4 and 5 to 7
   assert traces.kernels(spans) == [('a', 5.0, 2), ('b', 2.0, 1)]
-
-
-def test_a_stage_that_runs_again_replaces_its_line(tmp_path, capsys):
-  output = tmp_path / 'output'
-  file = str(tmp_path / 'results.jsonl')
-  output.write_text('words\n{"failed": [], "figures": {"x, beside the CPU": 0.5}}\n')
-  table.note(file, 'd', 'kernels', '124', '9')
-  table.note(file, 'd', 'kernels', '0', '7', str(output))
-  table.note(file, 'b', 'main job', '1', '3')
-  table.show(file)
-  b, d = capsys.readouterr().out.splitlines()
-  assert re.match(r'b main job +failed \(1\) +3 s', b)
-  assert re.match(r'd kernels +passed +7 s  all within; x, beside the CPU 0.5', d)
 
 
 @pytest.mark.nightly

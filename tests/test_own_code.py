@@ -210,13 +210,3 @@ def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
   message = rf'^loss\.rule=.*:f: the argument {name} cannot be a knob; rename it$'
   with pytest.raises(ValueError, match=message):
     tiny(**{'loss.rule': f'{path}:f'})
-
-
-@pytest.mark.parametrize('name', ['cls', 'k', 'own', 'values', 'keywords_'])
-def test_other_names_are_knobs(tmp_path, name):
-  path = tmp_path / 'own.py'
-  text = f'def f(logp_BT, batch, find, *, {name}: float = 1.0):\n'
-  path.write_text(f'{text}  return {name} * logp_BT, find(logp_BT)')
-  made = tiny(**{'loss.rule': f'{path}:f', f'loss.{name}': 3.0})
-  check(made)
-  assert made.loss(2.0, None, lambda r: r)[0] == 6.0

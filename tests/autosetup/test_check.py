@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import re
 import shutil
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import oracles
 import pytest
 import recordings
-from pictured import DRAWN, png
+from pictured import DRAWN
 from runs import tiny
 
 from bapo_jax import main
@@ -219,21 +218,6 @@ def test_findings_about_responses(right, changes, expected):
   assert {each.name: each.kind for each in found} == expected
 
 
-def test_the_ways_out_of_few_mixed_groups_fit_the_run():
-  right_PG = np.arange(8) < np.asarray([1, 0, 0, 0, 0])[:, None]
-  sampled = Sampled(right_PG, ~right_PG, right_PG, 0)
-
-  def text(sampled, **batch):
-    config = Config().with_values(batch=batch)
-    return next(check_rules.of_responses(config, sampled)).text
-
-  hard = text(sampled, rule='fresh_only')
-  assert 'only 1 of 5 groups' in hard and 'easier problems' in hard
-  assert '--config.batch.rule=learnable_only' in hard
-  assert 'learnable_only' not in text(sampled, rule='learnable_only')
-  assert 'harder problems' in text(sampled._replace(correct_PG=~right_PG))
-
-
 @pytest.fixture
 def many_groups(adapter_run, one_device):
   """A run with 12 made problems per step and a model from a directory."""
@@ -260,18 +244,6 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
   for name in ('id_P', 'tokens_PGT'):
     ours, theirs = (np.asarray(getattr(x, name))[:8] for x in (found.groups, groups))
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
-  r, material = many_groups
-  r = dataclasses.replace(
-    r, config=r.config.with_values(loss={'kl_direction': 'squared'})
-  )
-  known = facts.gather(r.config, r.inputs, r.mesh)
-  text = check.described(r, known, material, str(tmp_path))
-  assert '\nrules      batch     ' in text
-  _, idle = ' '.join(text.split()).split(' no effect ')
-  assert 'loss.kl_direction=squared (loss.kl=0.0)' in idle
 
 
 def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
@@ -363,27 +335,3 @@ def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
   material = build.tabulate(r)
   shown = check.short(r, material, str(tmp_path))
   assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
-
-
-def test_a_problem_of_the_same_text_with_another_picture_is_another(
-  config, one_device, tmp_path
-):
-  paths = []
-  for name in ('train', 'test'):
-    (tmp_path / f'{name}.png').write_bytes(png(28, 28, len(paths)))
-    row = {'problem': '<image>1', 'answer': '3', 'images': [f'{name}.png']}
-    paths.append(tmp_path / f'{name}.jsonl')
-    paths[-1].write_text(json.dumps(row))
-
-  def overlap(source, test_source):
-    problems = {'source': str(source), 'test_source': str(test_source)}
-    asked = config.model_copy(
-      update={'problems': config.problems.model_copy(update=problems)}
-    )
-    files = inputs.read(asked)
-    found = check_rules._overlap(asked, facts.gather(asked, files))
-    return [finding.name for finding in found]
-
-  assert overlap(*paths) == []
-  assert overlap(paths[0], paths[0]) == ['overlap']
-  assert overlap('drawn', 'drawn') == []

@@ -315,18 +315,6 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
   )
 
 
-def test_knobs_of_an_own_rule_are_shown(tmp_path):
-  text = (
-    'def mine(logp_BT, batch, find, *, tau=0.5):\n  return logp_BT, find(logp_BT)\n'
-  )
-  (tmp_path / 'own.py').write_text(text)
-  place = f'{tmp_path}/own.py:mine'
-  config = parse(plain(**{'loss.rule': place, 'loss.tau': 0.25}))
-  assert knob_lists.in_force(config)['loss'] == (
-    f'{place}: aggregate token, kl 0.0, tau 0.25'
-  )
-
-
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
   knobs = {'lora.alpha': 8.0, 'steps': 3, 'tokenizer.template': 'x{problem}'}
   lines = knob_lists.lines(parse(plain(**knobs)))

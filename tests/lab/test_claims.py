@@ -186,18 +186,6 @@ def test_a_page_without_results_says_so_and_one_without_markers_is_refused(tmp_p
     claims.main([page])
 
 
-def test_an_unfinished_experiment_that_is_shown_as_a_whole_shows_nothing(tmp_path):
-  page = folder(tmp_path, seeds=2)
-  described = (tmp_path / 'claims.py').read_text()
-  (tmp_path / 'claims.py').write_text(
-    described.replace("('b', 'a'))},", "('b', 'a'))}, True,")
-  )
-  assert claims.main([page]) == 0
-  text = (tmp_path / 'README.md').read_text()
-  assert claims.WAITING in text and '4 of 6 runs' not in text and '**not run**' in text
-  assert not (tmp_path / 'figures' / 'lines.png').exists()
-
-
 def with_seeds(**by_arm):
   """Results of arms with these accuracies throughout the run; seed -> accuracy."""
   return {
@@ -211,14 +199,6 @@ def by_difference(differences):
   """Results of two arms, b better than a by these differences, one per seed."""
   a = dict.fromkeys(range(len(differences)), 0.5)
   return with_seeds(a=a, b={s: 0.5 + x for s, x in enumerate(differences)})
-
-
-def test_differences_are_paired_by_seed():
-  runs = with_seeds(a={0: 0.2, 1: 0.4}, b={1: 0.5, 2: 0.9})
-  assert evidence.differences_of(runs, 'b', ['a'], 'area') == {}, 'one common seed'
-  runs |= with_seeds(b={0: 0.5})
-  (difference_S,) = evidence.differences_of(runs, 'b', ['a'], 'area').values()
-  assert difference_S == pytest.approx([0.3, 0.1])
 
 
 BETTER = Part('b less a', 'area', (('b',),), (('a',),))

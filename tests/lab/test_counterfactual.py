@@ -142,19 +142,6 @@ def test_rows_that_were_not_computed_are_left_out(tmp_path):
   assert found.row_B.tolist() == [1] and found.reward_PG.tolist() == [[0, 1, 0]]
 
 
-@pytest.mark.parametrize(
-  ('fields', 'ids'),
-  [
-    ({'prompt_ids': [7]}, [([7], [8, 9])]),
-    ({'prompt_ids': [7], 'pictures': ['a.png']}, None),
-    ({}, None),
-  ],
-)
-def test_token_ids_are_read_from_new_records_of_texts(tmp_path, fields, ids):
-  one = response(1.0, [1.0, 1.1], ids=[8, 9])
-  assert recorded(tmp_path, one, **fields).ids == ids
-
-
 @pytest.mark.parametrize('run', ['grpo', 'both'])
 def test_the_rules_of_the_run_cut_what_the_run_cut(run):
   workdir = str(RUNS / run)

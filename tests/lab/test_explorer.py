@@ -13,7 +13,6 @@ import pytest
 
 from bapo_jax import own_code
 from bapo_jax.algorithms import bound_search, clip, loss
-from bapo_jax.methods import METHODS
 from bapo_jax.training import refusals
 from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
@@ -500,21 +499,6 @@ def test_a_rule_of_ours_can_be_shown_as_its_table():
     'loss.own.positive',
     'loss.own.negative',
   ]
-
-
-def test_a_rule_without_a_formula_is_not_offered(browser, tmp_path, monkeypatch):
-  monkeypatch.setattr(explorer, 'SOURCES', tmp_path)
-  for file in explorer.PAGE.parents[1].glob('lab/explorer_page/*'):
-    text = file.read_text().replace('  sapo(t, bounds, k)', '  other(t, bounds, k)')
-    (tmp_path / file.name).write_text(text)
-  path = tmp_path / 'page.html.html'
-  path.write_text(explorer.page())
-  with browser.open(path) as page:
-    offered = page.evaluate("KNOBS['loss.rule'].choices")
-    assert offered == [x for x in RULES['loss'] if x != 'sapo']
-    titles = page.evaluate('Object.keys(METHODS)')
-    assert METHODS['fipo'].title in titles and METHODS['sapo'].title not in titles
-    assert page.errors == []
 
 
 def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):

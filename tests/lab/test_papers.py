@@ -142,15 +142,6 @@ def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed
   assert results is None or stated < results
 
 
-@pytest.mark.parametrize(
-  'path', ['protocol.md', 'protocol2.md', *(f'{f}/README.md' for f in FOLDERS)]
-)
-def test_commands_name_experiments_that_exist(path):
-  text = (PAPERS / path).read_text()
-  for name in re.findall(r'experiments\.py:(\w+)', text):
-    assert name in claims.load(str((PAPERS / path).parent)).NAMES
-
-
 @EVERY
 def test_every_finished_experiment_has_a_conclusion_and_its_compute(folder):
   text = (PAPERS / folder / 'README.md').read_text()

@@ -110,10 +110,6 @@ def test_weights_by_hand(name, sign, ratio, probability, by_hand):
   assert found == pytest.approx(by_hand(r, p), rel=1e-4)
 
 
-def test_a_ratio_that_no_token_has_is_empty():
-  assert np.isnan(at('GRPO', 1, 0.2, 0.9)[0])  # mu would be 4.5
-
-
 # ---------------------------------------------------------------- a recorded batch
 
 

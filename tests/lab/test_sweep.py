@@ -13,8 +13,6 @@ import making
 import pytest
 
 from bapo_jax.runtime import machine
-from bapo_jax.training.config import parse
-from configs import countdown
 from lab import experiments, sweep
 from lab.experiments import RunSpec
 
@@ -172,35 +170,6 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   # An override makes other runs, which the stored results are not mixed with.
   with pytest.raises(ValueError, match='another config'):
     sweep.main([*call, '--config.steps=3'])
-
-
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    (['configs/aime.py:tiny'], 'configs/aime.py has no function get_experiment'),
-    (
-      ['configs/countdown.py:cells', '--only=x'],
-      '--only=x: no such run; give one of grpo-seed0, clip-seed0',
-    ),
-    (['configs/countdown.py:cells', '--workers=0'], '--workers=0: give at least 1'),
-  ],
-)
-def test_wrong_arguments_are_one_sentence(arguments, message, tmp_path):
-  call = [*arguments, f'--results={tmp_path}/results', f'--runs={tmp_path}/runs']
-  with pytest.raises(ValueError) as error:
-    sweep.main(call)
-  assert message in str(error.value) and not list(tmp_path.iterdir())
-
-
-def test_the_cells_of_countdown_are_the_runs_of_its_variants():
-  made = countdown.get_experiment('cells')
-  runs = experiments.runs(made)
-  assert list(made.arms) == ['grpo', 'clip', 'batch', 'both'] and len(runs) == 12
-  for cell, batch, clip in countdown.CELLS:
-    config = runs[f'{cell}-seed0'].config
-    assert (config.batch.rule, config.clip.rule) == (batch, clip)
-    alone = parse(countdown.get_config(cell).to_dict())
-    assert experiments.fingerprint(config) == experiments.fingerprint(alone)
 
 
 def test_a_run_has_one_core_and_writes_its_result(tmp_path, monkeypatch, whole_run):

@@ -592,21 +592,6 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   assert (without.weight_BT[masked & (own.adv_B != 0)[:, None]] != 0).all()
 
 
-def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
-  found = counterfactual.read(str(whole))
-  same_region = {'loss.rule': 'tis', 'loss.cap': 20.0}
-  builtin = {'clip.rule': 'unclipped', 'mask.rule': 'dppo_tv'}
-  builtin |= {'mask.low': 0.002, 'mask.high': 0.002}
-  builtin |= {'loss.rule': 'tis', 'loss.cap': 20.0}
-  a, b = (
-    counterfactual.apply(found, counterfactual.config_of(found, k)).weight_BT
-    for k in (same_region, builtin)
-  )
-  # A region is open or closed where a token sits on its edge: rounding decides.
-  np.testing.assert_array_equal(a == 0, b == 0)
-  np.testing.assert_allclose(a, b, rtol=1e-6)
-
-
 def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, capsys):
   def close(sample, *, scale: float = 10.0):
     if sample.row['next'] % 3 == 0:  # some rows of either set

@@ -212,14 +212,6 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
   assert step_N[value_N.argmax()] == 1234
 
 
-@pytest.mark.parametrize(
-  'rows', [[], [{'rollout/reward': 0.5}], [{'loss/kl': math.inf}]]
-)
-def test_a_young_run_has_a_page_too(tmp_path, rows):
-  page = made(workdir(tmp_path, rows))
-  assert page.texts['h1'] == ['A run'] and 'not recorded' in page.text
-
-
 def test_the_timeline_has_the_times_of_both_sides(tmp_path):
   def row(sampling, sampled, ended, wait):
     times = dict(sampling=sampling, sampled=sampled, ended=ended, sampler_idle=0.25)
@@ -254,23 +246,6 @@ def test_the_timeline_has_the_times_of_both_sides(tmp_path):
 def test_every_panel_draws_metrics_of_the_glossary():
   names = {name for panel in PANELS for name in panel.labels}
   assert names | set(MAIN.split()) <= set(metrics.GLOSSARY)
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r'--workdir=.* has no run'):
-    write(tmp_path)
-
-
-@pytest.mark.parametrize(
-  ('low', 'high', 'wanted'),
-  [
-    (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-    (-3, 42, [0, 10, 20, 30, 40]),
-    (0.00012, 0.00019, [0.00012, 0.00014, 0.00016, 0.00018]),
-  ],
-)
-def test_ticks_are_round_numbers(low, high, wanted):
-  np.testing.assert_allclose(charts.ticks(low, high), wanted, atol=1e-12)
 
 
 # ------- the results of a run as sentences and JSON: the numbers by hand, gaps as gaps

@@ -103,15 +103,6 @@ def test_the_knob_names_a_folder_or_none(user, tmp_path, monkeypatch):
   assert cache.described('', True) == 'off'
 
 
-def test_a_folder_that_cannot_be_written_is_no_cache_or_an_error(user):
-  user.parent.mkdir()
-  user.write_text('a file')
-  assert cache.home('auto') == ''
-  assert cache.described('auto', None) == f'off: {user} is not writable'
-  with pytest.raises(ValueError, match=f'--config.cache={user} cannot be used'):
-    cache.home(str(user))
-
-
 FILES = 300
 
 

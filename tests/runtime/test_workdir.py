@@ -42,18 +42,6 @@ def test_a_directory_belongs_to_one_config(tmp_path):
   workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
 
 
-def test_a_directory_that_cannot_be_used_is_one_sentence(tmp_path):
-  (tmp_path / 'file').write_text('')
-  path = str(tmp_path / 'file' / 'run')
-  with pytest.raises(ValueError, match='give a directory that you may write to'):
-    workdir.check_writable(path, '--to')
-  refusal = pytest.raises(ValueError, match=f'--workdir={path} cannot be used')
-  with refusal, workdir.locked(path):
-    pass
-  with pytest.raises(ValueError, match=f'{path} cannot be written'):
-    workdir.open_workdir(path, values())
-
-
 CONFIGS = {
   'no JSON': lambda path: path.write_text('{"seed": '),
   'a list': lambda path: path.write_text('[1]'),
@@ -145,14 +133,6 @@ def test_a_refused_write_names_the_file_and_the_last_whole_checkpoint(tmp_path):
   # An error of reading elsewhere is not the workdir's.
   with pytest.raises(FileNotFoundError), workdir.writable(home):
     raise FileNotFoundError(errno.ENOENT, 'No such file', '/nowhere/model')
-
-
-@pytest.mark.parametrize('kind', ['file', 'link'])
-def test_checkpoints_that_are_no_directory_are_one_sentence(kind, tmp_path):
-  path = tmp_path / 'checkpoints'
-  path.write_text('') if kind == 'file' else path.symlink_to(path.name)
-  with pytest.raises(ValueError, match='checkpoints cannot be read as a directory'):
-    workdir.checkpoint_steps(str(tmp_path))
 
 
 # --------------------------------- a file is whole or as it was, and an error names it

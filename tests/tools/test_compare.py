@@ -15,8 +15,6 @@ from bapo_jax import main
 from bapo_jax.run import comparison
 from bapo_jax.tools import compare
 from bapo_jax.training.config import parse
-from configs import countdown
-from lab import experiments
 
 
 def run(folder, name, rows, **knobs):
@@ -95,11 +93,6 @@ def test_differences_are_paired_by_seed(tmp_path, capsys):
   assert out.startswith('Mean difference from fixed, paired by seed. ± 95 % t interval')
 
 
-def test_runs_without_common_seeds_have_no_paired_differences(three, tmp_path, capsys):
-  text = page_of(three, tmp_path / 'c.html').text
-  assert 'paired' not in text and 'paired' not in capsys.readouterr().out
-
-
 def test_single_runs_are_compared_problem_by_problem(tmp_path):
   # Accuracies by problem: 1, 1/2, 0 and 1/2, 1/2, 1; the fourth has another text.
   verdicts = {'a': ('11', '10', '00', '1'), 'b': ('01', '01', '11', '0')}
@@ -139,27 +132,6 @@ def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
   assert 'not recorded' in bounds
 
 
-def test_the_runs_of_an_experiment_are_grouped_by_arm(tmp_path, capsys):
-  # 'runs/lab/cells/*' matches the log of each run and the compiled programs too.
-  made, paths, runs = countdown.get_experiment('cells'), [], tmp_path / 'cells'
-  for name, spec in experiments.runs(made).items():
-    right = 0.1 * spec.seed + (0.05 * (1 + spec.seed) if spec.arm == 'both' else 0)
-    knobs = spec.config.model_dump()
-    paths.append(run(runs, name, accuracy(right), **knobs))
-    (runs / f'{name}.log').write_text('a log')
-  (runs / 'compiled').mkdir()
-  groups = comparison.grouped(compare.read(paths))
-  assert {group.label: len(group.runs) for group in groups} == {
-    f'{cell}-seed': 3 for cell, *_ in countdown.CELLS
-  }
-  text = page_of(sorted(map(str, runs.iterdir())), tmp_path / 'c.html').text
-  # Differences of 0.05, 0.1 and 0.15: deviation 0.05, t of two degrees of freedom.
-  difference = f'+0.1 ± {4.302653 * 0.05 / math.sqrt(3):.2g} (n=3)'
-  assert difference in cells(text.split('paired by seed')[1], 'eval/accuracy')
-  skipped, *_ = capsys.readouterr().out.splitlines()
-  assert skipped.count('.log') == 12 and f'{runs}/compiled' in skipped
-
-
 def test_runs_are_paired_by_all_their_seeds(tmp_path):
   def seeded(name, warm, right, rule):
     knobs = {'seed': 1, 'sft': {'seed': warm}, 'clip': {'rule': rule}}
@@ -175,14 +147,6 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
   middle, _, half, pairs = found.split()
   assert pairs == '(n=2)' and float(middle) == pytest.approx(0.2)
   assert float(half) == pytest.approx(0, abs=1e-9)
-
-
-def test_a_repeated_seed_is_not_a_sample_of_the_group(tmp_path):
-  paths = [run(tmp_path, name, accuracy(0.5), seed=1) for name in 'ab']
-  groups = comparison.grouped(compare.read(paths))
-  assert [group.label for group in groups] == ['a', 'b']
-  text = page_of(paths, tmp_path / 'c.html').text
-  assert 'What differs</h2><p>No knob.</p>' in text
 
 
 def test_what_cannot_be_compared_is_refused(three, tmp_path):

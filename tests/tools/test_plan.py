@@ -1,7 +1,6 @@
 """A plan lists what fits, what does not, by how much, and which flags would fit."""
 
 import json
-import math
 import pathlib
 import re
 import sys
@@ -101,16 +100,6 @@ def test_the_plan_of_a_small_config(topology, tmp_path, where, slots, knobs):
   (line,) = re.findall(r'^decode .*$', run.stdout, re.M)[:1]
   assert f'GiB too much; --config.sampler.max_num_seqs={slots // 2} fits' in line
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
-
-
-@pytest.mark.nightly
-def test_the_kernels_of_one_gpu_are_planned(topology):
-  topology('h100:1')  # skips without its compiler
-  config = config_lib.parse(aime.tiny().to_dict())
-  lines = []
-  config = config.with_values(model={'compute': 'bfloat16', 'layers': 1})
-  assert plan.run(config, 'h100:1', echo=lines.append)
-  assert lines[0].endswith('attention flash')
 
 
 def job_of(config, mesh, *schedule, platform='tpu'):
@@ -275,18 +264,6 @@ def test_the_compilers_refusal_is_read(config, mesh):
     assert plan.bytes_needed(message, program) == pytest.approx(needed)
 
 
-def test_packing_is_an_assumption_that_is_printed(config, mesh):
-  job = job_of(config, mesh)
-  program = programs.train_step(job)
-  rows, chip = {'train step': plan.Row(program, 0, 0, 0)}, roofline.CHIPS['v5p']
-  text = plan.roofline_table(rows, chip, job, 0.25)
-  # 32 prompts x 16 responses x 2048 columns, twice, of which a quarter are tokens.
-  columns = 2 * 32 * 16 * 2048 / 1e6
-  assert f'{columns:.4g} M' in text and f'{columns / 4:.4g} M' in text
-  padded, packed = re.findall(r'at least (\S+) h', text)
-  assert float(packed) == pytest.approx(float(padded) / 4, rel=0.01)
-
-
 @pytest.mark.parametrize(
   ('platform', 'block'), [('tpu', 1024), ('gpu', 64), ('cpu', 0)]
 )
@@ -353,13 +330,6 @@ def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
   spec = programs.device_spec(config, 'tpu')
   return search.search(config, spec, CHIP, jax.devices(), memory)
-
-
-def test_every_layout_is_tried_once():
-  found = [tuple(shape.values()) for shape in search.shapes(64)]
-  # 2^6 in three factors: 8 choose 2 ways.
-  assert len(found) == len(set(found)) == 28
-  assert {math.prod(shape) for shape in found} == {64}
 
 
 def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
@@ -456,13 +426,3 @@ def test_the_fastest_come_first_and_the_flags_run(config):
   assert f'not 1x1x8: {refused["1x1x8"]}' in lines
   given = config_lib.overrides(found[0].flags.split())
   assert given['mesh.tensor'] == found[0].shape['tensor']
-
-
-def test_a_search_compiles_nothing(monkeypatch, config):
-  monkeypatch.setattr(plan.devices_lib, 'attach', None)
-  monkeypatch.setattr(plan, 'compiled', None)
-  said = []
-  assert plan.run_search(config, 'v5p:2x2x2', said.append)
-  assert said[0].endswith('on v5p:2x2x2: 8 devices of 95.74 GiB')
-  monkeypatch.setattr(plan, 'room', lambda _: 1.0)
-  assert not plan.run_search(config, 'v5p:2x2x2', said.append)

@@ -144,15 +144,6 @@ def test_the_slowest_of_four_is_the_bound():
   assert cost.seconds(chip._replace(network=0.5), linked=10, crossed=4) == found
 
 
-def test_seven_billion():
-  # 2 FLOPs per weight: 7.6 B less the embedding's 0.5 B are 14 GFLOP per token.
-  heads = dict(heads=28, kv_heads=4, head_width=128)
-  spec = transformer.ModelSpec(
-    vocab=152064, width=3584, layers=28, ffn=18944, **heads, tied=False
-  )
-  assert roofline.forward(spec, 0).all == pytest.approx(14.1e9, rel=0.01)
-
-
 # --------------------------------------- what crosses between hosts is counted by hand
 
 
@@ -278,11 +269,6 @@ def test_a_compiled_program_is_counted():
 )
 def test_groups_of_devices_in_every_spelling(text, count):
   assert hlo.members(f'  %g = f32[4] reduce-scatter(%x), {text}') == count
-
-
-def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
-  line = "  %q = f32[4] reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=3] {'b'}, x"
-  assert hlo.size('f32[4]', 'reduce-scatter', False, line) == 3 * 4 * 4
 
 
 @pytest.mark.parametrize(
