@@ -13,8 +13,7 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import attention
-from bapo_jax.tools.plan import roofline
-from benchmarks.first_contact import kernels, parity, rates, section
+from benchmarks.first_contact import kernels, parity, section
 from benchmarks.first_contact.__main__ import contact
 from benchmarks.first_contact.figures import Context, Figure, Section, Skip, table
 
@@ -38,10 +37,6 @@ def run(sections, seconds=600.0):
 
 def states(document):
   return {x['name']: x['state'] for x in document['sections']}
-
-
-def figures_of(document):
-  return {(x['name'], y['name']): y for x in document['sections'] for y in x['figures']}
 
 
 def beyond(found, spec, params, batch):
@@ -157,25 +152,6 @@ def test_sections_end_alone_and_only_checks_change_the_status():
   for name, wrong in {'bad': bad, 'missing': missing, 'broken': broken}.items():
     decisive = {name: Section(wrong, 0, decides=True), 'good': sections['good']}
     assert run(decisive)['status'] == 1
-
-
-def test_decoding_is_reported_beside_its_bound(one_device, monkeypatch):
-  monkeypatch.setenv('PATH', '')  # rates need no git
-  names = ('rates', 'decode 0.1M', 'decode given model', 'train 1.5B')
-  document = run({name: section.SECTIONS[name] for name in names})
-  assert list(states(document).values()) == ['passed'] * 2 + ['skipped'] * 2
-  assert document['machine']['platform'] == 'cpu'
-  assert 'commit unknown' in table(document)
-  decoded = figures_of(document)['decode 0.1M', '512 slots of 57']
-  assert decoded['of'] == 'roofline of measured rates'
-  assert decoded['value'] > 0 and decoded['reference'] > 0
-
-
-@pytest.mark.parametrize('name', ['v5e:2x4', 'v6e:2x4', 'v5p:2x2x2', 'v4:2x2x1'])
-def test_a_tpu_is_known_by_what_jax_calls_it(name, topology):
-  kind = topology(name)[0].device_kind
-  assert rates.KINDS[kind] == name.partition(':')[0]
-  assert rates.chip_of(kind) is roofline.CHIPS[rates.KINDS[kind]]
 
 
 def test_a_crash_and_a_lack_of_time_are_results(capfd):

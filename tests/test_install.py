@@ -96,12 +96,6 @@ def test_a_copied_config_trains_by_command_and_from_python(installed, tmp_path):
   assert '/work cannot be used' in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_python_m_bapo_jax_is_the_same_program(installed):
-  words = 'check', '--config=nope.py'
-  done = python(installed, '-m', 'bapo_jax', *words, status=2)
-  assert done.stderr == bapo(installed, *words, status=2).stderr != ''
-
-
 # --------- installed versions are in range, and both lanes of CI pin every requirement
 
 

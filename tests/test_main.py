@@ -1,6 +1,5 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
-import importlib.util
 import json
 import pathlib
 import re
@@ -71,17 +70,6 @@ def test_bad_input_is_one_sentence(flags, message, tmp_path):
     flags = [*flags, f'--workdir={tmp_path}']
   assert message in refused(flags)
   assert not list(tmp_path.iterdir()), 'nothing is written before the input is sound'
-
-
-def test_a_folder_without_configs_is_said(monkeypatch, tmp_path):
-  monkeypatch.chdir(tmp_path)
-  assert 'no folder configs/ is here; run in the folder of the' in refused(['check'])
-  (tmp_path / 'configs').mkdir()
-  files = {'a': DICT.format({}), 'b': 'raise SystemExit', 'c': 'helpers = 1'}
-  for name, text in files.items():
-    (tmp_path / 'configs' / f'{name}.py').write_text(text)
-  # Files that raise an error, or that are no configs, are not listed.
-  assert refused(['check']).endswith('give one of configs/a.py')
 
 
 def test_the_variants_listed_are_those_a_config_has():
@@ -159,22 +147,6 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
   assert str(error.value).startswith(f'--config={tmp_path}/own.py: ')
 
 
-@pytest.mark.parametrize(
-  ('values', 'message'),
-  [
-    ({'stps': 3}, 'stps is not a knob; the nearest in its section are steps'),
-    ({'steps': '3'}, "steps='3': give an integer"),
-    ({'clip': 3}, 'is a section'),
-    ({'clip': {'rule': 'fixed', 'hi': 1.5}}, 'clip.hi is not a knob'),
-  ],
-)
-def test_what_a_config_file_sets_is_checked_like_an_override(values, message, tmp_path):
-  (tmp_path / 'own.py').write_text(DICT.format(values))
-  for given in ([], ['--config.clip.rule=fixed']):
-    with pytest.raises(ValueError, match=re.escape(message)):
-      main.read_config(str(tmp_path / 'own.py'), given)
-
-
 def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   (tmp_path / 'own.py').write_text(DICT.format({'clip': {'rule': 'fixed'}}))
   given = ['--config.clip.high=1.28', '-config.seed=3', '--config.seed=4']
@@ -216,20 +188,6 @@ def test_a_plan_sets_its_environment_before_an_own_file_runs(tmp_path):
   )
   flags = [GOOD, f'--config.loss.rule={tmp_path}/my.py:f', '--mode=plan']
   assert str([*main.PLANNING.values()]) in refused(flags)
-
-
-@pytest.mark.usefixtures('environment')
-@pytest.mark.parametrize(
-  ('topology', 'missing'), [('v5p:2x2x4', 'libtpu'), ('h100:8', "JAX's CUDA plugin")]
-)
-def test_a_plan_without_a_compiler_says_what_to_install(monkeypatch, topology, missing):
-  find_spec = importlib.util.find_spec
-  needed = ('libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin')
-  without = lambda name: None if name in needed else find_spec(name)  # noqa: E731
-  monkeypatch.setattr(importlib.util, 'find_spec', without)
-  said = refused([GOOD, '--mode=plan', f'--topology={topology}'])
-  assert f'--topology={topology} needs {missing}' in said
-  assert 'pip install -r requirements/plan.txt' in said
 
 
 # --------- a fine-tuning with something wrong in it is refused, and nothing is written

@@ -14,9 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bapo_jax import own_code, sharding
+from bapo_jax import own_code
 from bapo_jax.main import read_config
-from bapo_jax.tools.plan import devices, plan, programs
 from benchmarks.first_contact import section
 from benchmarks.on_gpu import models, ours, traces
 
@@ -50,22 +49,6 @@ def test_the_knobs_of_a_step_exist_and_the_reward_loads(tmp_path):
   assert config.minibatch_rows * config.updates_per_step == ours.CHOSEN.rows
   assert config.row_length == ours.CHOSEN.length
   assert own_code.load(config.rewards.rule)
-
-
-def test_the_planned_schedules_are_those_of_auto(tmp_path):
-  planned = json.loads((HERE / 'planned.json').read_text())
-  for chip_name in ('h100', 'h200'):
-    chip, found = devices.count(f'{chip_name}:1')
-    mesh = sharding.make(1, 1, 1, found)
-    for name, plan_of_model in planned[chip.gpu.name].items():
-      model_type, sizes = models.SHAPES[name]
-      model = {'model_type': model_type, 'tie_word_embeddings': True} | sizes
-      (tmp_path / name).mkdir(exist_ok=True)
-      (tmp_path / name / 'config.json').write_text(json.dumps(model))
-      config = read_config('configs/aime.py', ours.overrides(str(tmp_path), name))
-      job = plan.planned(config, mesh, chip)
-      assert str(job.schedule) == plan_of_model['schedule']
-      assert plan_of_model['gib'].keys() == programs.programs_of(job.spec).keys()
 
 
 def test_every_requirement_is_on_the_machine_or_packed():

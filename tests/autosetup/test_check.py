@@ -137,26 +137,6 @@ def with_system(problems):
   ]
 
 
-@pytest.mark.parametrize('knobs', [{}, {'tokenizer.template': 'chat:{problem}'}])
-def test_rows_with_a_system_message_need_a_chat_model(
-  knobs, tmp_path, chat_model, one_device
-):
-  rows = with_system(TRAINING), with_system(foreign.problems(8, 40))
-  given = flags(tmp_path, chat_model, *rows, **knobs)
-  r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  assert r.config.tokenizer.template == 'chat:{problem}'
-  # 5 x the longest problem, with neither system message nor chat template.
-  longest = max(len(r.tokenizer.backend(row['problem']).input_ids) for row in TRAINING)
-  assert r.config.sampler.max_new_tokens == max(32, -(-5 * longest // 16) * 16)
-  (text,) = check.prompt_texts(r, build.tabulate(r), 1)
-  problem = TRAINING[0]['problem']
-  chat = f'<|system|>Add the numbers.<|end|><|user|>{problem}<|end|><|assistant|>'
-  assert text == chat
-  base = foreign.model(tmp_path / 'm', 'qwen2', chat=None)
-  with pytest.raises(ValueError, match='chat template'):
-    findings(tmp_path, base, *rows, **knobs)
-
-
 def test_a_held_out_prompt_beyond_the_positions_is_named(
   tmp_path, chat_model, one_device
 ):
@@ -328,10 +308,3 @@ def test_lengths_count_what_pictures_take(config, one_device):
     p.text for p in problems[: config.problems.train]
   ]
   assert known.verified('aime').right == known.verified('aime').tried > 0
-
-
-def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
-  r = resolve.resolve(config)
-  material = build.tabulate(r)
-  shown = check.short(r, material, str(tmp_path))
-  assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown

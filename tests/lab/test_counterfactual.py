@@ -4,8 +4,6 @@ import json
 import math
 import pathlib
 import re
-import shutil
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,6 @@ from bapo_jax.run import step_record
 from bapo_jax.training.config import Config
 from lab import counterfactual, token_pages
 from lab.counterfactual import Applied, Recorded
-from lab.experiments import Experiment
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / 'notebooks'
 RUNS, RUN = NOTEBOOKS / '4_runs', NOTEBOOKS / '5_run'
@@ -289,34 +286,6 @@ def test_tokens_inside_all_bounds_are_counted_from_the_record():
   assert staler['8']['cut_negative'] > grpo['cut_negative']
 
 
-def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
-  for run in ('grpo-seed0', 'widest-seed0'):
-    shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
-  made = Experiment(Config().model_dump(), ARMS, (0,))
-  recorded = ('main', 'grpo', tuple(ARMS))
-  page = types.SimpleNamespace(
-    ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
-  )
-  counterfactual.store_summaries(page, str(tmp_path), str(tmp_path / 'runs'))
-  stored = counterfactual.read_summaries(str(tmp_path))
-  assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
-  runs = [
-    {
-      'tokens': 10,
-      'inside': inside,
-      'arms': {'grpo': dict.fromkeys(counterfactual.COLUMNS, number)},
-      'searches': {'start': 1, 'between': 2, 'ends': 4},
-      'staler': {'2': dict.fromkeys([*counterfactual.COLUMNS, 'inside'], 0.5)},
-    }
-    for inside, number in ((0.8, 0.25), (0.9, 0.35))
-  ]
-  text = counterfactual.recorded_table(runs)
-  assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
-  assert 'Of their 14 recorded updates 2 have the bounds of the start, 8 those' in text
-  assert '| grpo | 0.300 ± 0.050 |' in text and '| 2 | 0.500 ± 0.000 |' in text
-  assert counterfactual.read_summaries(str(tmp_path / 'elsewhere')) == []
-
-
 # --------------------------------- hTML of tokens by hand, and the slider in a browser
 
 
@@ -358,24 +327,3 @@ def test_tokens_have_the_colour_of_their_weight_under_each_rule(tmp_path):
   assert b[0].endswith('cut') and '1 cut' in second
   _, newline = spans(third)[1:]
   assert newline[1:] == (f'background:{ORANGE}0.34)', '↵')
-
-
-FRAMES = {'0': '<i>zero</i>', 'a "b"': '<i>one</i>', '2': '<i>two</i>'}
-
-
-def test_the_slider_shows_the_frame_of_its_position(browser, tmp_path):
-  page = tmp_path / 'page.html'
-  two = token_pages.slider('x', FRAMES) + token_pages.slider('y', FRAMES, first=2)
-  page.write_text(f'<!doctype html><title>t</title>{two}')
-  move = """(value) => {
-    const input = document.querySelector('input');
-    input.value = value;
-    input.dispatchEvent(new Event('input'));
-    return document.body.innerText;
-  }"""
-  with browser.open(page) as tab:
-    for value, word in (('1', 'one'), ('0', 'zero')):
-      text = tab.evaluate(f'({move})({value})')
-      assert [x for x in ('zero', 'one', 'two') if x in text.split('y: 2')[0]] == [word]
-      assert text.split('y: 2')[1].split() == ['two']  # the other slider stays
-    assert tab.requests == tab.errors == []

@@ -35,13 +35,6 @@ def test_every_arm_runs_at_every_level_with_every_seed():
   assert runs['grpo-k4-seed1'].config.clip.low == 0.8, 'arms are independent'
 
 
-def test_bad_knobs_and_equal_arms_are_refused_by_the_name_of_the_run():
-  with pytest.raises(ValueError, match=r"bad-k4-seed0: clip\.rule='fixd'"):
-    experiments.runs(experiment({'bad': {'clip.rule': 'fixd'}}))
-  with pytest.raises(ValueError, match='a-k4-seed0 and b-k4-seed0'):
-    experiments.runs(experiment({'a': ARMS['grpo'], 'b': ARMS['grpo']}))
-
-
 def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
   # Results of experiments beside this one count too: a folder without neighbours.
   runs, code = experiments.runs(experiment()), {'code': 'a'}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bapo_jax import own_code
-from bapo_jax.algorithms import bound_search, clip, loss
+from bapo_jax.algorithms import bound_search, loss
 from bapo_jax.training import refusals
 from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
@@ -219,25 +219,6 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
       close(found, expected(case['knobs'], case['points']), case)
 
 
-def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
-  # In float32, as a run computes them.
-  targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
-  cases = [
-    {'knobs': {'clip.balanced.target': target}, 'points': []} for target in targets
-  ]
-  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
-  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  weigh = loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
-  steps = set()
-  for target, found in zip(targets, computed(drawn, cases), strict=True):
-    wanted = clip.Balanced(target=target)(loss.ratio(logp_BT, batch), batch, weigh)
-    assert found['low'] == float(wanted.low) and found['high'] == float(wanted.high)
-    assert found['index'] == int(wanted.search_steps)
-    assert found['met'] == bool(wanted.target_met)
-    steps.add(found['index'])
-  assert len(steps) >= 7  # the targets lie on both legs of the path
-
-
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
@@ -260,27 +241,6 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
     names = ('low', 'high', 'index', 'met', 'after')
     close(values, {name: wanted[name] for name in names}, case)
   assert len({values['index'] for values in found}) >= 5
-
-
-def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
-  sentences = explorer.refusals()
-  assert 'cispo|balanced|token|gradient|one' in sentences
-  names = ['loss.rule', 'clip.rule', 'loss.aggregate']
-  names += ['clip.balanced.contribution', 'clip.balanced.weight']
-  shown = "[byId('refusal').textContent, byId('refusal').hidden]"
-  for key in list(sentences)[:: len(sentences) // 12]:
-    values = dict(zip(names, key.split('|'), strict=True))
-    assert sentences[key] == refused(values)
-    drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(values)} }}), 0)')
-    assert drawn.evaluate(shown) == [sentences[key], False]
-  # A range and a step that do not fit are refused like in a run.
-  narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
-  with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
-    rules_of(narrow)
-  drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
-  assert drawn.evaluate(shown) == [f'clip.{error.value}', False]
-  drawn.evaluate('(set({ ...DEFAULTS }), 0)')
-  assert drawn.evaluate(shown)[1]
 
 
 def test_sliders_hover_and_address(browser):
@@ -499,19 +459,6 @@ def test_a_rule_of_ours_can_be_shown_as_its_table():
     'loss.own.positive',
     'loss.own.negative',
   ]
-
-
-def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
-  out = tmp_path / 'new' / 'my.html'
-  recorded = explorer.ROOT / 'notebooks' / '5_run' / 'groups' / '20.jsonl'
-  command = ['explorer', f'--batch={recorded}', f'--out={out}']
-  monkeypatch.setattr('sys.argv', command)
-  explorer.main()
-  assert '20.jsonl' in out.read_text() and str(out) in capsys.readouterr().out
-  monkeypatch.setattr('sys.argv', ['explorer', 'my.py:soft'])
-  with pytest.raises(SystemExit):  # the page of the docs keeps the rules of the docs
-    explorer.main()
-  assert 'give --out' in capsys.readouterr().err
 
 
 def test_a_recorded_step_is_read_as_elsewhere():

@@ -164,24 +164,6 @@ def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   )
 
 
-def test_the_update_of_a_minibatch_is_the_gradient_of_its_network():
-  """Its token weights, differentiated through the network, give the same update."""
-  rules, params, chosen = (
-    [GRPO, RULES['SAPO']],
-    weights()[1],
-    jnp.stack([*directions(2)]),
-  )
-  drawn = microscope.sampled(rules, task(), tables(), slopes(), chosen, 64, 1, seed=3)
-  for found in drawn:
-
-    def weighted(params, found=found):
-      return (found.weight_NT * microscope.table(params, task())).sum()
-
-    update_P, _ = ravel_pytree(jax.grad(weighted)(params))
-    assert found.square_M == pytest.approx(float(update_P @ update_P), rel=1e-4)
-    np.testing.assert_allclose(found.along_MV[0], chosen @ update_P, rtol=1e-3)
-
-
 @pytest.mark.nightly
 def test_moments_agree_with_the_expected_update_and_with_sampling():
   names, minibatches = ['GSPO', 'SAPO'], 8000

@@ -37,9 +37,6 @@ def written(tmp_path, *rows):
   return path
 
 
-TWO = [row('a', 1.0, [1.0])] * 2
-
-
 def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   path = written(
     tmp_path,
@@ -97,21 +94,6 @@ def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, sai
   path = written(tmp_path, row('a', 1.0, [1.0]), row('a', 0.0, [1.0, 1.0]) | changed)
   with pytest.raises(ValueError, match=said):
     counterfactual.read(path)
-
-
-@pytest.mark.parametrize(
-  ('rows', 'said'),
-  [
-    ([], 'has no lines'),
-    ([[1]], 'line 1: not a JSON object'),
-    ([{'group': 1}], 'line 1: reward is missing; write group'),
-    ([*TWO, row('b', 1.0, [1.0])], "group 'b' has 1 responses and group 'a' has 2"),
-    (TWO, 'no recorded response has an advantage'),
-  ],
-)
-def test_a_file_without_comparable_responses_is_refused(tmp_path, rows, said):
-  with pytest.raises(ValueError, match=said):
-    counterfactual.read(written(tmp_path, *rows))
 
 
 def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):

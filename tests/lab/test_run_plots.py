@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import recordings
 
-from lab import counterfactual, plots, rule_maps, run_plots
+from lab import counterfactual, rule_maps, run_plots
 from lab.microscope_page import RULES
 from lab.rule_maps import PROBABILITY, RATIO
 
@@ -55,29 +55,6 @@ def test_tokens_are_those_that_an_update_computed(two):
   np.testing.assert_allclose(ratio_N, [0.6, 1.3, 1.0], rtol=1e-6)
   assert cut_N.tolist() == [1, 0, 2]
   assert [len(x) for x in run_plots.tokens(two[1].groups, 1)] == [0, 0, 0]
-
-
-def points(ax):
-  """Points of the scatters, by their number."""
-  return [len(c.get_offsets()) for c in ax.collections if len(c.get_offsets())]
-
-
-def test_figures_show_all_runs(two):
-  figure = run_plots.overlay(two)
-  assert len(figure.axes) == len(run_plots.PANELS)
-  lines = [line for line in figure.axes[0].lines if len(line.get_ydata())]
-  drawn = {line.get_color(): list(line.get_ydata()) for line in lines}
-  assert drawn == {plots.BLUE: [0.1, 0.3], plots.ORANGE: [0.2]}
-  ratios = run_plots.ratios(two)
-  assert [ax.get_title(loc='left') for ax in ratios.axes] == ['first', 'bare']
-  # Of each sign: tokens kept, clipped and masked; of the run without a record, none.
-  assert [points(ax) for ax in ratios.axes] == [[2, 1, 1, 1, 1], []]
-  levels = {line.get_ydata()[0] for line in ratios.axes[0].lines}
-  assert levels == {0.8, 2.0, 3.0}
-  lengths = run_plots.lengths(two)
-  assert [points(ax) for ax in lengths.axes] == [[1, 3], []]
-  for drawing in (figure, ratios, lengths):
-    drawing.canvas.draw()
 
 
 # ------------------------------------------- the map of a rule has its weights by hand

@@ -1,6 +1,5 @@
 """Whose directory it is, and what an error of writing says."""
 
-import errno
 import fcntl
 import json
 import os
@@ -40,24 +39,6 @@ def test_a_directory_belongs_to_one_config(tmp_path):
   # A tuple is a list once it was written, and no change.
   workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
   workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
-
-
-CONFIGS = {
-  'no JSON': lambda path: path.write_text('{"seed": '),
-  'a list': lambda path: path.write_text('[1]'),
-  'absent': lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize('name', CONFIGS)
-def test_a_config_that_is_damaged_is_one_sentence(name, tmp_path):
-  workdir.open_workdir(str(tmp_path), values())
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
-  CONFIGS[name](tmp_path / 'config.json')
-  before = sorted(os.listdir(tmp_path))
-  with pytest.raises(ValueError, match=r'config\.json.*another --workdir'):
-    workdir.open_workdir(str(tmp_path), values())
-  assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_a_refused_start_leaves_nothing(tmp_path):
@@ -107,32 +88,6 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
   with workdir.locked(str(tmp_path)):
     pass
   assert 'cannot be locked (Function not implemented)' in capsys.readouterr().out
-
-
-def refused(home, number, filename):
-  """The sentence that an OSError within becomes."""
-  with pytest.raises(ValueError) as caught, workdir.writable(home):
-    raise OSError(number, os.strerror(number), filename)
-  return str(caught.value)
-
-
-def test_a_refused_write_names_the_file_and_the_last_whole_checkpoint(tmp_path):
-  home = str(tmp_path)
-  inside = os.path.join(home, 'metrics.jsonl')
-  found = refused(home, errno.EIO, inside)
-  assert f'{inside} cannot be written (Input/output error)' in found
-  assert 'no checkpoint was saved completely' in found
-  for name in ('12', '9', '15.orbax-checkpoint-tmp'):
-    (tmp_path / 'checkpoints' / name).mkdir(parents=True)
-  # No space is about writing, wherever it was.
-  found = refused(home, errno.ENOSPC, None)
-  assert f'{home} cannot be written (No space left on device)' in found
-  assert 'the checkpoint of step 12 was saved completely' in found
-  found = refused(home, errno.ENOTDIR, os.path.join(home, 'eval', '0.json'))
-  assert 'remove whatever blocks this path' in found
-  # An error of reading elsewhere is not the workdir's.
-  with pytest.raises(FileNotFoundError), workdir.writable(home):
-    raise FileNotFoundError(errno.ENOENT, 'No such file', '/nowhere/model')
 
 
 # --------------------------------- a file is whole or as it was, and an error names it

@@ -63,18 +63,6 @@ def test_an_update_by_hand():
     assert cost.flops == (3 * once.all + recomputed) * tokens
 
 
-def test_devices_share_the_products_but_rows_alone_do_not_share_weights():
-  spread = {'data': 2, 'fsdp': 2, 'tensor': 2}
-  for make in (
-    lambda shape: roofline.train(SPEC, Schedule(), shape, 8, 8, 1),
-    lambda shape: roofline.score(SPEC, shape, 8, 8),
-    lambda shape: roofline.score(SPEC, shape, 8, 8, logits=False),
-  ):
-    assert make(spread).flops == make(ALONE).flops / 8
-  rows = roofline.decode(SPEC, {**ALONE, 'data': 8}, 8, 8, 0.0)
-  assert rows.bytes == roofline.decode(SPEC, ALONE, 8, 8, 0.0).bytes
-
-
 def test_decoding_reads_the_weights_and_the_cache_once():
   spec = dataclasses.replace(SPEC, compute='bfloat16')
   cost = roofline.decode(spec, {**ALONE, 'tensor': 2}, 4, 8, cache=1000.0)
