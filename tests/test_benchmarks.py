@@ -47,19 +47,6 @@ def test_rewards_of_the_peer_are_our_verdicts():
   assert trl_step.reward(texts, ['53'] * 3, ['gsm8k', 'gsm8k', 'aime']) == [1, 0, 1]
 
 
-@pytest.mark.parametrize('case', learner.CASES)
-def test_rows_are_as_long_as_the_case_says(case):
-  batch = learner.example(32, 256, case)
-  mask_BT = np.asarray(batch.loss_mask_BT)
-  length_B = mask_BT.shape[1] - mask_BT[:, ::-1].argmax(1)
-  assert mask_BT.any(1).all() and length_B.max() == 256
-  assert 256 / length_B.mean() == pytest.approx(learner.factor(case), rel=0.02)
-  adv_PG = np.asarray(batch.adv_B).reshape(-1, learner.GROUP)
-  assert (adv_PG.sum(1) == 0).all()
-  taught = (adv_PG != 0).any(1).mean()
-  assert taught == (0.25 if case.endswith('-quarter') else 1)
-
-
 def test_useful_flops_by_hand():
   batch = learner.example(32, 256, '1:2-quarter')
   seen = rates.teaching(batch)

@@ -1,7 +1,6 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
 import json
-import pathlib
 import re
 import sys
 
@@ -15,7 +14,6 @@ from refusals import refused
 from bapo_jax import main
 from bapo_jax.training.config import load, overrides
 
-ROOT = pathlib.Path(__file__).parents[1]
 TINY = 'configs/aime.py'
 GOOD = '--config=' + TINY
 COUNTDOWN = [f'--config.problems.{x}=countdown' for x in ('source', 'test_source')]

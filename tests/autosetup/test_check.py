@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import re
 import shutil
-import time
 
 import foreign
 import making
@@ -180,10 +179,8 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
 @pytest.mark.parametrize(
   ('right', 'changes', 'expected'),
   [
-    ([1, 0, 8], {}, {}),
     ([1, 0, 0, 0, 0, 0, 0, 0], {}, {'little to learn': 'warning'}),
     ([1, 2, 0, 0, 0, 0, 0, 0], {}, {}),
-    ([0, 0, 0], {}, {'nothing to learn': 'mistake'}),
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
@@ -224,30 +221,6 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
   for name in ('id_P', 'tokens_PGT'):
     ours, theirs = (np.asarray(getattr(x, name))[:8] for x in (found.groups, groups))
     np.testing.assert_array_equal(ours, theirs)
-
-
-def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
-  r, material = many_groups
-  small = dataclasses.replace(r, config=check.shrunk(r.config))
-  t, s = built(small, material, tmp_path)
-  clock, called = [0.0], []
-
-  def ticking(function):  # a first call takes 1000 s, the others 1 s
-    def call(*args):
-      clock[0] += 1 if function in called else 1000
-      called.append(function)
-      return function(*args)
-
-    return call
-
-  for where, name in ((t.sampler, 'submit'), (trainer, 'update')):
-    monkeypatch.setattr(where, name, ticking(getattr(where, name)))
-  monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
-  seconds, rollout = check.sample(t, s)
-  text = check.measured(r, t, s, rollout, seconds)
-  # 12 groups a step, of which 8 were sampled.
-  assert 'about 4.5 s: sampling 1.5, 3 updates of 1 (' in text
-  assert re.search(r'machine load [\d.]+ on \d+ cores\n', text)
 
 
 @pytest.mark.nightly

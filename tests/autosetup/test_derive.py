@@ -179,20 +179,11 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
     return found['sampler.max_num_seqs'], found['learner.grad_accum_steps']
 
   (most, fewest), (less, more) = sizes(600), sizes(48)
-  assert less < most and more > fewest
-  assert most == 64, 'all responses of a step'
-
-  # Where no bounds wait, more micro-batches rather than whole layers computed again.
-  constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
-  constant = asked(**constant, **{'prompts.max_prompt_tokens': 128})
-  config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
-  assert config.model.remat == 'dots'
-
+  assert less < most == 64 and more > fewest, '64 responses a step'
   # Nothing fits, and a reason says so.
   _, derived = derive.derive(asked(), known(spec=BIG, memory=2**32))
-  assert [x.knob for x in derived if 'NOTHING FITS' in x.reason] == [
-    'learner.grad_accum_steps'
-  ]
+  unfit = [x.knob for x in derived if 'NOTHING FITS' in x.reason]
+  assert unfit == ['learner.grad_accum_steps']
 
 
 def test_weights_go_over_all_devices_where_one_has_no_room():

@@ -66,27 +66,18 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
   assert found.pieces[0] == ['a', 'b', 'c']
   assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
-  grpo, wide = (
-    counterfactual.apply(found, counterfactual.config_of(found, GRPO | more))
-    for more in ({}, {'clip.high': 2.0})
-  )
+  grpo = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
   # Advantages of 1, 0, 0: 2 and -1 over the root of 2; three tokens.
   assert grpo.weight_BT[0] == pytest.approx([2**0.5 / 3, 0, 0], abs=1e-4)
-  (freed,) = counterfactual.moved_by(found, wide, grpo)
-  assert (freed.before, freed.text) == ('ab', 'c')
 
 
 @pytest.mark.parametrize(
   ('changed', 'said'),
   [
     ({'reward': float('nan')}, r'line 2: reward is nan; write a finite number'),
-    ({'reward': -1e20}, r'reward is -1e\+20; write .* from -1e\+15 to 1e\+15'),
     ({'logp': [-1.0]}, r'logp has 1 values for 2 tokens; write a list'),
     ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; .* -1e\+15 to 0\)'),
-    ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
-    ({'tokens': [1, 2**31]}, r'tokens\[1\] is 2147483648; write the id .* 32 bits'),
-    ({'pieces': [1, 2]}, r'pieces\[0\] is 1; write the text of the token'),
-    ({'mask': [0, 2]}, r'mask\[1\] is 2; write 1 for tokens in the loss'),
+    ({'group': 'b'}, 'no recorded response has an advantage'),
     ({'masks': [1, 1]}, r'masks is no field; rename or remove it'),
   ],
 )
@@ -109,21 +100,13 @@ def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
   }
   neutral_record.append(path, **given, update=2)
   first, second = map(json.loads, path.read_text().splitlines())
-  assert first == {
-    'group': [5, 6],
-    'reward': 1.0,
-    'tokens': [3, 4],
-    'behavior_logp': [-1.234568, -2.0],
-    'logp': [-1.234568, -2.0],
-    'mask': [1, 1],
-    'update': 2,
-  }
+  both = {'group': [5, 6], 'update': 2}
+  numbers = {name: [-1.234568, -2.0] for name in ('behavior_logp', 'logp')}
+  assert first == both | numbers | {'reward': 1.0, 'tokens': [3, 4], 'mask': [1, 1]}
   assert second['tokens'] == [3, 4, 9]
   size = path.stat().st_size
   with pytest.raises(ValueError, match=r'response 0: behavior_logp\[2\] is nan'):
     neutral_record.append(path, **given | {'mask': None})
-  with pytest.raises(ValueError, match='same number of each'):
-    neutral_record.append(path, **given | {'reward': [1.0]})
   assert path.stat().st_size == size
 
 

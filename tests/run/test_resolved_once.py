@@ -1,4 +1,4 @@
-"""A start reads config.json, finds the model, lays out the mesh and schedules once."""
+"""A start, a check and a plan open each file of rows and of a model in one place."""
 
 import collections
 import os
@@ -13,9 +13,6 @@ from bapo_jax import main
 from bapo_jax.autosetup import check, derive
 from bapo_jax.run import experiment
 from bapo_jax.tools.plan import plan
-
-# --- during a start, a check and a plan, one module opens a file of rows or of a model
-
 
 PACKAGE = pathlib.Path(main.__file__).parent
 OPENED: list[tuple[str, str]] = []  # (path, module of the package that opens it)

@@ -19,7 +19,6 @@ from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
 from configs import aime
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {  # Qwen2.5-1.5B in all but depth
   'model_type': 'qwen2',
   'vocab_size': 151936,
@@ -262,11 +261,6 @@ def test_the_compilers_refusal_is_read(config, mesh):
     'Used 1.50M of 1.00M smem. Exceeded smem capacity by 513.1K.': float('inf'),
   }.items():
     assert plan.bytes_needed(message, program) == pytest.approx(needed)
-
-
-# 8 prompts x 16 / 4 shards: 32 rows per shard, 16 micro-batches are 2 rows each.
-HALF = 'learner.grad_accum_steps=32'
-SLOTS, TWO = 'sampler.max_num_seqs=16', 'sampler.prefill_batch_size=2'
 
 
 # ----- the search tries all meshes, refuses with a reason, and counts as the plan does
