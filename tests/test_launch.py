@@ -201,15 +201,11 @@ def test_the_jobset_has_one_pod_per_host_and_the_rule_of_restarts():
   sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   chips = container['resources']['limits']['google.com/tpu']
   assert job['parallelism'] == job['completions'] == math.prod(map(int, sides)) // chips
-  assert container['resources']['requests'] == container['resources']['limits']
   assert job['backoffLimit'] == 0 and pod['restartPolicy'] == 'Never'
   (rule,) = job['podFailurePolicy']['rules']
-  assert rule['onExitCodes']['containerName'] == container['name']
   final = {0, *rule['onExitCodes']['values']}
   text = (LAUNCH / 'restarts.sh').read_text()
   assert f'case $status in {" | ".join(map(str, sorted(final)))})' in text
-  mounted = {mount['name'] for mount in container['volumeMounts']}
-  assert mounted == {volume['name'] for volume in pod['volumes']}
 
 
 # --- launch/processes.sh and restarts.sh with a program in place of main
@@ -323,14 +319,6 @@ def test_the_first_failure_ends_all_with_its_status(launcher):
   assert [launcher.begun(i) for i in range(3)] == [1, 1, 1]
   for i in range(3):  # and what they had started
     assert not alive(int((launcher.home / f'begun{i}.0').read_text()))
-
-
-def test_all_processes_run_again_where_one_failed(launcher):
-  status, lines = launcher.run(2, '--p1=-9,3', '--restarts=2')
-  assert status == 3, lines
-  assert launcher.begun(0) == launcher.begun(1) == 2
-  said = [line for line in lines if line.startswith('launch: ')]
-  assert said == ['launch: status 137; restart 1 of 2']
 
 
 @pytest.mark.parametrize(

@@ -123,14 +123,8 @@ def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
 
 
 def test_a_refused_run_leaves_no_workdir(tmp_path):
-  """Too few problems, found before the weights are read; NaN, found with them."""
+  """The weights are read in a start, after the workdir was claimed."""
   knobs = {'model.path': runs.source(tmp_path / 'model')}
-  rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(7)]
-  (tmp_path / 'own.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  few = dict.fromkeys(('problems.source', 'problems.test_source'), 'own.jsonl')
-  few = {name: str(tmp_path / file) for name, file in few.items()}
-  with pytest.raises(ValueError, match=r'prompts\.count=8 is too large for only 7'):
-    runs.train(tiny(**knobs, **few), tmp_path / 'runs' / 'few')
   weights = tmp_path / 'model' / 'model.safetensors'
   tensors = load_file(weights)
   tensors['model.norm.weight'][0] = np.nan
@@ -346,22 +340,17 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
   out = capsys.readouterr().out
   assert 'learner.max_consecutive_skips=3' in out and 'Saved.' in out
   assert not (workdir / 'report.html').exists()
-  assert step < config.steps
-
   # Two updates per step: it stops with the step in which the third was skipped.
   skipped = [int(float(run.rows[i]['learner/skipped'])) for i in range(1, step + 1)]
-  assert 3 <= skips <= 4
-  updates = [int(float(run.rows[i]['learner/updates'])) for i in range(1, step + 1)]
-  applied = [2 * i - sum(skipped[:i]) for i in range(1, step + 1)]
-  assert updates == applied and run.scalars['updates'] == applied[-1]
+  assert 3 <= skips <= 4 and step < config.steps
+  assert run.scalars['updates'] == 2 * step - sum(skipped)
   assert skipped[-2:] == [skips - 2, 2] and sum(skipped[:-2]) < 2
   # The saved weights are those before the skips: changed, and finite.
-  for name in ('embed', 'final_norm'):
-    before, last = (
-      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
-    )
-    assert np.isfinite(last).all() and np.abs(last).max() > 1e20
-    np.testing.assert_array_equal(last, before)
+  before, last = (
+    checkpoint.read_params(str(workdir), n)('embed') for n in (step - 1, step)
+  )
+  assert np.isfinite(last).all() and np.abs(last).max() > 1e20
+  np.testing.assert_array_equal(last, before)
 
 
 def test_a_run_whose_first_update_is_not_finite_says_so_at_once(warm, capsys):
@@ -414,10 +403,7 @@ def rows(idle, accuracy):
   [
     ([*range(1, 11)], 0.0, 'steps 1 to 10: .* 10 of 10 steps.* verifier .* template'),
     ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* 14 of 16 .* too easy'),
-    ([*range(1, 11)], 0.5, 'always solved or never'),
-    ([1, 2], 0.0, 'steps 1 to 2: .* 2 of 2 steps. No response is right'),
     ([0, 1, 0, 1, 2, 0], 0.0, r'steps 4 to 5: .* 3 of 6 steps\.$'),
-    ([0, 0], 0.0, '^$'),
   ],
 )
 def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
@@ -487,16 +473,6 @@ def test_an_evaluation_reports_graded_rewards(whole):
   # The weights of the two functions are 1 and 0.5.
   parts = row['eval/reward/score'] + 0.5 * row['eval/reward/brief']
   assert mean == pytest.approx(parts) and row['eval/reward_stderr'] > 0
-
-
-def test_a_changed_file_is_refused(whole, my, tmp_path):
-  workdir, text = copied(whole, tmp_path / 'changed'), my.read_text()
-  my.write_text(f'{text}\n# another\n')
-  try:
-    with pytest.raises(ValueError, match=r'another config \(code: .*my\.py'):
-      runs.train(tiny(**knobs(my), steps=5), workdir)
-  finally:
-    my.write_text(text)
 
 
 def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):

@@ -96,10 +96,7 @@ def test_every_number_is_that_of_its_group_and_of_its_update(tmp_path):
   np.testing.assert_allclose(advantages, expected, atol=1e-3)
   for row in rows:
     for g, r in enumerate(row['responses']):
-      assert (r['correct'], r['reward']) == (
-        bool(record.groups.correct_PG[row['id'], g]),
-        float(record.groups.reward_PG[row['id'], g]),
-      )
+      assert r['correct'] == r['reward'] == record.groups.reward_PG[row['id'], g]
       assert r['response'] == '345' and r['pieces'] == ['3', '4', '5', '<eos>']
       assert r['tokens'] == 4 and not r['truncated'] and r['version'] == [7, 7]
       first = (row['id'] * G + g) * T + 2

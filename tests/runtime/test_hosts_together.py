@@ -15,9 +15,7 @@ from bapo_jax.runtime import hosts
   ('coordinator', 'process', 'count', 'words'),
   [
     ('', 0, None, '--process=0: give'),
-    ('here:1', None, 2, '--coordinator=here:1 --processes=2: give'),
     ('here:1', 2, 2, '--process=2'),
-    ('here', 0, 2, '--coordinator=here'),
     ('here:0', 0, 2, '--coordinator=here:0'),
   ],
 )

@@ -70,14 +70,13 @@ def test_everything_that_loads_it_is_there(run):
   described = transformers.AutoConfig.from_pretrained(to)
   written = json.loads(pathlib.Path(to, 'config.json').read_text())
   assert written['torch_dtype'] == 'bfloat16' and 'dtype' not in written
-  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(to)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(to)
   problem, ours = '3 * 5 = ', tokenizer_lib.characters()
   assert tokenizer(problem)['input_ids'] == ours(problem)['input_ids']
   chat = [{'role': 'user', 'content': problem}]
   prompt = tokenizer.apply_chat_template(chat, tokenize=False)
   generation = transformers.GenerationConfig.from_pretrained(to)
   if config.model.path:
-    assert described.architectures == ['LlamaForCausalLM']
     kept = {k: v for k, v in SOURCE.items() if k != 'dtype'}
     assert written == kept | {'torch_dtype': 'bfloat16'}
     assert (generation.eos_token_id, generation.top_p) == ([1, 4], 0.95)
@@ -85,7 +84,6 @@ def test_everything_that_loads_it_is_there(run):
   else:
     assert described.architectures == ['Qwen2ForCausalLM']
     assert described.eos_token_id == generation.eos_token_id == [1]
-    assert described.pad_token_id == generation.pad_token_id == 0
     assert generation.temperature == config.sampler.temperature
     assert prompt == f'{problem}\n'
   ends = (1, 4) if config.model.path else (1,)
