@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import pathlib
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -125,14 +124,6 @@ def test_constraints_pin_every_requirement_inside_its_range(name):
   assert len(pins) == len(pairs)
   for wanted in requirements('requirements.txt', 'requirements/dev.txt'):
     assert pins[canonicalize_name(wanted.name)] in wanted.specifier, wanted
-
-
-def test_the_second_lane_has_the_newest_jax_that_is_allowed():
-  (jax,) = (r for r in requirements('requirements.txt') if r.name == 'jax')
-  limit = re.search(r'<0\.(\d+)', str(jax.specifier))
-  assert limit
-  newest = f'jax==0.{int(limit[1]) - 1}.'
-  assert newest in (ROOT / 'requirements' / 'constraints-newest.txt').read_text()
 
 
 # ----------------- the type checker finds a wrong keyword at every joint of the wiring

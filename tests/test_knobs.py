@@ -14,21 +14,6 @@ from bapo_jax.training.config import PARTS, Config, parse
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize(
-  ('path', 'sentence'),
-  [
-    ('clip.targt', "rule='balanced' has target, low, high, low_step"),
-    (
-      'batch.weights.reuse',
-      'the nearest in its section are reused, fresh, reevaluated',
-    ),
-    ('clop', 'the nearest in its section are clip, '),
-  ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest_ones(path, sentence):
-  assert refusal(**{path: 0.4}).startswith(f'{path} is not a knob; {sentence}')
-
-
 EVERY = {path: (field, value) for path, field, value in knobs.fields(Config())}
 
 
@@ -89,12 +74,6 @@ def test_ranges_in_words():
     'words': 'a tuple of strings',
     'inner.pair': ('a tuple of 2 numbers that do not fall, each above 0 and below 9'),
   }
-
-
-def test_a_value_is_shown_on_one_line():
-  assert knobs.shown('a\nb') == r"'a\nb'" and knobs.shown(0.1) == '0.1'
-  assert knobs.shown('x' * 99) == "'" + 'x' * 56 + '...'
-  assert knobs.shown(10**5000) == '<int>'
 
 
 # --- every rule is a section ---------------------------------------------------------

@@ -86,7 +86,6 @@ def test_a_mode_knows_only_its_flags(capsys):
     assert done.value.code == 0 and f'bapo {mode} {main.MODES[mode]}'[:40] in text
     assert ('--topology' in text) == (mode == 'plan')
     assert ('--dtype' in text) == (mode == 'export')
-    assert ('--processes' in text) == (mode == 'train')
     assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
 
 

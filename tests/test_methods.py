@@ -56,13 +56,3 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   assert (config.clip.rule, config.loss.cap, config.loss.kl) == ('unclipped', 2.0, 0.5)
   few = config_file("  config = ConfigDict({'seed': 3})")
   assert parse(load(f'{few}:icepop')).mask.rule == 'icepop'
-
-
-def test_a_variant_of_the_file_comes_first(config_file):
-  body = '  config.title = variant'
-  path = config_file(body, "VARIANTS = 'grpo', 'long'", "variant='long'")
-  assert load(f'{path}:grpo')['title'] == 'grpo'
-  assert load(f'{path}:gspo')['title'] == 'long: GSPO'
-  # A file that lists no variants gets every name.
-  path = config_file(body, arguments='variant')
-  assert load(f'{path}:gspo')['title'] == 'gspo'

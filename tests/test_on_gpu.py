@@ -3,10 +3,8 @@
 import importlib
 import importlib.util
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import processes
@@ -50,24 +48,6 @@ def test_time_in_which_any_kernel_ran_by_hand():
   spans = [traces.Span(*x) for x in [('b', 5e6, 7e6), ('a', 0, 2e6), ('a', 1e6, 4e6)]]
   assert traces.busy_ms(spans) == 6  # 0 to 4 and 5 to 7
   assert traces.kernels(spans) == [('a', 5.0, 2), ('b', 2.0, 1)]
-
-
-@pytest.mark.nightly
-def test_packing_stays_below_the_limit(tmp_path):
-  environment = os.environ | {
-    'FOLDER': str(tmp_path / 'wheels'),
-    'PIP': f'{sys.executable} -m pip',
-  }
-  done = subprocess.run(
-    ['bash', str(HERE / 'pack.sh')], env=environment, capture_output=True, text=True
-  )
-  if 'No matching distribution' in done.stderr:
-    pytest.skip('no package index')
-  assert done.returncode == 0, done.stderr
-  assert re.fullmatch(
-    r'24 wheels, \d+ KiB; .* together \d+ of 60 MiB', done.stdout.strip()
-  )
-  assert (tmp_path / 'wheels/kit/on_gpu.sh').exists()
 
 
 @pytest.mark.nightly

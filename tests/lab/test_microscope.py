@@ -11,7 +11,6 @@ from jax.flatten_util import ravel_pytree
 from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
-from lab.microscope_page import RULES as RULES_OF_PAGE
 
 
 @functools.cache
@@ -177,17 +176,3 @@ def test_moments_agree_with_the_expected_update_and_with_sampling():
     error = each.square_M.std(ddof=1) / minibatches**0.5
     assert error < 0.05 * square
     assert abs(each.square_M.mean() - square) < 4 * error
-
-
-@pytest.mark.parametrize('name', [n for n, r in RULES_OF_PAGE.items() if not r[-1]])
-def test_weights_grow_with_the_size_of_the_advantage(name):
-  """Checks an assumption of `moments` for every rule of the page."""
-  rule, found = RULES_OF_PAGE[name], tables()
-  index_B = jnp.arange(0, 4 * 8**4, 97)
-  adv_B = jnp.where(task().right_N[index_B], 1.0, -1.0)
-
-  def weight_of(size):
-    batch = microscope.batch_of(task(), found, index_B, size * adv_B)
-    return microscope.weights_of(rule, found.logp_NT[index_B], batch)
-
-  np.testing.assert_allclose(weight_of(2.5), 2.5 * weight_of(1.0), rtol=1e-5, atol=1e-7)

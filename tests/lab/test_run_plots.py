@@ -8,25 +8,13 @@ from lab import counterfactual, rule_maps, run_plots
 from lab.microscope_page import RULES
 from lab.rule_maps import PROBABILITY, RATIO
 
-DOWN = (0.6, 1.3, 1.0), (1, 0, 2)  # ratios and cuts of a response
-LOGP = np.log([0.5, 0.25, 1.0]).tolist()
-
-
-def response(correct, adv, ratio=(1.1, 0.7, 1.0), cut=(0, 1, 0), **values):
-  logp = dict(pieces=[*'abc'], sampler_logp=LOGP, learner_logp=LOGP)
-  values = logp | dict(ratio=ratio, cut=cut) | values
-  return recordings.response('abc', correct, adv, **values)
-
 
 @pytest.fixture
 def two(tmp_path):
-  up, down = response(True, 1.0), response(False, -0.5, *DOWN)
-  even = response(False, 0.0, None, None, tokens=7)
-  text = response(False, -1.0, None, None, pieces=None, sampler_logp=None, tokens=9)
   rows = [{'rollout/reward': 0.1, 'loss/entropy': np.nan}, {'rollout/reward': 0.3}]
   full = recordings.run(tmp_path / 'full', rows, {'a': {'b': 1, 'c': [2]}}, first=1)
-  first = {'responses': [up, down], 'update': 1, 'high': 2.0}
-  recordings.step(tmp_path / 'full', 2, first, {'responses': [even, text], 'high': 3.0})
+  responses = [recordings.response('abc', True, 1.0)]
+  recordings.step(tmp_path / 'full', 2, *[{'responses': responses}] * 2)
   config = {'a': {'b': 2, 'c': [2]}}
   bare = recordings.run(tmp_path / 'bare', [{'rollout/reward': 0.2}], config, first=1)
   return [run_plots.read_run(full, 'first'), run_plots.read_run(bare)]
@@ -41,15 +29,6 @@ def test_a_run_is_read_without_model_or_config(two, tmp_path):
   assert run_plots.differences([full, naked]) == {'a.b': [1, None], 'a.c': [[2], None]}
   with pytest.raises(ValueError, match='no rows of metrics'):
     run_plots.read_run(tmp_path / 'nowhere')
-
-
-def test_tokens_are_those_that_an_update_computed(two):
-  for sign, ratios, cuts in ((1, [1.1, 0.7, 1.0], [0, 1, 0]), (-1, *DOWN)):
-    mu_N, ratio_N, cut_N = run_plots.tokens(two[0].groups, sign)
-    np.testing.assert_allclose(mu_N, [0.5, 0.25, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(ratio_N, ratios, rtol=1e-6)
-    assert cut_N.tolist() == [*cuts]
-  assert [len(x) for x in run_plots.tokens(two[1].groups, 1)] == [0, 0, 0]
 
 
 # ------------------------------------------- the map of a rule has its weights by hand

@@ -132,22 +132,6 @@ def write_results(folder, arms, accuracies):
   return f'{file}:main'
 
 
-def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
-  tmp_path, capsys
-):
-  # Mean .5 and .65; differences .1 and .2: mean .15, standard error .05. The t
-  # distribution with one degree of freedom has 95 % within 12.706 standard errors.
-  accuracies = {'a': (0.4, 0.6), 'b': (0.5, 0.8)}
-  description = write_results(tmp_path, 'ab', accuracies)
-  assert sweep.main([description, f'--results={tmp_path}/results', '--table']) == 0
-  text = capsys.readouterr().out
-  # Of two problems failed before, one is solved.
-  assert '| a | 2 | 0.250 | 0.500 ± 0.100 | 0.500 | 0.500 |' in text
-  assert '| b | 2 | 0.250 | 0.650 ± 0.150 | 0.500 | 0.500 |' in text
-  assert '| a | 2 | 3.000 | 2.000 | 3.000 | 9.000 |' in text
-  assert '| b minus a | +0.150 | -0.485 to +0.785 | 2 of 2 |' in text
-
-
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
   description = write_results(tmp_path, 'ab', accuracies)

@@ -1,15 +1,12 @@
 """The comparison of runs: groups by seed, intervals by hand, one colour per group."""
 
-import json
 import math
 import re
 
-import numpy as np
 import pytest
 import recordings
 from pages import Page, cells
 from refusals import refused
-from scipy import stats
 
 from bapo_jax import main
 from bapo_jax.run import comparison
@@ -57,16 +54,6 @@ def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
     assert f'<code>{name}</code>' not in page.text
 
 
-def test_the_interval_is_that_of_students_t():
-  values = np.random.default_rng(0).normal(size=7)
-  middle, half = comparison.interval(values.tolist())
-  low, high = stats.t.interval(0.95, 6, values.mean(), stats.sem(values))
-  np.testing.assert_allclose([middle - half, middle + half], [low, high], rtol=1e-9)
-  assert comparison.interval([3.0])[0] == 3 and math.isnan(
-    comparison.interval([3.0])[1]
-  )
-
-
 def test_differences_are_paired_by_seed(tmp_path, capsys):
   # Seeds 1 to 3 of both; seed 4 only of one, and seed 3 without reward.
   base = {1: (0.2, 1.0), 2: (0.4, 2.0), 3: (0.9, None), 4: (0.0, 9.0)}
@@ -84,30 +71,6 @@ def test_differences_are_paired_by_seed(tmp_path, capsys):
   assert cells(text, 'eval/accuracy') == [accuracy]
   assert cells(text, 'rollout/reward') == ['+0.5 ± 0 (n=2)']
   assert f'  balanced  eval/accuracy      {accuracy}\n' in capsys.readouterr().out
-
-
-def test_single_runs_are_compared_problem_by_problem(tmp_path):
-  # Accuracies by problem: 1, 1/2, 0 and 1/2, 1/2, 1; the fourth has another text.
-  verdicts = {'a': ('11', '10', '00', '1'), 'b': ('01', '01', '11', '0')}
-  paths = []
-  for name, right in verdicts.items():
-    rule = {'clip': {'rule': 'fixed' if name == 'a' else 'balanced'}}
-    paths.append(run(tmp_path, name, accuracy(0.0, 0.5), **rule))
-    samples = [
-      {'id': i, 'problem': f'{i}', 'correct': letter == '1', 'tokens': i + 3}
-      for i, letters in enumerate(right)
-      for letter in letters
-    ]
-    samples[-1]['problem'] = name
-    (tmp_path / name / 'eval').mkdir()
-    record = {'result': {'accuracy': 0.5}, 'samples': samples}
-    (tmp_path / name / 'eval' / '1.json').write_text(json.dumps(record))
-  text = page_of(paths, tmp_path / 'c.html').text
-  _, text = text.split('Differences from a, paired by held-out problem')
-  # -1/2, 0 and 1: mean 1/6, deviation .7638; t of two degrees of freedom 4.3027.
-  half = 4.302653 * 0.763763 / math.sqrt(3)
-  assert cells(text, 'eval/accuracy') == [f'{1 / 6:+.4g} ± {half:.2g} (n=3)']
-  assert cells(text, 'eval/length') == ['+0 ± 0 (n=3)']
 
 
 def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):

@@ -73,23 +73,18 @@ def test_decoding_reads_the_weights_and_the_cache_once():
   assert cost.bytes == (4608 + 4 * 256 + 2 * 320) / 2 + 1000
 
 
-@pytest.mark.parametrize('kind', ['even', 'geometric'])
-@pytest.mark.parametrize('devices', [1, 2, 4])
-def test_a_quarter_of_the_cache_is_at_most_035_of_the_bytes(devices, kind):
+@pytest.mark.parametrize('devices', [1, 4])
+def test_a_quarter_of_the_cache_is_at_most_035_of_the_bytes(devices):
   # 7B: 4 key heads of 128 in bfloat16, rows of 9216 columns with T / 4 live on average.
   T, S = 9216, 4096
   n = ragged.block_columns(4 // devices, 128, T, 2)
-  rng = np.random.default_rng(0)
-  if kind == 'even':
-    length_S = rng.integers(1, T // 2, S, endpoint=True)
-  else:
-    length_S = np.minimum(rng.geometric(4 / T, S), T)
+  length_S = np.minimum(np.random.default_rng(0).geometric(4 / T, S), T)
   counted = roofline.columns_read(T, n, length_S.mean())
   # Slot by slot: all columns of every block that has a live column.
   live_SN = np.arange(T)[None, ::n] < length_S[:, None]
   read = n * live_SN.sum() / S
   # Half a block, within four standard errors, and how far a block's lengths are from
-  # even: n^2 / (12 x mean) for geometric lengths, where short ones are more frequent.
+  # even: n^2 / (12 x mean), since short ones are more frequent.
   spread = 4 * n / (12 * S) ** 0.5 + n**2 / (12 * T / 4)
   assert abs(counted - read) < spread
   assert counted / T <= 0.35 and read / T <= 0.35
