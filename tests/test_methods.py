@@ -11,16 +11,14 @@ from bapo_jax.training.config import Config, load, merged, parse
 def config_file(tmp_path):
   """Writes a config file whose get_config has this body; returns its path."""
 
-  def write(body, variants='', arguments=''):
+  def write(body):
     path = tmp_path / 'mine.py'
     path.write_text(f"""
 from ml_collections import ConfigDict
 from bapo_jax.training.config import defaults
 
-{variants}
 
-
-def get_config({arguments}):
+def get_config():
   config = defaults()
 {body}
   return config
