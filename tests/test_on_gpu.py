@@ -10,7 +10,7 @@ import sys
 import processes
 import pytest
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.main import read_config
 from benchmarks.first_contact import section
 from benchmarks.on_gpu import models, ours, traces
@@ -41,7 +41,7 @@ def test_the_knobs_of_a_step_exist_and_the_reward_loads(tmp_path):
   config = read_config('configs/aime.py', given)
   assert config.minibatch_rows * config.updates_per_step == ours.CHOSEN.rows
   assert config.row_length == ours.CHOSEN.length
-  assert own_code.load(config.rewards.rule)
+  assert custom_code.load(config.rewards.rule)
 
 
 def test_time_in_which_any_kernel_ran_by_hand():
