@@ -61,12 +61,10 @@ class Program(NamedTuple):
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  cost: Cost  # per step, see `steps`
+  cost: Cost  # of a call, or of a token in every slot
+  traffic: Sequence[Traffic]  # likewise
   resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
-  steps: int = 1  # per call
-  micro_batches: int = 1  # upper limit; the loop ends with the last row
-  traffic: Sequence[Traffic] = ()  # counted by formulas, per step
 
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
@@ -128,9 +126,8 @@ def train_step(job: Job) -> Program:
     (params, opt, batch, base),
     {},
     roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
+    roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
     beside_update(job),
-    micro_batches=n,
-    traffic=roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
   )
 
 
@@ -148,8 +145,14 @@ def score(job: Job) -> Program:
     (lora.attach(base, params), like((B, T), 'int32'), like((B, T), 'bool')),
     {} if seen is None else {'pictures': seen},
     roofline.score(job.language, job.shape, B, T),
+    [roofline.gathers(job.language, job.shape), sums(job, B * T)],
     bytes_per_device((opt, actor(job), buffer(job))),
   )
+
+
+def sums(job: Job, tokens: float) -> Traffic:
+  """Counts the sums over axis tensor in a forward pass of `tokens` tokens."""
+  return roofline.hidden_sums(job.language, tokens / sharding.row_shards(job.mesh))
 
 
 def slots_of(job: Job) -> decode_lib.Slots:
@@ -182,6 +185,7 @@ def prefill(job: Job) -> Program:
     (actor(job), slots, tokens, *numbers, *seen),
     {'spec': spec},
     cost,
+    [sums(job, R * width)],
     bytes_per_device((learner_state(job), buffer(job))),
     bytes_per_device(slots.cache),
   )
@@ -215,17 +219,15 @@ def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
   slots = slots_of(job)
-  shards = sharding.row_shards(job.mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
     decode_lib.run,
     (actor(job), slots, key, sampler.temperature, n, 0),
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
     decode_cost(job)[0],
+    [sums(job, sampler.max_num_seqs)],
     bytes_per_device((learner_state(job), buffer(job))),
     bytes_per_device(slots.cache),
-    n,
-    traffic=[roofline.hidden_sums(job.language, sampler.max_num_seqs / shards)],
   )
 
 
@@ -264,6 +266,7 @@ def tower(job: Job) -> Program:
     ({policy.TOWER: (base or params)[policy.TOWER]}, pixels),
     {'spec': job.spec, 'schedule': job.schedule},
     roofline.tower(job.spec, job.shape, *pixels.pixels_PZE.shape[:2]),
+    [],
     bytes_per_device((rest, opt)) + beside_update(job),
   )
 

@@ -225,16 +225,24 @@ def train_traffic(
   axis data. Each pass sums the hidden states over axis tensor twice per layer.
   """
   data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
-  several, c = n > 1, itemsize(spec.compute)
+  several = n > 1
   weights = transformer.count(spec) / tensor
+  gathered = gathers(spec, shape)
+  size = gathered.bytes
   passes = 2 + several + (schedule.remat == 'full')
   hidden = hidden_sums(spec, passes * rows * length / (data * fsdp))
   return [
-    Traffic('all-gather', 'fsdp', n * (2 + several) * c * weights),
-    Traffic('reduce-scatter', 'fsdp', n * c * weights),
+    gathered._replace(bytes=n * (2 + several) * size),
+    Traffic('reduce-scatter', 'fsdp', n * size),
     Traffic('all-reduce', 'data', n * 4 * weights / fsdp),
     hidden,
   ]
+
+
+def gathers(spec: ModelSpec, shape: MeshShape) -> Traffic:
+  """Counts the gathering of all weights over fsdp, once."""
+  size = itemsize(spec.compute) * transformer.count(spec)
+  return Traffic('all-gather', 'fsdp', size / shape['tensor'])
 
 
 def hidden_sums(spec: ModelSpec, tokens: float) -> Traffic:
@@ -330,18 +338,10 @@ def into_device(
 
 
 def bounds(
-  cost: Cost,
-  chip: Chip,
-  mesh: Mesh,
-  traffic: Sequence[Traffic],
-  linked: float | None = None,
+  cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
 ) -> dict[str, float]:
-  """Returns lower bounds on the seconds per resource, with the traffic of the mesh.
-
-  `linked` is the number of bytes that a device receives; by default that of `traffic`.
-  """
+  """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
   shape = dict(mesh.shape)
-  if linked is None:
-    linked = sum(t.received(shape) for t in traffic)
+  linked = sum(t.received(shape) for t in traffic)
   process_of = [device.process_index for device in mesh.devices.flat]
   return cost.seconds(chip, linked, into_device(traffic, shape, process_of))
