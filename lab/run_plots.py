@@ -8,6 +8,7 @@ tokens and responses. notebooks/4_your_run.ipynb shows the figures.
 import json
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,6 @@ from bapo_jax.run import step_record
 from bapo_jax.run.series import ERRORS, FEW, errors, series, smoothed
 from bapo_jax.runtime import files, metrics
 from bapo_jax.runtime.metrics import Row
-from bapo_jax.tools import viewer
-from bapo_jax.tools.viewer import Recorded
 from bapo_jax.types import CUTS
 from lab.plots import BLUE, GREY, ORANGE, dress, new_figure
 
@@ -47,7 +46,7 @@ class RunFiles(NamedTuple):
 
   label: str
   rows: list[Row]  # of metrics.jsonl
-  groups: list[Recorded]  # of one recorded step; [] if no step is recorded
+  groups: list[Any]  # of one recorded step; [] if no step is recorded
   values: dict[str, Any]  # of config.json, dotted name -> value; {} without the file
 
 
@@ -68,12 +67,15 @@ def read_run(
   if not rows:
     raise ValueError(f'{workdir} has no rows of metrics; give the workdir of a run')
   step = step_record.newest(workdir) if step is None else step
+  groups = [] if step is None else step_record.read(workdir, step)
+  for group in groups:
+    group['responses'] = [SimpleNamespace(**x) for x in group['responses']]
   path = os.path.join(workdir, 'config.json')
   config = files.read_json(path, 'remove the file') if os.path.exists(path) else {}
   return RunFiles(
     label or os.path.basename(os.path.normpath(workdir)),
     rows,
-    viewer.trained(workdir, step),
+    [SimpleNamespace(**group) for group in groups],
     traverse_util.flatten_dict(config, sep='.'),
   )
 
@@ -145,7 +147,7 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def tokens(
-  groups: Sequence[Recorded], sign: int
+  groups: Sequence[Any], sign: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns (probability_N, ratio_N, cut_N) of tokens that were part of an update.
 
