@@ -151,7 +151,7 @@ def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
     experiment.claim(str(tmp_path / 'metrics.jsonl' / 'run'), tiny())
 
 
-def test_a_refused_run_leaves_no_workdir(tmp_path):
+def test_a_run_is_refused_before_it_writes_results(tmp_path):
   """Too few problems, found before the weights are read; NaN, found with them."""
   knobs = {'model.path': runs.source(tmp_path / 'model')}
   rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(7)]
@@ -166,7 +166,8 @@ def test_a_refused_run_leaves_no_workdir(tmp_path):
   save_file(tensors, weights)
   with pytest.raises(ValueError, match='NaN'):
     runs.train(tiny(**knobs), tmp_path / 'runs' / 'nan')
-  assert not (tmp_path / 'runs').exists()
+  for name in ('few', 'nan'):
+    assert not workdir_lib.has_begun(str(tmp_path / 'runs' / name))
 
 
 def test_other_problems_are_refused_on_resume_and_can_be_accepted(
