@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -39,7 +39,7 @@ class Section(pydantic.BaseModel):
 
   # Runs before the validators of a section, which may then rely on every range.
   @pydantic.model_validator(mode='after')
-  def _ranges(self) -> Self:
+  def _ranges(self):
     for name, field in type(self).model_fields.items():
       value, limits = getattr(self, name), _limits(field)
       values = value if isinstance(value, tuple) else (value,)
@@ -108,7 +108,7 @@ def restore(section: type[AnySection], values: Any) -> AnySection:
     pydantic.ValidationError: a value is invalid.
   """
 
-  def tuples(value: Any) -> Any:
+  def tuples(value: Any):
     if isinstance(value, dict):
       return {key: tuples(x) for key, x in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value
@@ -160,7 +160,7 @@ def shorten(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def _range(limits: dict[str, Any], whole: bool) -> str:
+def _range(limits: dict[str, Any], whole):
   """Describes the limits in words; '' without limits."""
   if whole and 'below' not in limits:
     limits = {'most': LARGEST} | limits
@@ -198,12 +198,12 @@ def needed(field: FieldInfo) -> tuple[str, ...]:
   return _limits(field).get('needs', ())
 
 
-def _limits(field: FieldInfo) -> dict[str, Any]:
+def _limits(field: FieldInfo):
   extra = field.json_schema_extra
   return dict(extra) if isinstance(extra, dict) else {}
 
 
-def _inside(value: Any, limits: dict[str, Any]) -> bool:
+def _inside(value: Any, limits: dict[str, Any]):
   """Returns whether a number is in its range; True for everything else."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return True
@@ -218,7 +218,7 @@ def _inside(value: Any, limits: dict[str, Any]) -> bool:
   )
 
 
-def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
+def _sentence(section: type[Section], values: Any, error: Any, name):
   """Turns pydantic's first error into one sentence."""
   path, field = [name] if name else [], None
   for key in map(str, error['loc']):  # down to a knob, not to an element of its tuple

@@ -58,7 +58,7 @@ def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
   return [*found, *_room(r, known.memory, free)]
 
 
-def _template(config: Config, known: Facts) -> Iterator[Finding]:
+def _template(config: Config, known: Facts):
   """Finds an unused chat template, special tokens, and a missing end token."""
   template = config.tokenizer.template
   chat = template.startswith('chat:')
@@ -94,7 +94,7 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
+def _verifier(config: Config, known: Facts):
   """Finds right answers that fail their verifier, or suit another verifier better."""
   given, check = config.rewards.rule, known.verified(config.rewards.rule)
   if check.right < check.tried:
@@ -115,7 +115,7 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _box(config: Config, known: Facts) -> Iterator[Finding]:
+def _box(config: Config, known: Facts):
   """Finds a verifier that expects a boxed answer although no prompt asks for one."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
   texts = (text for row in known.training for text in (row.problem, row.system))
@@ -129,7 +129,7 @@ def _box(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
+def _learning_rate(config: Config, known: Facts):
   """Finds a learning rate at least ten times larger or smaller than the usual one."""
   usual, reason = derive_sizes.learning_rate(config, known)
   times = config.optimizer.lr / usual
@@ -142,7 +142,7 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
+def _lengths(config: Config, known: Facts):
   """Finds a limit on prompt length that drops many of the training prompts."""
   training, _ = known.lengths(config.tokenizer.template)
   limit = config.prompts.max_prompt_tokens
@@ -156,7 +156,7 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
+def _overlap(config: Config, known: Facts):
   """Finds held-out problems that are training problems too."""
   both, message = prompts.overlap(config.problems, known.training, known.held_out)
   if both and config.problems.overlap != 'drop':
@@ -167,7 +167,7 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
+def _room(r: Resolved, memory, free):
   """Finds an update too large for a device, and checkpoints too large for the disk."""
   needed, each = r.budget.update, sum(r.budget.checkpoint.values())
   if needed > memory:

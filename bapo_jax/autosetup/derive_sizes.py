@@ -201,11 +201,11 @@ def mesh_of(config: Config, facts: Facts) -> Mesh:
 
 
 @functools.lru_cache(maxsize=4)
-def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]) -> Mesh:
+def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]):
   return sharding.make(**knobs.model_dump(), devices=devices)
 
 
-def _shards(config: Config, facts: Facts) -> int:
+def _shards(config: Config, facts: Facts):
   return sharding.row_shards(mesh_of(config, facts))
 
 

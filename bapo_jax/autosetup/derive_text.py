@@ -71,7 +71,7 @@ def by_answers(answers: Sequence[str]) -> tuple[str, str]:
   return 'exact', f'{n} answers are words'
 
 
-def _countdown(answer: str) -> bool:
+def _countdown(answer):
   try:
     found = json.loads(answer)
   except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   if found >= facts.spec.positions:
     long = facts.held_out[held_out.index(found)]
 
-    def check(row: Row) -> None:
+    def check(row: Row):
       if row == long:
         raise ValueError(
           f'the prompt has {found} tokens, but the model has {facts.spec.positions} '

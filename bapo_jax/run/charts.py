@@ -8,7 +8,7 @@ A chart scales with its column and takes its colours from the page.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
@@ -90,9 +90,7 @@ def chart(
   return element('figure', caption, element('output', unit), drawing)
 
 
-def _legend(
-  curves: Sequence[Curve], level: tuple[float, str] | None
-) -> Iterator[Element]:
+def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
   for curve in curves:
     if curve.label:
       kind = f'key c{curve.colour}{" dashed" if curve.dashed else ""}'
@@ -101,9 +99,7 @@ def _legend(
     yield element('span', element('i', class_='key level'), level[1])
 
 
-def _vertical(
-  curves: Sequence[Curve], level: tuple[float, str] | None, log: bool
-) -> Axis:
+def _vertical(curves: Sequence[Curve], level: tuple[float, str] | None, log):
   """Returns the axis that all values, error bars and the level fit into."""
   values = [np.array([] if level is None else [level[0]])]
   for curve in curves:
@@ -118,7 +114,7 @@ def _vertical(
   return Axis(low / margin, high * margin, BOTTOM, TOP, log=True)
 
 
-def _spread(low: float, high: float) -> tuple[float, float]:
+def _spread(low, high):
   """Adds a margin to a range, which may be empty."""
   margin = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
   return low - margin, high + margin
@@ -131,7 +127,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
   return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _log_ticks(low, high):
   """Returns powers of ten; their multiples by 2 and 5, too, if they are few."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
   digits = (1, 2, 5) if len(powers) < 4 else (1,)
@@ -140,13 +136,13 @@ def _log_ticks(low: float, high: float) -> list[float]:
   return marks[:: len(marks) // 7 + 1]
 
 
-def _across(y: Axis, value: float, kind: str) -> Element:
+def _across(y: Axis, value, kind):
   """Draws a horizontal line at a value."""
   at = f'{y(value):.1f}'
   return element('line', class_=kind, x1=LEFT, x2=RIGHT, y1=at, y2=at)
 
 
-def _grid(x: Axis, y: Axis) -> Iterator[Element]:
+def _grid(x: Axis, y: Axis):
   """Yields the lines and the numbers of both axes."""
   for value in _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
     yield _across(y, value, 'grid')
@@ -170,7 +166,7 @@ def thinned(points: Points) -> Points:
   return step_N[keep], value_N[keep]
 
 
-def _lines(curve: Curve, x: Axis, y: Axis) -> Element:
+def _lines(curve: Curve, x: Axis, y: Axis):
   """Draws the pale lines, the error bars, the bold line and its dots."""
   parts = [element('path', class_='pale', d=_path(p, x, y)) for p in curve.pale]
   step_N, value_N = curve.bold
@@ -188,13 +184,13 @@ def _lines(curve: Curve, x: Axis, y: Axis) -> Element:
   return element('g', *parts, class_=f'curve c{curve.colour}{dashed}')
 
 
-def _path(points: Points, x: Axis, y: Axis) -> str:
+def _path(points: Points, x: Axis, y: Axis):
   step_N, value_N = thinned(points)
   pairs = zip(x(step_N), y(value_N), strict=True)
   return 'M' + 'L'.join(f'{a:.1f},{b:.1f}' for a, b in pairs) if len(step_N) else ''
 
 
-def _strips(curves: Sequence[Curve], x: Axis) -> Iterator[Element]:
+def _strips(curves: Sequence[Curve], x: Axis):
   """Yields invisible strips, side by side, that name the exact values of a step."""
   texts: dict[float, list[str]] = {}  # step -> values
   for curve in curves:

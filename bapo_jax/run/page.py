@@ -13,9 +13,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element
 
 from bapo_jax import knobs
 from bapo_jax.run import charts, comparison, look, report, run_files, samples
@@ -107,7 +106,7 @@ def page(runs: Sequence[RunFiles]) -> str:
   return look.document('Runs compared', _comparison(comparison.grouped(runs)))
 
 
-def _report(run: RunFiles) -> Iterator[Element]:
+def _report(run: RunFiles):
   values, rows = run.values, run.rows
   yield element('h1', values.get('title', 'A run'))
   state = f'step {run.last} of {values.get("steps")}'
@@ -134,7 +133,7 @@ def _report(run: RunFiles) -> Iterator[Element]:
   yield from _settings(run)
 
 
-def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
+def _comparison(groups: Sequence[Group]):
   runs = [run for group in groups for run in group.runs]
   names = [group.label for group in groups]
   yield element('h1', f'{len(runs)} runs of {len(groups)} configs')
@@ -178,12 +177,12 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
   yield _runs(groups)
 
 
-def _metrics(cells: dict[str, list[str]], names: Sequence[str]) -> Element:
+def _metrics(cells: dict[str, list[str]], names: Sequence[str]):
   rows = [(element('code', name), *row) for name, row in cells.items()]
   return html.table(rows, ('metric', *names), 'l' + 'r' * len(names))
 
 
-def _runs(groups: Sequence[Group]) -> Element:
+def _runs(groups: Sequence[Group]):
   """Returns a table of the runs: where they are, seed, progress, accuracy."""
   rows = []
   for i, group in enumerate(groups):
@@ -203,10 +202,10 @@ def _runs(groups: Sequence[Group]) -> Element:
   return html.table(rows, ('workdir', 'title', 'seed', 'steps', 'accuracy'), 'llrrr')
 
 
-def _tiles(run: RunFiles) -> Iterator[Element]:
+def _tiles(run: RunFiles):
   """Yields the main numbers."""
 
-  def tile(number: str, text: str) -> Element:
+  def tile(number, text):
     return element('div', element('b', number), element('small', text), class_='tile')
 
   for when, evaluation in (('before', run.before), ('after', run.after)):
@@ -226,7 +225,7 @@ def _tiles(run: RunFiles) -> Iterator[Element]:
     yield tile(f'{responses[-1]:,.0f}', 'responses sampled for training')
 
 
-def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
+def _curves(groups: Sequence[Group], target: float | None):
   """Yields a sentence on the smoothing, and a chart of each panel."""
   runs = [run for group in groups for run in group.runs]
   steps = {row['step'] for run in runs for row in run.rows} or {0}
@@ -252,10 +251,10 @@ def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
 def _chart(
   panel: Panel,
   groups: Sequence[Group],
-  width: int,
+  width,
   limits: tuple[float, float],
   target: float | None,
-) -> Element:
+):
   """Draws a metric per colour for one run, a group per colour for several.
 
   Bold lines are means over the runs of a group, smoothed over `width` steps; pale lines
@@ -297,7 +296,7 @@ def _chart(
   return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
 
 
-def _overlap(rows: Sequence[Row]) -> Iterator[Element]:
+def _overlap(rows: Sequence[Row]):
   """Yields bars: when the last steps were sampled and trained, with mesh.rollout.
 
   A step trains from the end of the step before, without its waiting, to its own end.
@@ -336,7 +335,7 @@ def _overlap(rows: Sequence[Row]) -> Iterator[Element]:
   yield element('svg', *bars, **size, fill='currentColor')
 
 
-def _times(run: RunFiles) -> Iterator[Element]:
+def _times(run: RunFiles):
   """Yields a table of the time by phase: of a finished run, else of its steps."""
   spent, total = run.facts.get('phases', {}), run.facts.get('wall_s', 0.0)
   if not spent:
@@ -356,7 +355,7 @@ def _times(run: RunFiles) -> Iterator[Element]:
   yield html.table(cells, ('phase', 'seconds', 'percent'), 'lrr')
 
 
-def _progress(rows: Sequence[Row]) -> Iterator[Element]:
+def _progress(rows: Sequence[Row]):
   """Yields a table that compares the first steps with the last."""
   cells = []
   for name in MAIN.split():
@@ -369,7 +368,7 @@ def _progress(rows: Sequence[Row]) -> Iterator[Element]:
     yield html.table(cells, header, 'lrrl', 'meanings')
 
 
-def _settings(run: RunFiles) -> Iterator[Element]:
+def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
   hidden = {'title', *config_lib.by_program(run.values)}
   columns = {'value': run.knobs, 'default': run_files.flat(Config().model_dump())}
@@ -383,7 +382,7 @@ def _knobs(
   columns: Mapping[str, Mapping[str, Any]],
   hidden: Callable[[str], bool],
   derived: Sequence[str] = (),
-) -> Element:
+):
   """Returns a table of the knobs that differ between columns."""
   meanings = {name: text for name, _, _, text in knobs.describe(Config())}
   rows = []

@@ -43,7 +43,7 @@ PICTURES = 600_000  # bytes of all pictures on the page
 def asked(run: RunFiles) -> Iterator[Element]:
   """Yields groups that the newest recorded step trained on, the mixed ones first."""
 
-  def order(group: dict[str, Any]) -> tuple[bool, float]:
+  def order(group: dict[str, Any]):
     verdicts = [r['correct'] for r in group['responses']]
     return not step_record.taught(group), abs(sum(verdicts) / len(verdicts) - 0.5)
 
@@ -65,7 +65,7 @@ def asked(run: RunFiles) -> Iterator[Element]:
     yield folded
 
 
-def _verifier(values: dict[str, Any]) -> str:
+def _verifier(values: dict[str, Any]):
   """Describes the rule that decides which response is right."""
   name = str(values.get('rewards', {}).get('rule', ''))
   rule = verifiers.RULES.get(name)
@@ -73,7 +73,7 @@ def _verifier(values: dict[str, Any]) -> str:
   return f'The verifier is {name}{": " if lines else "."}{lines[0] if lines else ""}'
 
 
-def _text(text: str, views: str) -> str:
+def _text(text, views):
   return text if 'a' in views else shortened(text, TEXT)
 
 
@@ -107,7 +107,7 @@ def group(
     yield element('p', text, class_='soft')
 
 
-def _response(r: dict[str, Any], views: str) -> Element:
+def _response(r: dict[str, Any], views):
   """Shows a recorded response; the views mark some of its tokens."""
   kind = 'right' if r['correct'] else 'wrong'
   facts = [
@@ -129,7 +129,7 @@ def _response(r: dict[str, Any], views: str) -> Element:
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
 
-def _marked(r: dict[str, Any], views: str) -> list[html.Content]:
+def _marked(r: dict[str, Any], views):
   """Returns the text of a response, with marks on unlikely and on cut tokens."""
   body: list[html.Content] = []
   size = 0
@@ -146,11 +146,11 @@ def _marked(r: dict[str, Any], views: str) -> list[html.Content]:
   return body
 
 
-def _number(value: float | None, form: str) -> str:
+def _number(value: float | None, form):
   return 'undefined' if value is None else format(value, form)
 
 
-def _pictures(workdir: str, row: dict[str, Any]) -> Iterator[Element]:
+def _pictures(workdir, row: dict[str, Any]):
   """Yields the pictures of a problem, inside the page."""
   for name in row.get('pictures', ()):
     path = pathlib.Path(workdir, name)

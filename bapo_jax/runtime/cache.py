@@ -38,7 +38,7 @@ def home(knob: str) -> str:
   return path
 
 
-def _path(knob: str) -> str:
+def _path(knob):
   """Returns the path that the knob means; '' if the cache is off."""
   user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob

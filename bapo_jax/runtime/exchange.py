@@ -70,7 +70,7 @@ def fetched(dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 @jax.jit
-def _bits(scalars: Mapping[str, jax.Array]) -> jax.Array:
+def _bits(scalars: Mapping[str, jax.Array]):
   words = [
     x.astype('int32') if x.dtype == bool else x for x in jax.tree.leaves(scalars)
   ]
@@ -139,5 +139,5 @@ def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 @jax.jit
-def _take(tree: Any, index: jax.Array) -> Any:
+def _take(tree: Any, index: jax.Array):
   return jax.tree.map(lambda x: x[index], tree)

@@ -116,7 +116,7 @@ def initialise(
   )
 
 
-def _check(coordinator: str, process: int, processes: int) -> None:
+def _check(coordinator, process, processes):
   """Raises ValueError if the flags are inconsistent or the port is taken."""
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -137,7 +137,7 @@ def _check(coordinator: str, process: int, processes: int) -> None:
     ) from None
 
 
-def _join(cluster: tuple[str, int, int] | None, start_s: int) -> bool:
+def _join(cluster: tuple[str, int, int] | None, start_s):
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
   `cluster` is (coordinator, process, processes); with None, JAX detects the cluster.
@@ -175,7 +175,7 @@ def _join(cluster: tuple[str, int, int] | None, start_s: int) -> bool:
   return True
 
 
-def _own_address(cluster: tuple[str, int, int] | None) -> str:
+def _own_address(cluster: tuple[str, int, int] | None):
   """Returns host:port of this process, with a free port, as other processes see it."""
   # An address for documentation stands for the rest of the network.
   target = cluster[0].rpartition(':')[0] if cluster else '192.0.2.1'
@@ -193,14 +193,14 @@ def _own_address(cluster: tuple[str, int, int] | None) -> str:
   raise ValueError(f'{host} can listen at none of 100 ports in {PORTS}; free some')
 
 
-def _explain_abort(sentence: str) -> None:
+def _explain_abort(sentence):
   """Makes abort() in this process print the sentence and exit with status LOST.
 
   The handler is a C function: a Python signal handler would wait for the main thread,
   but the aborting thread never returns from abort().
   """
 
-  def handle(number: int) -> None:
+  def handle(number):
     del number
     _console(sentence)
     os._exit(LOST)
@@ -212,7 +212,7 @@ def _explain_abort(sentence: str) -> None:
   libc.signal(signal.SIGABRT, _handlers[-1])
 
 
-def _console(sentence: str) -> None:
+def _console(sentence):
   """Writes one line to stderr directly, without Python's buffers."""
   with contextlib.suppress(OSError):
     os.write(2, f'bapo_jax: {" ".join(sentence.split())}\n'.encode())
@@ -240,7 +240,7 @@ def finish(status: int) -> None:
     _exit(status)
 
 
-def _disconnect() -> None:
+def _disconnect():
   """Waits until all processes call this, then stops watching their heartbeats."""
   import jax
 
@@ -249,7 +249,7 @@ def _disconnect() -> None:
   jax.distributed.shutdown()
 
 
-def _exit(status: int) -> NoReturn:
+def _exit(status) -> NoReturn:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)  # sys.exit waits for a checkpoint that is being written
@@ -299,7 +299,7 @@ def gathered(own: Any) -> Any:
 
 
 @functools.cache
-def _row_per_process(members: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def _row_per_process(members: tuple[int, ...]):
   """Returns (a device of this process, a sharding with a row per process, a program).
 
   The program copies all rows to every process.
@@ -317,7 +317,7 @@ def _row_per_process(members: tuple[int, ...]) -> tuple[Any, Any, Any]:
   return first[process()], NamedSharding(mesh, P('process')), copy
 
 
-def _share(sentence: str) -> None:
+def _share(sentence):
   """Raises ValueError if another process has an error and this process has none.
 
   All processes must call this; `sentence` is the error of this process, '' for none.

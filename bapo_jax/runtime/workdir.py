@@ -39,7 +39,7 @@ def locked(workdir: str) -> Iterator[None]:
     yield
 
 
-def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
+def _lock(workdir, stack: contextlib.ExitStack):
   """Locks the directory until the stack closes; the lock file names the process."""
   check_writable(workdir, f'--workdir={workdir}')
   path = os.path.join(workdir, LOCK)
@@ -88,7 +88,7 @@ def check_shared(workdir: str) -> None:
       time.sleep(0.2)
 
 
-def _text(path: str) -> str:
+def _text(path):
   """Returns the content of a small file; '' if it cannot be read."""
   refusals = contextlib.suppress(OSError)
   with refusals, open(path, encoding='utf-8', errors='replace') as file:

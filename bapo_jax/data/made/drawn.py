@@ -87,7 +87,7 @@ def solve(
   return '|'.join(lines) + rf'\boxed{{{value}}}'
 
 
-def _value(read: Sequence[int], terms: Sequence[int]) -> int:
+def _value(read: Sequence[int], terms: Sequence[int]):
   return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
 
 

@@ -50,7 +50,8 @@ def compiled(program: Program, mesh: Mesh) -> Row:
     except Exception as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      return Row(program, *[math.nan] * 3, bytes_needed(str(error), program))
+      needed = bytes_needed(str(error), program)
+      return Row(program, math.nan, math.nan, math.nan, needed)
   m = executable.memory_analysis()
   assert m is not None, 'every TPU and GPU reports it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes

@@ -127,7 +127,7 @@ def judge(job: Job, chip: Chip, memory: float) -> Choice:
   )
 
 
-def _update(job: Job, chip: Chip, memory: float) -> tuple:
+def _update(job: Job, chip: Chip, memory):
   """Finds the fastest update that fits: (micro-batches, schedule, bytes, seconds)."""
   config, spec, _, mesh = job
   sharding.shardings(transformer.abstract(spec), mesh)
@@ -154,7 +154,7 @@ def _update(job: Job, chip: Chip, memory: float) -> tuple:
   return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
-def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
+def _decoding(job: Job, chip: Chip, memory):
   """Finds the most slots that fit; returns (slots, bytes, {resource: s per token})."""
   config, spec, _, mesh = job
   shards = sharding.row_shards(mesh)
@@ -209,7 +209,7 @@ def table(found: Sequence[Choice], refused: dict[str, ValueError]) -> str:
   return '\n'.join(lines)
 
 
-def _bound(seconds: dict[str, float], scale: float) -> str:
+def _bound(seconds: dict[str, float], scale):
   """Formats the largest of several lower bounds, with the name of its resource."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'
