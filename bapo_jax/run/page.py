@@ -80,10 +80,9 @@ PANELS = (
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
   Panel('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-
-
-SIDES = ('sampling', 'training')
-SHOWN = 6  # steps in the bars of both sides
+IDLE = {'overlap/sampler_idle': 'sampler', 'overlap/learner_idle': 'learner'}
+# Only of runs with mesh.rollout.
+OVERLAP = Panel('Time without work', 'share of the step', IDLE, compared=2)
 
 
 def write(workdir: str | os.PathLike[str]) -> str:
@@ -123,7 +122,6 @@ def _report(run: RunFiles):
   if before and after and (cells := list(report.rewards(before, after))):
     yield html.table(cells, report.REWARDS, 'lrrr')
   yield from _curves([Group('', [run])], target)
-  yield from _overlap(rows)
   if run.groups:
     yield from samples.asked(run)
   if run.after is not None:
@@ -244,7 +242,10 @@ def _curves(groups: Sequence[Group], target: float | None):
     class_='soft',
   )
   limits = min(steps), max(steps)
-  drawn = [_chart(panel, groups, width, limits, target) for panel in PANELS]
+  panels = list(PANELS)
+  if any('overlap/ended' in row for run in runs for row in run.rows):
+    panels.append(OVERLAP)
+  drawn = [_chart(panel, groups, width, limits, target) for panel in panels]
   yield element('div', *drawn, class_='charts')
 
 
@@ -294,45 +295,6 @@ def _chart(
   if panel.title == 'Positive share' and target is not None:
     level = target, 'target'
   return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
-
-
-def _overlap(rows: Sequence[Row]):
-  """Yields bars: when the last steps were sampled and trained, with mesh.rollout.
-
-  A step trains from the end of the step before, without its waiting, to its own end.
-  """
-  timed = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
-  busy = []  # (index into SIDES, step, begin, end), in seconds
-  for before, row in itertools.pairwise(timed):
-    ended = row['overlap/ended']
-    step = int(row['step'])
-    if before['overlap/ended'] > ended:
-      busy = []  # the process was resumed between the steps
-      continue
-    waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
-    busy.append((0, step, row['overlap/sampling'], row['overlap/sampled']))
-    busy.append((1, step, before['overlap/ended'] + waited, ended))
-  if not busy:
-    return
-  first = min(begin for _, _, begin, _ in busy)
-  total = max(end for *_, end in busy) - first
-  bars = [element('text', x, x=0, y=24 + 40 * i) for i, x in enumerate(SIDES)]
-  for side, step, *times in busy:
-    begin, end = (time - first for time in times)
-    x = 120 + 660 * begin / total
-    y = 8 + 40 * side
-    seconds = f'step {step}: {begin:.2f} to {end:.2f} s'
-    tip = element('title', f'{SIDES[side]}, {seconds}')
-    box = {'x': x, 'y': y, 'width': 120 + 660 * end / total - x, 'height': 26}
-    bars.append(element('rect', tip, **box, fill=f'var(--c{step % 2})'))
-    # A style, because the page's own style of texts replaces the attribute `fill`.
-    label = {'x': x + 4, 'y': y + 18, 'style': 'fill: white'}
-    bars.append(element('text', str(step), **label))
-  bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
-  size = {'viewBox': '0 0 800 104', 'font_size': 14}
-  yield element('h2', 'Sampling beside training')
-  yield element('p', report.overlap_sentence(rows))
-  yield element('svg', *bars, **size, fill='currentColor')
 
 
 def _times(run: RunFiles):

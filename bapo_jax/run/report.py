@@ -112,15 +112,6 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
   return f'{text} {cause}'
 
 
-def overlap_sentence(rows: Sequence[Row]) -> str:
-  """Says which share of the steps sampler and learner waited for the other."""
-  sampler, learner = (mean(rows, f'overlap/{x}_idle') for x in ('sampler', 'learner'))
-  return (
-    f'Sampling and training ran beside each other: the mesh.rollout devices were idle '
-    f'for {sampler:.1%} of the steps, the learner waited for groups for {learner:.1%}.'
-  )
-
-
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
