@@ -41,7 +41,8 @@ class Section(pydantic.BaseModel):
   @pydantic.model_validator(mode='after')
   def _ranges(self):
     for name, field in type(self).model_fields.items():
-      value, limits = getattr(self, name), _limits(field)
+      value = getattr(self, name)
+      limits = _limits(field)
       values = value if isinstance(value, tuple) else (value,)
       falls = limits.get('rising') and list(values) != sorted(values)
       if falls or not all(_inside(x, limits) for x in values):
@@ -139,7 +140,8 @@ def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, 
 
 def expected(field: FieldInfo) -> str:
   """Describes the accepted values: 'an integer from 1 to 2147483647'."""
-  words, limits = kind(field.annotation), _limits(field)
+  words = kind(field.annotation)
+  limits = _limits(field)
   range_ = _range(limits, 'integer' in words)
   words += ' that do not fall' if limits.get('rising') else ''
   link = ', each' if words.startswith('a tuple') else ''
@@ -175,13 +177,15 @@ def _range(limits: dict[str, Any], whole):
 
 def kind(annotation: Any) -> str:
   """Describes the type of a knob in words."""
-  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  origin = typing.get_origin(annotation)
+  args = typing.get_args(annotation)
   if origin in (types.UnionType, typing.Union):  # a rule by name or by place
     return f'{kind(args[0])}, or path/to/file.py:function'
   if origin is typing.Literal:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
   if origin is tuple:
-    inner, count = args[0], '' if args[-1] is ... else f'{len(args)} '
+    inner = args[0]
+    count = '' if args[-1] is ... else f'{len(args)} '
     plural = {int: 'integers', float: 'numbers', str: 'strings', Any: 'values'}
     if inner in plural:
       return f'a tuple of {count}{plural[inner]}'
@@ -220,7 +224,8 @@ def _inside(value: Any, limits: dict[str, Any]):
 
 def _sentence(section: type[Section], values: Any, error: Any, name):
   """Turns pydantic's first error into one sentence."""
-  path, field = [name] if name else [], None
+  path = [name] if name else []
+  field = None
   for key in map(str, error['loc']):  # down to a knob, not to an element of its tuple
     path.append(key)
     values = values.get(key)  # None: a default

@@ -303,7 +303,8 @@ def read(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, config: 'Config') -> int:
   """Does what a mode with a config says; returns the exit status."""
-  mode, workdir = args.mode, args.workdir
+  mode = args.mode
+  workdir = args.workdir
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
@@ -323,7 +324,8 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    which, adapter = args.checkpoint, args.adapter
+    which = args.checkpoint
+    adapter = args.adapter
     return export.export(config, workdir, args.to, args.dtype, size, which, adapter)
   if mode == 'plan':
     from bapo_jax.tools.plan import plan

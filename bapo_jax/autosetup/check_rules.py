@@ -96,7 +96,8 @@ def _template(config: Config, known: Facts):
 
 def _verifier(config: Config, known: Facts):
   """Finds right answers that fail their verifier, or suit another verifier better."""
-  given, check = config.rewards.rule, known.verified(config.rewards.rule)
+  given = config.rewards.rule
+  check = known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
       'warning' if check.right else 'mistake',
@@ -169,7 +170,8 @@ def _overlap(config: Config, known: Facts):
 
 def _room(r: Resolved, memory, free):
   """Finds an update too large for a device, and checkpoints too large for the disk."""
-  needed, each = r.budget.update, sum(r.budget.checkpoint.values())
+  needed = r.budget.update
+  each = sum(r.budget.checkpoint.values())
   if needed > memory:
     yield warning(
       'memory',
@@ -191,8 +193,10 @@ def _room(r: Resolved, memory, free):
 
 def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   """Yields the findings about responses of the model before any training."""
-  correct_PG, n = sampled.correct_PG, sampled.correct_PG.size
-  groups, accuracy = len(correct_PG), float(correct_PG.mean())
+  correct_PG = sampled.correct_PG
+  n = sampled.correct_PG.size
+  groups = len(correct_PG)
+  accuracy = float(correct_PG.mean())
   way_out = 'use harder problems'
   if accuracy < 0.5:
     way_out = (
@@ -217,7 +221,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'{verdict}: none of the {groups} groups has a nonzero advantage, so nothing is '
       f'learned; {way_out}',
     )
-  truncated, limit = float(sampled.truncated_PG.mean()), config.sampler.max_new_tokens
+  truncated = float(sampled.truncated_PG.mean())
+  limit = config.sampler.max_new_tokens
   if truncated > 1 - CUT:
     yield warning(
       'truncated',

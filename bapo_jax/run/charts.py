@@ -47,9 +47,12 @@ class Axis(NamedTuple):
 
   def __call__(self, value_N: ArrayLike) -> np.ndarray:
     """Returns the coordinates of values."""
-    low, high = self.low, self.high
+    low = self.low
+    high = self.high
     if self.log:
-      value_N, low, high = np.log10(value_N), math.log10(low), math.log10(high)
+      value_N = np.log10(value_N)
+      low = math.log10(low)
+      high = math.log10(high)
     share_N = (np.asarray(value_N, float) - low) / (high - low)
     return self.start + (self.end - self.start) * share_N
 
@@ -107,7 +110,8 @@ def _vertical(curves: Sequence[Curve], level: tuple[float, str] | None, log):
     if curve.error_N is not None:
       values += [curve.bold[1] - curve.error_N, curve.bold[1] + curve.error_N]
   value_N = np.concatenate(values)
-  low, high = float(value_N.min()), float(value_N.max())
+  low = float(value_N.min())
+  high = float(value_N.max())
   if not log or low <= 0:
     return Axis(*_spread(low, high), BOTTOM, TOP)
   margin = (high / low) ** 0.04 if high > low else 2.0
@@ -170,7 +174,8 @@ def _lines(curve: Curve, x: Axis, y: Axis):
   """Draws the pale lines, the error bars, the bold line and its dots."""
   parts = [element('path', class_='pale', d=_path(p, x, y)) for p in curve.pale]
   step_N, value_N = curve.bold
-  at_N, height_N = x(step_N), y(value_N)
+  at_N = x(step_N)
+  height_N = y(value_N)
   if curve.error_N is not None:
     ends = (y(value_N + sign * curve.error_N) for sign in (1, -1))
     bars = zip(at_N, *ends, strict=True)

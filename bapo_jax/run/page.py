@@ -106,7 +106,8 @@ def page(runs: Sequence[RunFiles]) -> str:
 
 
 def _report(run: RunFiles):
-  values, rows = run.values, run.rows
+  values = run.values
+  rows = run.rows
   yield element('h1', values.get('title', 'A run'))
   state = f'step {run.last} of {values.get("steps")}'
   facts = f'{run.name} · {state} · fingerprint of the config {fingerprint(values)}'
@@ -266,7 +267,8 @@ def _chart(
   unit = panel.unit
   if len(names) > 1 and not alone:
     unit += f' ({", dashed: ".join(panel.labels[name] for name in names)})'
-  lines, log = [], False
+  lines = []
+  log = False
   for (i, group), (j, name) in itertools.product(enumerate(groups), enumerate(names)):
     text = panel.labels[name] if alone or len(names) > 1 else ''
     values = [series(run.rows, name) for run in group.runs]
@@ -299,7 +301,8 @@ def _chart(
 
 def _times(run: RunFiles):
   """Yields a table of the time by phase: of a finished run, else of its steps."""
-  spent, total = run.facts.get('phases', {}), run.facts.get('wall_s', 0.0)
+  spent = run.facts.get('phases', {})
+  total = run.facts.get('wall_s', 0.0)
   if not spent:
     names = {name for row in run.rows for name in row if name.startswith('time/')}
     names -= {'time/step'}

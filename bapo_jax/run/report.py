@@ -133,7 +133,8 @@ def write(
     OSError: the file cannot be written.
   """
   rows = metrics.read(workdir)
-  wrong, right = 'rollout/length_wrong', 'rollout/length_right'
+  wrong = 'rollout/length_wrong'
+  right = 'rollout/length_right'
   ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
     'eval_before': before,

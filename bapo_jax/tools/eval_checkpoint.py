@@ -72,7 +72,8 @@ def eval_checkpoint(
 
 def _run(r: Resolved, workdir, step: int | None):
   """Returns (path of the weights, result, samples); step None means model.path."""
-  timer, config = PhaseTimer(), r.config
+  timer = PhaseTimer()
+  config = r.config
   rows = sources.unique(config.problems, r.data, 'test_source')
   limit = config.prompts
   held_out = prompts.tabulate(

@@ -133,7 +133,8 @@ def _bars(rng, canvas, numbers):
 def _dots(rng, canvas, numbers):
   """Draws a column of dots per quantity, in random cells out of ten, between lines."""
   wide = len(canvas) // len(numbers)
-  across, down = (wide - 2) // 2, len(canvas) // 5
+  across = (wide - 2) // 2
+  down = len(canvas) // 5
   size = min(across, down) - 2
   for i, n in enumerate(numbers):
     canvas[:, i * wide] = GRID

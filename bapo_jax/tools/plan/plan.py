@@ -113,7 +113,9 @@ def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
 
 def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
   """Adds flags until the program compiles and fits; describes them in a sentence."""
-  changed, flags, given = job.config, {}, ''
+  changed = job.config
+  flags = {}
+  given = ''
   for knob, value in ladder(name, job):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
@@ -210,7 +212,8 @@ def roofline_table(
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  config, sampler = job.config, job.config.sampler
+  config = job.config
+  sampler = job.config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
   hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
   cost, share = programs.decode_cost(job, mean_share)

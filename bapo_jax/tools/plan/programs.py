@@ -116,7 +116,9 @@ def beside_update(job: Job) -> int:
 def train_step(job: Job) -> Program:
   """Builds the program of one optimiser update on one minibatch."""
   config, spec, schedule, mesh = job
-  B, T, n = config.minibatch_rows, config.row_length, config.learner.grad_accum_steps
+  B = config.minibatch_rows
+  T = config.row_length
+  n = config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
   seen = embedded(job, B // config.sampler.group_size)
   batch = build.abstract_batch(config, mesh, seen)
@@ -133,7 +135,8 @@ def train_step(job: Job) -> Program:
 
 def score(job: Job) -> Program:
   """Builds the program that computes log-probabilities of a packed micro-batch."""
-  config, T = job.config, job.config.row_length
+  config = job.config
+  T = job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
   knobs = dict(temperature=config.sampler.temperature)
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
@@ -157,7 +160,8 @@ def sums(job: Job, tokens: float) -> Traffic:
 
 def slots_of(job: Job) -> decode_lib.Slots:
   """Returns the sampler's abstract slots, placed as in training."""
-  T, k = job.config.row_length, job.config.sampler
+  T = job.config.row_length
+  k = job.config.sampler
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
@@ -166,7 +170,8 @@ def slots_of(job: Job) -> decode_lib.Slots:
 
 def prefill(job: Job) -> Program:
   """Builds the program that admits prompts into free slots."""
-  config, spec = job.config, job.spec
+  config = job.config
+  spec = job.spec
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots = slots_of(job)
@@ -198,10 +203,14 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
   geometric response lengths and refilled slots, it is the mean row length divided by
   the longest; it is smaller if the response lengths vary less.
   """
-  config, spec, shape = job.config, job.spec, job.shape
+  config = job.config
+  spec = job.spec
+  shape = job.shape
   # Of two key heads on three devices, every device has both.
   heads = spec.kv_heads // (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
-  live, share, columns = mean_share * config.row_length, 1.0, config.row_length
+  live = mean_share * config.row_length
+  share = 1.0
+  columns = config.row_length
   if decoder.is_ragged(spec):
     (columns,) = shapes.cache_columns(spec, config.row_length, 1)
     block = ragged.BLOCK  # of the GPU's kernel
@@ -217,7 +226,8 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
-  sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
+  sampler = job.config.sampler
+  n = job.config.sampler.tokens_per_dispatch
   slots = slots_of(job)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(

@@ -174,8 +174,10 @@ def train(
   [rows, length] is the minibatch over all devices; `adapters` counts adapter
   parameters, 0 if all weights are trained.
   """
-  devices, tokens = math.prod(shape.values()), rows * length
-  once, trained = forward(spec, length / 2), adapters or transformer.count(spec)
+  devices = math.prod(shape.values())
+  tokens = rows * length
+  once = forward(spec, length / 2)
+  trained = adapters or transformer.count(spec)
   model = 3 * once.all
   if adapters:
     model += 6 * adapters - once.layers - once.head
@@ -224,7 +226,9 @@ def train_traffic(
   for the backward pass; gradients are scattered over fsdp, and summed in float32 over
   axis data. Each pass sums the hidden states over axis tensor twice per layer.
   """
-  data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
+  data = shape['data']
+  fsdp = shape['fsdp']
+  tensor = shape['tensor']
   several = n > 1
   weights = transformer.count(spec) / tensor
   gathered = gathers(spec, shape)
@@ -278,7 +282,9 @@ def tower(spec: ModelSpec, shape: MeshShape, rows: int, patches: int) -> Cost:
   """
   v = spec.vision
   assert v is not None, 'only called for vision models'
-  devices, D, merged = math.prod(shape.values()), v.width, v.merge**2
+  devices = math.prod(shape.values())
+  D = v.width
+  merged = v.merge**2
   full = len(v.full_layers)
   seen = full * patches + (v.layers - full) * min(v.window_patches, patches)
   per_patch = v.numbers * D + v.layers * (4 * D**2 + 3 * D * v.ffn) + 2 * seen * D

@@ -81,7 +81,8 @@ def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, ValueError]]:
   """Returns the choices that fit, fastest first, and the error per rejected mesh."""
-  found, refused = [], {}
+  found = []
+  refused = {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
