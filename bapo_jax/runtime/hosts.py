@@ -264,21 +264,21 @@ def failed(error: BaseException) -> NoReturn:
   _exit(1)
 
 
-def everyones(text: str) -> list[str]:
-  """Returns the strings of all processes, in process order; all must call this."""
+def everyones(value: Any) -> list[Any]:
+  """Returns a value of each process, which JSON can hold; all must call this."""
   if processes() == 1:
-    return [text]
+    return [value]
   import numpy as np  # late: bad knobs fail before this import
 
-  data = np.frombuffer(text.encode(), np.uint8)
-  length_P = gathered(np.int32(len(data)))
+  data = np.frombuffer(json.dumps(value, default=str).encode(), np.uint8)
+  length_P = _gathered(np.int32(len(data)))
   # Lengths are rounded up to powers of two, so that few programs are compiled.
   size = 1 << int(length_P.max()).bit_length()
-  rows = gathered(np.pad(data, (0, size - len(data))))
-  return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
+  rows = _gathered(np.pad(data, (0, size - len(data))))
+  return [json.loads(row[:n].tobytes()) for row, n in zip(rows, length_P, strict=True)]
 
 
-def gathered(own: Any) -> Any:
+def _gathered(own: Any):
   """Returns the host arrays of all processes as one; all must call this.
 
   Their equal shape gets a new leading axis, in the order of `members`.
@@ -350,7 +350,7 @@ def first_ahead() -> Iterator[None]:
 
 def same_everywhere(values: dict[str, Any]) -> None:
   """Raises ValueError in all processes unless they all pass equal `values`."""
-  expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
+  expected, *others = everyones(values)
   for i, found in enumerate(others, 1):
     if differ := [
       f'{name} {new!r:.60} there and {old!r:.60} in process 0'
