@@ -19,7 +19,7 @@ from bapo_jax.runtime.hosts import everyones, process, processes
 def total(values: np.ndarray | Sequence) -> np.ndarray:
   """Returns the elementwise int32 sum of `values` over all processes."""
   own = np.asarray(values, np.int32)
-  return np.sum(everyones(own.tolist()), 0, dtype=np.int32)
+  return np.asarray(everyones(own.tolist()), np.int32).sum(0, dtype=np.int32)
 
 
 def agree(values: Sequence[int]) -> list[int]:
