@@ -166,7 +166,7 @@ def test_a_config_has_the_rule_that_it_names():
     ({'rule': 'fixed', 'low': 2.0}, 'clip.low=2.0: give a number from 0 to 1'),
     ({'rule': 'best'}, "clip.rule='best': give one of 'balanced', "),
     ({'rule': 3}, 'clip.rule=3: give one of'),
-    (3, 'clip.rule=3: a rule is a section'),
+    (3, 'clip.rule=3 is not a section'),
   ],
 )
 def test_a_part_is_refused_in_one_sentence(values, sentence):

@@ -164,7 +164,7 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
   [
     ({'stps': 3}, 'stps is not a knob; the nearest in its section are steps'),
     ({'steps': '3'}, "steps='3': give an integer"),
-    ({'clip': 3}, 'is a section'),
+    ({'clip': 3}, 'is not a section'),
     ({'clip': {'rule': 'fixed', 'hi': 1.5}}, 'clip.hi is not a knob'),
   ],
 )

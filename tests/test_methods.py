@@ -70,10 +70,14 @@ def test_a_variant_of_the_file_comes_first(config_file):
 
 def test_an_unknown_name_is_refused_with_the_variants_and_the_methods():
   sentence = (
-    r"no variant 'nope'; choose one of \['ahead', 'beside'\], or a method: bala"
+    r"no variant 'nope'; choose one of \['ahead', 'beside'\], "
+    'or a method as variant: bala'
   )
   with pytest.raises(ValueError, match=sentence):
     load('configs/async.py:nope')
-  sentence = r'no variants; give --config=configs/finetune.py, or a method: .*, icepop,'
+  sentence = (
+    r'no variants; give --config=configs/finetune.py alone, '
+    'or a method as variant: .*, icepop,'
+  )
   with pytest.raises(ValueError, match=sentence):
     load('configs/finetune.py:nope')

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from bapo_jax import own_code, sharding
+from bapo_jax import custom_code, sharding
 from bapo_jax.main import read_config
 from bapo_jax.tools.plan import devices, plan, programs
 from benchmarks.first_contact import section
@@ -49,7 +49,7 @@ def test_the_knobs_of_a_step_exist_and_the_reward_loads(tmp_path):
   config = read_config('configs/aime.py', given)
   assert config.minibatch_rows * config.updates_per_step == ours.CHOSEN.rows
   assert config.row_length == ours.CHOSEN.length
-  assert own_code.load(config.rewards.rule)
+  assert custom_code.load(config.rewards.rule)
 
 
 def test_the_planned_schedules_are_those_of_auto(tmp_path):

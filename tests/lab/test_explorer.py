@@ -11,7 +11,7 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.algorithms import bound_search, clip, loss
 from bapo_jax.methods import METHODS
 from bapo_jax.training import refusals
@@ -443,7 +443,7 @@ def short(values):
 @pytest.mark.parametrize('name', ['soft', 'leaky'])
 def test_a_rule_of_yours_is_its_table(browser, own, name):
   path, place = own(name)
-  rule = own_code.load(place)
+  rule = custom_code.load(place)
   recorded = rule_curves.recorded(explorer.BATCH)
   mask_BT = np.asarray(recorded[1].loss_mask_BT)
   with browser.open(path) as page:
@@ -503,7 +503,7 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
   monkeypatch.setattr(own_table, 'MOST_COMBINATIONS', 3)
   monkeypatch.setattr(own_table, 'STALE', own_table.STALE[::4])
   path, place = own(name)
-  rule = own_code.load(place)
+  rule = custom_code.load(place)
   with browser.open(path) as page:
     axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
     knob = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]

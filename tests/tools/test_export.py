@@ -96,7 +96,7 @@ def test_everything_that_loads_it_is_there(run):
 
 def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   for workdir in (tmp_path, tmp_path / 'none'):
-    with pytest.raises(ValueError, match='holds no checkpoint; train there first'):
+    with pytest.raises(ValueError, match='has no checkpoint; train there first'):
       export.export(tiny(), str(workdir), '', 'float32', 10**9)
   assert not list(tmp_path.iterdir())
 

@@ -60,7 +60,7 @@ def compiled(program: Program, mesh: Mesh) -> Row:
 
 
 def bytes_needed(message: str, program: Program) -> float:
-  """Reads from the compiler's error how many bytes a device needs; inf if not there."""
+  """Reads the bytes that a device needs from a compiler error; inf if not stated."""
   # Another memory may be full, such as the smem that holds a kernel's scalars.
   total = re.search(r'Used ([\d.]+)([KMGT]) of \S+ hbm', message)
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
