@@ -227,18 +227,6 @@ def test_the_entropy_rule_agrees_with_an_exact_step(mean):
   assert np.corrcoef(slopes, true)[0, 1] > 0.9999
 
 
-def test_one_sampled_token_per_state_is_unbiased():
-  # Sampled from another policy: the importance ratio in the weight makes up for it.
-  rng = np.random.default_rng(0)
-  V, n = 6, 200_000
-  pi_V, mu_V = (rng.dirichlet(np.ones(V) * 2) for _ in range(2))
-  adv_V = rng.normal(1, 1, V)
-  y_N = rng.choice(V, n, p=mu_V)
-  weight_N = (pi_V / mu_V * adv_V)[y_N] / n
-  found = predicted(pi_V, adv_V, y_N, weight_N)
-  np.testing.assert_allclose(found, true_slope(pi_V, adv_V), rtol=0.03)
-
-
 @pytest.mark.parametrize('aggregate', ['token', 'sequence', 'constant'])
 def test_the_slope_counts_tokens_as_the_gradient_does(aggregate):
   # Rows of 2 and 3 tokens, two of them cut; a token weighs w times its row's scale.

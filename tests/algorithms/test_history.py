@@ -221,25 +221,6 @@ def play(scene, pool, place=lambda groups: groups, keep=lambda buffer: buffer):
 # ------------------------------------ properties of a step: (scene, history, step)
 
 
-def only_groups_of_both_verdicts_teach(scene, history, step):
-  ids = step.groups.id_P[step.seats()].tolist()
-  assert len(set(ids)) == len(ids), 'a problem has one seat'
-  k = step.groups.correct_PG[step.seats()].sum(1)
-  assert ((k > 0) & (k < scene.G)).all()
-  assert all(has_advantage(step.groups, seat) for seat in step.seats())
-
-
-def reevaluated_groups_were_hard_and_are_of_this_step(scene, history, step):
-  hard = set(step.before.hard.id_P[step.before.hard.completed_step_P >= 0].tolist())
-  hard_k, _ = history[step.now - 1].lists.thresholds if step.now else (set(), 0)
-  for seat in step.seats(REEVALUATED):
-    assert int(step.groups.id_P[seat]) in hard
-    assert int(step.groups.correct_PG[seat].sum()) not in hard_k
-    mask_GT = step.groups.response_mask_PGT[seat]
-    assert (step.groups.policy_version_PGT[seat][mask_GT] == step.now).all()
-    assert step.groups.completed_step_P[seat] == step.now
-
-
 def reused_groups_are_those_stored_and_sampled(scene, history, step):
   for seat in step.seats(REUSED):
     i, completed = step.groups.id_P[seat], step.groups.completed_step_P[seat]
@@ -254,25 +235,6 @@ def reused_groups_are_those_stored_and_sampled(scene, history, step):
       for rows in (then.fresh, then.reevaluated)
       for row in np.flatnonzero(rows.id_P == i)
     )
-
-
-def reused_groups_are_reusable_and_neither_old_nor_used_up(scene, history, step):
-  for seat in step.seats(REUSED):
-    _, reusable_k = history[step.now - 1].lists.thresholds
-    i = int(step.groups.id_P[seat])
-    completed = int(step.groups.completed_step_P[seat])
-    first = history[completed]
-    # Promoted, and in no batch of that step: its first use is not a second one.
-    waited = i in first.reevaluated.id_P and i not in first.groups.id_P[first.seats()]
-    used = sum(
-      (earlier.groups.id_P[s], earlier.groups.completed_step_P[s]) == (i, completed)
-      for earlier in history[: step.now]
-      for s in earlier.seats(REUSED)
-    )
-    k = int(step.groups.correct_PG[seat].sum())
-    assert k in reusable_k or (waited and not used)
-    assert 1 <= step.now - completed <= scene.max_off_policy_steps
-    assert used < scene.max_reuse + waited
 
 
 def no_token_is_older_than_its_group_and_the_actors_lag(scene, history, step):
@@ -332,10 +294,7 @@ def the_counts_equal_the_lists_and_no_problem_is_lost(scene, history, step):
 
 
 PROPERTIES = (
-  only_groups_of_both_verdicts_teach,
-  reevaluated_groups_were_hard_and_are_of_this_step,
   reused_groups_are_those_stored_and_sampled,
-  reused_groups_are_reusable_and_neither_old_nor_used_up,
   no_token_is_older_than_its_group_and_the_actors_lag,
   the_batch_is_full_and_allowed,
   the_buffer_equals_the_lists,

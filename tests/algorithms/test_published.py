@@ -114,12 +114,6 @@ def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
     assert int(np.asarray(keep_BT)[batch.loss_mask_BT].sum()) == (means < limit).sum()
 
 
-def test_an_infinite_cap_leaves_finite_weights():
-  rule = loss.Aspo(cap=math.inf)
-  value, weight_BT = applied((rule, clip.Unclipped(), masks.NoMask()), *recorded())
-  assert np.isfinite(value) and np.isfinite(weight_BT).all()
-
-
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 def test_a_mask_reaches_the_search_of_the_bounds(contribution):
   """A masked token does not count towards the share that a search balances."""

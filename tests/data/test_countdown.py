@@ -7,7 +7,6 @@ import numpy as np
 import oracles
 import pytest
 
-from bapo_jax.data import tokenizer
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
 from bapo_jax.data.made import countdown
 from bapo_jax.rewards import verifiers
@@ -89,15 +88,3 @@ def test_a_clean_solution_is_right_in_every_step():
     verdicts.append(reached)
   # Twelve chains miss some, and (a+b)*(c+d) is none: 0.82 here, 0.74 over 300 problems.
   assert np.mean(verdicts) > 0.8
-
-
-def test_slips_make_wrong_steps_and_wrong_answers():
-  verdicts = []
-  for problem, answer, solution in solved(slip=1.0):
-    written = (problem.text + '\n' + solution).replace('\\boxed{', '')
-    assert set(written) <= set(tokenizer.CHARACTERS)
-    verdicts.append(verifiers.countdown(answer, solution).right)
-    for _, made in chains(solution):
-      # At 1 a slip downwards has nowhere to go.
-      assert all(r == 1 or RESULT[sign](a, b) != r for a, sign, b, r in made)
-  assert np.mean(verdicts) < 0.5

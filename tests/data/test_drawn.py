@@ -91,14 +91,6 @@ def test_the_answer_is_what_the_text_asks_for():
     assert drawn.solve(problem, rng, 0, 0) == rf'{asked}={answer}\boxed{{{answer}}}'
 
 
-def test_a_slip_is_a_quantity_read_as_another_digit():
-  rng = np.random.default_rng(0)
-  first = collections.Counter(drawn.solve(PROBLEM, rng, 0.3, 0)[0] for _ in range(3000))
-  assert abs(first['4'] / 3000 - 0.7) < 5 * math.sqrt(0.3 * 0.7 / 3000)
-  assert set(first) == set('0123456789')
-  assert '4' not in {drawn.solve(PROBLEM, rng, 1, 0)[0] for _ in range(200)}
-
-
 def test_without_the_picture_every_answer_is_as_likely():
   problems = made(4000, kind='blank')  # quickly drawn; the kind changes no quantity
   by_text = collections.defaultdict(collections.Counter)

@@ -10,7 +10,6 @@ import pytest
 import tokenizers
 import transformers
 
-from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 
@@ -275,20 +274,6 @@ def test_a_system_message_without_a_place_is_refused():
     tokenizer_lib.encode_prompts(TOKENIZER._replace(template='chat:{problem}'), rows)
 
 
-def test_a_message_with_pictures_is_given_to_the_template_in_parts():
-  template = (
-    "{% for c in messages[0].content %}{{ '<image>' if c.type == 'image' else c.text }}"
-    '|{% endfor %}'
-  )
-  rows = rows_of('<image>', '1<image><image>2', '<image>3')
-  ids_N = tokenizer_lib.encode_prompts(chat(template, 'chat:{problem}=\n'), rows, '*')
-  assert [TOKENIZER.backend.decode(ids) for ids in ids_N] == [
-    '<image>|=\n|',
-    '1|<image>|<image>|2=\n|',
-    '<image>|3=\n|',
-  ]
-
-
 @pytest.mark.parametrize(
   ('template', 'reason'),
   [
@@ -316,14 +301,3 @@ def test_a_chat_template_that_fails_says_why(template, reason):
 )
 def test_the_token_after_an_answer_is_found(template, expected):
   assert tokenizer_lib.turn_end(chat(template)) == expected
-
-
-def test_the_patches_of_a_picture_are_written_as_their_number():
-  plain = TOKENIZER._replace(template='{problem}')
-  image = tokenizer_lib.CHARACTERS.index(tokenizer_lib.IMAGE)
-  texts = ['<image>' * 16 + '7*<image><image>3', '<image>=1', '4']
-  table = prompts.tabulate(plain, rows_of(*texts), 24, drop=False)
-  rows = table.tokens_NT, table.length_N
-  assert tokenizer_lib.decode_prompts(plain, *rows) == texts
-  found = tokenizer_lib.decode_prompts(plain, *rows, image)
-  assert found == ['(<image> x 16)7*(<image> x 2)3', '(<image> x 1)=1', '4']

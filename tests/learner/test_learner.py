@@ -80,16 +80,6 @@ def test_flatten_golden():
   assert batch.source_B.tolist() == [2, 2, -1, -1]
 
 
-def test_one_update_raises_right_responses(params):
-  # Unclipped and small, a step against the loss raises the likelihood of right rows.
-  batch = rows(params)
-  after, _, metrics, _ = learn('balanced')(params, PLAIN.init(params), batch)
-  gain_BT = score(after, batch.tokens_BT) - batch.behavior_logp_BT
-  assert (gain_BT * batch.loss_mask_BT * batch.adv_B[:, None]).sum() > 0
-  assert metrics['clip/fraction'] == 0 and metrics['learner/grad_norm'] > 0
-  assert metrics['rollout/logp_diff'] < 1e-5
-
-
 def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params):
   # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
   batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(B))
@@ -111,28 +101,6 @@ def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params)
 def gradient(**knobs):
   chosen = making.objective(RULES['balanced'], **knobs)
   return jax.jit(functools.partial(objective_lib.gradient, objective=chosen))
-
-
-def test_micro_batches_make_the_same_update_and_record_the_same_tokens(params):
-  # All positive tokens in one half: a search per micro-batch would see shares 1 and 0.
-  batch = rows(params, noise=0.4)
-  opt = PLAIN.init(params)
-  batch = batch._replace(adv_B=jnp.repeat(jnp.float32([0.2, -1]), B // 2))
-  (after, _, metrics, tokens), (summed, _, other, other_tokens) = (
-    learn('balanced', grad_accum_steps=n)(params, opt, batch) for n in (1, 2)
-  )
-  assert 0 < metrics['clip/fraction'] < 1 and metrics['clip/search_steps'] > 0
-  moved, moved_summed = (
-    jax.tree.map(jnp.subtract, tree, params) for tree in (after, summed)
-  )
-  making.close_trees(moved_summed, moved, count=PRODUCTS)
-  for name in ('clip/low', 'clip/high', 'clip/search_steps', 'clip/fraction'):
-    assert other[name] == metrics[name], name
-  assert metrics.keys() == other.keys()
-  # The record of the tokens says what the metrics say.
-  np.testing.assert_array_equal(other_tokens.cut_BT, tokens.cut_BT)
-  cut = (tokens.cut_BT > 0).sum() / batch.loss_mask_BT.sum()
-  np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=making.RTOL)
 
 
 def test_micro_batches_may_search_by_themselves(params):
@@ -224,18 +192,6 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   expected, *_ = learn('balanced', ADAM)(params, opt, batch)
   assert not metrics['learner/skipped'] and runs.same(after, expected)
   assert not runs.same(after, params)
-
-
-def test_at_ratio_one_every_clip_rule_makes_the_same_update(params):
-  batch = rows(params)
-  opt = ADAM.init(params)
-  after, opt_after, metrics, _ = learn('fixed', ADAM)(params, opt, batch)
-  assert not runs.same(after, params) and metrics['clip/fraction'] == 0
-  for rule in RULES:
-    updated, updated_opt, metrics, _ = learn(rule, ADAM)(params, opt, batch)
-    assert metrics['clip/fraction'] == 0, rule
-    assert runs.same((updated, updated_opt), (after, opt_after)), rule
-  assert metrics['clip/search_steps'] == 51  # the search did run, and to its caps
 
 
 def test_optimizer_warms_up_and_limits_the_norm():

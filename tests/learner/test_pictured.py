@@ -167,14 +167,6 @@ def test_a_frozen_tower_embeds_each_picture_once():
     making.close(again.merged_PMD[row], EMBEDDED.merged_PMD[p], count=1024)
 
 
-def test_the_shapes_are_known_before_a_picture_is_read():
-  for base, found in ((None, PIXELS), (FROZEN, EMBEDDED)):
-    like = pictured.abstract(GALLERY, P, SEEING, base)
-    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
-    assert shapes == [(x.shape, x.dtype) for x in jax.tree.leaves(found)]
-    assert type(like) is type(found)
-
-
 def test_minibatches_have_the_pictures_of_their_groups():
   seen = []
 

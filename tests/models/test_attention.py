@@ -80,14 +80,6 @@ def test_a_kernel_equals_the_oracle(kernel, packed, is_causal):
   np.testing.assert_allclose(found, expected, atol=32 * EPS * np.abs(expected).max())
 
 
-def test_sizes_of_blocks():
-  # Eight blocks of queries at most, of 64 at least; columns of keys divide the row.
-  queries = {1: 1, 88: 88, 128: 64, 200: 67, 9216: 1152}
-  assert {n: attention.query_block(n) for n in queries} == queries
-  keys = {128: 128, 9216: 1536, 33792: 1536, 66560: 1024}
-  assert {n: attention.key_block(n) for n in keys} == keys
-
-
 @pytest.mark.parametrize(
   ('compute', 'packed', 'is_causal'),
   [('float32', True, True), ('float32', True, False), ('bfloat16', False, True)],

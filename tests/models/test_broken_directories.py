@@ -1,10 +1,6 @@
 """A model directory that cannot be used is refused in one sentence; no code is run."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ from bapo_jax.data import tokenizer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import LoraConfig
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -257,35 +252,3 @@ def test_a_model_that_was_partly_downloaded_is_not_a_directory_of_models(tmp_pat
     (tmp_path / file).touch()
   lacking = ['tokenizer.json', '*.safetensors']
   assert hf_directory.missing(str(tmp_path)) == lacking
-
-
-def advised(error):
-  """Runs the Python command of a sentence."""
-  _, code = re.fullmatch(r'.*`python -c "(.*)"`.*', str(error.value)).group(0, 1)
-  environment = os.environ | {'HF_HUB_OFFLINE': '1'}
-  subprocess.run([sys.executable, '-c', code], check=True, env=environment)
-
-
-@pytest.mark.nightly  # torch, twice
-def test_the_command_for_adapters_merges_them(tmp_path):
-  pytest.importorskip('peft')
-  base = runs.source(tmp_path / 'base')
-  path = tmp_path / 'adapters'
-  path.mkdir()
-  spec = hf_config.read_spec(base, 'float32')
-  knobs = LoraConfig(rank=2, alpha=6.0, targets='layers/gate')
-  rng = np.random.default_rng(0)
-  a_LDr = rng.normal(size=(2, 16, 2))
-  b_LrF = rng.normal(size=(2, 2, 24))
-  get = {'layers/gate/a': a_LDr, 'layers/gate/b': b_LrF}.__getitem__
-  hf_weights.save_adapters(str(path), get, spec, knobs, base, 'float32')
-  with pytest.raises(ValueError, match='peft') as error:
-    hf_directory.find(str(path), 'model.path')
-  advised(error)
-  before, after = (
-    hf_weights.load(x, spec, sharding.make())['layers']['gate']
-    for x in (base, f'{path}-merged')
-  )
-  # alpha / rank = 3; the base model, and so the merged one, is in bfloat16.
-  expected = np.asarray(before) + 3 * a_LDr @ b_LrF
-  np.testing.assert_allclose(after, expected, rtol=2**-7, atol=2**-7)

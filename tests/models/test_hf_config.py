@@ -105,19 +105,6 @@ def test_defaults_are_those_of_transformers():
   assert spec(model_type='qwen3').head_width == 128
 
 
-def test_biases_are_where_each_architecture_has_them():
-  def biases(**changes):
-    found = spec(**changes)
-    return found.qkv_bias, found.o_bias, found.qk_norm
-
-  assert biases() == (False, False, False)
-  assert biases(attention_bias=True) == (True, True, False)
-  assert biases(model_type='qwen2') == (True, False, False)
-  assert biases(model_type='qwen2', attention_bias=False) == (True, False, False)
-  assert biases(model_type='qwen3') == (False, False, True)
-  assert biases(model_type='qwen3', attention_bias=True) == (True, True, True)
-
-
 @pytest.mark.parametrize(
   'spelling',
   [
@@ -190,20 +177,6 @@ def test_the_published_vision_model():
   total = transformer.count(found)
   tower = total - transformer.count(dataclasses.replace(found, vision=None))
   assert (round(total / 1e9, 2), round(tower / 1e9, 2)) == (3.75, 0.67)
-
-
-def test_the_spelling_of_transformers_5():
-  rope = {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]}
-  text = {k: v for k, v in PUBLISHED.items() if not k.startswith(('rope_', 'vision'))}
-  nested = {
-    'model_type': 'qwen2_5_vl',
-    'architectures': PUBLISHED['architectures'],
-    'image_token_id': 151655,
-    'tie_word_embeddings': True,
-    'text_config': text | {'rope_parameters': rope, 'model_type': 'qwen2_5_vl_text'},
-    'vision_config': PUBLISHED['vision_config'] | {'in_channels': 3},
-  }
-  assert hf_config.spec_of(nested, 'bfloat16', PIXELS) == vision()
 
 
 def test_defaults_of_the_vision_model_are_those_of_transformers():
@@ -381,37 +354,3 @@ def test_llama3_by_hand():
   found, factor = table(8, 1e4, 'llama3', **LONG)
   np.testing.assert_allclose(found, [1, 0.0297535, 0.00125, 0.000125], rtol=1e-5)
   assert factor == 1
-
-
-def test_yarn_by_hand():
-  # Width 8, theta 1e4, 1000 tokens: pair 4 * ln(1000 / 2 pi r) / ln 1e4 turns r times:
-  # r = 32 at 0.697, r = 1 at 2.202; floor and ceiling 0 and 3, a ramp 0, 1/3, 2/3, 1.
-  knobs = {'factor': 4.0, 'original_max_position_embeddings': 1000}
-  found, factor = table(8, 1e4, 'yarn', **knobs)
-  np.testing.assert_allclose(found, [1, 0.075, 0.005, 0.00025], rtol=1e-6)
-  assert factor == pytest.approx(0.1 * math.log(4) + 1)
-  # Without rounding the ramp is (i - 0.697) / 1.505: 0, 0.2012, 0.8657, 1.
-  found, _ = table(8, 1e4, 'yarn', **knobs, truncate=False)
-  np.testing.assert_allclose(found, [1, 0.08491, 0.0035075, 0.00025], rtol=1e-3)
-  # Both scales: the quotient of their two factors; a given factor is taken as it is.
-  _, factor = table(8, 1e4, 'yarn', **knobs, mscale=2.0, mscale_all_dim=1.0)
-  assert factor == pytest.approx((0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1))
-  assert table(8, 1e4, 'yarn', **knobs, attention_factor=1.5)[1] == 1.5
-
-
-@pytest.mark.parametrize(
-  ('rule', 'knobs', 'name'),
-  [
-    ('dynamic', {'factor': 2.0}, 'dynamic'),
-    ('linear', {}, 'factor'),
-    ('linear', {'factor': 0}, 'factor'),
-    ('linear', {'factor': [2.0] * 4}, '[2.0, 2.0'),
-    ('llama3', {**LONG, 'low_freq_factor': None}, 'llama3'),
-    ('yarn', {'factor': 4.0, 'short_factor': 1}, 'short_factor'),
-    ('default', {'mrope_section': 1}, 'mrope_section'),
-  ],
-)
-def test_unknown_and_missing_knobs_are_named(rule, knobs, name):
-  with pytest.raises(ValueError) as error:
-    table(8, 1e4, rule, **knobs)
-  assert name in str(error.value) and '\n' not in str(error.value)

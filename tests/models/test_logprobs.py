@@ -1,7 +1,6 @@
 """Log-probabilities by tiles equal those from all the logits, gradients too."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -60,20 +59,6 @@ def test_gradients_equal_the_oracle(chunk, block):
   expected = jax.grad(functools.partial(total, oracles.logprob_oracle), argnums=(0, 1))
   # Sums of 20 tokens, and of 56 columns, of the terms above.
   oracles.close(found(hidden_BTD, head_VD), expected(hidden_BTD, head_VD), 128)
-
-
-def test_temperature_by_hand():
-  # Logits 0 and ln 3: 1/4 and 3/4; at temperature 1/2 they double: 1/10 and 9/10.
-  hidden_BTD = jnp.ones((1, 2, 1))
-  head_VD = jnp.array([[0.0], [math.log(3)]])
-  token_BT = jnp.array([[0, 1]])
-  for temperature, p in ((1.0, (1 / 4, 3 / 4)), (0.5, (1 / 10, 9 / 10))):
-    logp_BT, entropy_BT, _ = logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, temperature
-    )
-    np.testing.assert_allclose(jnp.exp(logp_BT[0]), p, rtol=1e-6)
-    entropy = -sum(q * math.log(q) for q in p)
-    np.testing.assert_allclose(entropy_BT[0], [entropy, entropy], rtol=1e-6)
 
 
 def test_the_covariance_by_hand_and_without_a_gradient():

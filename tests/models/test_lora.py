@@ -50,16 +50,6 @@ def logits(weights, tokens_BT, spec=SPEC):
   return jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(weights))
 
 
-def test_a_product_with_an_adapter_by_hand():
-  # W = 1, A = [1, 2], B = [3, 4], scale 1/2: 5 (1 + (1*3 + 2*4) / 2) = 32.5
-  adapter = lora.Adapter(jnp.array([[1.0, 2.0]]), jnp.array([[3.0], [4.0]]), 0.5)
-  w = lora.Adapted(jnp.ones((1, 1)), adapter)
-  assert layers.product(jnp.full((1, 1), 5.0), w) == 32.5
-  stacked = jax.tree.map(lambda x: x[None], w)
-  assert lora.layer(stacked, 0) == 6.5
-  assert lora.merge({'w': stacked})['w'].shape == (1, 1, 1)
-
-
 def test_new_adapters_add_nothing_and_a_has_the_variance_of_peft():
   spec = dataclasses.replace(SPEC, width=64, ffn=96)
   made = start(spec, 8)
@@ -90,14 +80,6 @@ def test_merged_weights_and_a_mesh_give_the_logits_of_unmerged_ones():
     lora.attach(*spread), jax.device_put(tokens_BT, sharding.over_rows(mesh))
   )
   oracles.close(found, unmerged, 128)
-
-
-def test_decoding_reads_merged_weights():
-  weights = lora.attach(making.params(SPEC), making.adapters(SPEC))
-  for joined in (False, True):
-    merged = decoder.params_of(decoder.actor(weights, SPEC, joined), SPEC)
-    for path, w in transformer.flatten(lora.merge(weights)).items():
-      np.testing.assert_array_equal(transformer.flatten(merged)[path], w, path)
 
 
 def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once():

@@ -158,16 +158,6 @@ def test_groups_get_their_rewards():
   assert_others_equal(old, new, ['reward_PG'])
 
 
-def test_a_masked_response_teaches_nothing_and_keeps_its_reward_and_length():
-  old, new = reshaped(truncated='masked')
-  ended_PG = (
-    np.asarray(old.response_mask_PGT) & (np.asarray(old.tokens_PGT) == 10)
-  ).any(2)
-  assert 0 < ended_PG[:2].sum() < 16
-  np.testing.assert_array_equal(new.teaches_PG, ended_PG)
-  assert_others_equal(old, new, ['teaches_PG'])
-
-
 def test_the_bonus_is_by_the_reader_of_the_problems_own_verifier():
   # Problem 4 has GSM8K's, which reads after ####; problem 7 names none and has AIME's,
   # which reads a line `Answer:`.

@@ -150,16 +150,6 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
     assert rights(halves(pool)) == [True]
 
 
-def test_a_worker_without_memory_is_undecided_not_wrong(monkeypatch):
-  # No more than the fork server uses already: every large allocation fails.
-  monkeypatch.setattr(verifier_pool, 'MEMORY_MB', 0)
-  with lenient(1) as pool:
-    text = r'\boxed{\frac{' + '1+' * 400 + '1}{2}}'
-    (verdict,) = verdicts(submit(pool, '1' * 100_000, [text]))
-    assert verdict.right is None
-    assert verdict.reason in ('took over 0 MiB', '2 workers died of it')
-
-
 def test_the_fork_server_may_die_too():
   with lenient(2) as pool:
     verdicts(halves(pool, 4))

@@ -129,16 +129,6 @@ def test_a_mesh_samples_the_same_text(rows, tensor):
   np.testing.assert_allclose(spread.logp_BT, rows.logp_BT, atol=1e-5)
 
 
-def test_the_learners_weights_come_back_from_an_actor():
-  for devices in (sharding.make(4, 2, 1), sharding.make(2, 2, 2)):
-    layout = sharding.shardings(PARAMS, devices)
-    params = jax.device_put(PARAMS, layout)
-    back = decode.params_of(decode.sync_actor(params, SPEC, devices), SPEC)
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
-      assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-      np.testing.assert_array_equal(a, b)
-
-
 def test_a_temperature_of_0_decodes_the_likeliest_tokens():
   given = prompts()
   cold = generate(given, temperature=0)

@@ -1,7 +1,6 @@
 """Prompts with and without pictures in one batch, sampled as the learner scores."""
 
 import functools
-import io
 import json
 
 import jax
@@ -12,7 +11,6 @@ import oracles
 import pytest
 import runs
 from pictured import DRAWN, SEEING, forward, problems
-from rich.console import Console
 from runs import last_run, tiny
 
 from bapo_jax import sharding
@@ -23,7 +21,7 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import ahead, metrics
-from bapo_jax.tools import eval_checkpoint, export, viewer
+from bapo_jax.tools import eval_checkpoint, export
 from bapo_jax.training import build, checkpoint, policy
 from bapo_jax.types import Pictures
 
@@ -93,21 +91,6 @@ def test_the_text_depends_on_the_pictures(sampled):
   seen_B = np.repeat([bool(row.pictures) for row in GALLERY.rows], G)
   same_B = (np.asarray(blank.rows.logp_BT) == sampled.logp_BT).all(1)
   np.testing.assert_array_equal(same_B, ~seen_B)
-
-
-def test_greedy_text_is_that_without_a_cache():
-  run = rollouts(temperature=0)
-  run.decode(ACTOR, KEY)
-  tokens_BT = np.zeros((P * G, WIDTH + NEW), np.int32)
-  length_B, done_B = np.repeat(PROMPTS.length_P, G), np.zeros(P * G, bool)
-  tokens_BT[:, :WIDTH] = np.repeat(PROMPTS.tokens_PT, G, 0)
-  each_B = np.arange(P * G)
-  for t in range(NEW):
-    next_BT = np.asarray(logits(PARAMS, tokens_BT, of_rows(), 1.0)).argmax(-1)
-    next_B = next_BT[each_B, length_B + t - 1]
-    tokens_BT[each_B, length_B + t] = np.where(done_B, 0, next_B)
-    done_B |= np.isin(next_B, EOS)
-  np.testing.assert_array_equal(run.rows.tokens_BT, tokens_BT)
 
 
 def test_a_refreshed_cache_is_that_of_the_new_weights():
@@ -200,15 +183,6 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   for now, then in zip(samples[0], before, strict=True):
     assert now['response'] == then['response'] and now['logp'] == then['logp']
   assert [x['logp'] for x in samples[1]] != [x['logp'] for x in samples[0]]
-
-
-def test_groups_with_pictures_are_shown(pictured_run, one_device):
-  workdir = pictured_run.workdir
-  for number in (1, 2):
-    console = Console(file=io.StringIO(), width=500, _environ={})
-    viewer.show(str(workdir), number, 'pc', console=console)
-    shown = console.file.getvalue()
-    assert '(<image> x 16)x' in shown and 'picture: ' in shown and '⟨.' in shown
 
 
 def assert_exported(run, to):

@@ -9,7 +9,6 @@ from runs import plain, tiny
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import resolve
 from bapo_jax.training.config import parse
-from configs import aime
 
 BAND = {'batch.rule': 'adapted'}
 QUANTISED = {
@@ -168,12 +167,6 @@ def test_rows_and_kernels_fit_the_mesh():
   assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
   with pytest.raises(ValueError, match='splash'):  # a kernel that a CPU lacks
     resolve.resolve(parse(plain(**{'model.attention': 'splash'})))
-
-
-@pytest.mark.parametrize('variant', ['tiny', 'recipe'])
-def test_variants_that_need_no_download_are_sound(variant):
-  config = parse(aime.get_config(variant).to_dict())
-  resolve.resolve(config)
 
 
 def test_a_config_comes_back_from_its_plain_values_and_from_json():

@@ -128,12 +128,6 @@ def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
   needs.refuse(given, [config.model_copy(update={'derived': undecided})])
 
 
-def test_rows_of_a_file_may_name_a_verifier_with_processes():
-  for source, active in (('a.jsonl', True), ('synthetic', False)):
-    problems = {'problems.source': source, 'problems.test_source': source}
-    assert ('rewards.workers' not in inert(parse(plain(**problems)))) == active
-
-
 def test_needs_name_knobs():
   for need in needs.FACTS.values():
     assert need.knob in KNOBS

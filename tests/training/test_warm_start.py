@@ -1,15 +1,13 @@
 """The warm start: what it depends on, and how runs share it."""
 
 import json
-import pathlib
 import shutil
 
 import jax
 import jax.numpy as jnp
-import making
 import numpy as np
 import pytest
-from runs import TINY, same, source, tiny
+from runs import same, source, tiny
 from test_checkpoint import files, flip
 
 from bapo_jax import sharding
@@ -17,16 +15,11 @@ from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import synthetic
-from bapo_jax.models import logprobs, transformer
-from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models import transformer
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, config, inputs, policy, sft
-from bapo_jax.training.knobs import SftConfig
+from bapo_jax.training import checkpoint, inputs, policy, sft
 from bapo_jax.training.resolve import resolve
-from configs import base
-from lab import experiments
-from lab.experiments import Experiment
 
 FEW = {'sft.clean': 2, 'sft.noisy': 1}
 
@@ -42,14 +35,6 @@ def fitted(made, seed):
   fit = sharding.under(r.mesh, sft.fit)
   fixed = r.tokenizer, r.spec, r.mesh, made.row_length
   return fit(*fixed, *problems, made.sft, seed, r.schedule)
-
-
-def test_a_run_of_an_experiment_has_the_warm_start_of_its_seed(one_device, tmp_path):
-  shared = config.merged(base.get_config().to_dict(), TINY | FEW)
-  made = experiments.runs(Experiment(shared, {'a': {}}, (3,)))['a-seed3'].config
-  weights = load(made, tmp_path)
-  assert same(weights, fitted(made, 3)) and not same(weights, fitted(made, 0))
-  assert pathlib.Path(policy.warm_start_path(made, str(tmp_path))).is_dir()
 
 
 # Norms of what 12 steps change, by policy.WARM_START: raise it if they change, since
@@ -75,13 +60,6 @@ def test_a_warm_start_gives_the_weights_of_its_version(one_device):
   changes = {name: float(jnp.linalg.norm(last[name] - first[name])) for name in first}
   expected = GOLDEN[policy.WARM_START]
   assert {name: changes[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-
-
-def test_runs_that_differ_in_seed_start_from_the_same_policy(one_device, tmp_path):
-  weights = load(tiny(seed=1, **FEW), tmp_path)
-  assert same(weights, fitted(tiny(**FEW), 0))
-  paths = [policy.warm_start_path(tiny(**{'sft.seed': n}), '') for n in (0, 1)]
-  assert paths[0] != paths[1]
 
 
 @pytest.fixture
@@ -222,25 +200,6 @@ def test_a_box_in_the_prompt_is_no_answer(reader):
     assert (weight_T == 4).sum() == 4
 
 
-def test_a_few_steps_reduce_the_loss(reader, monkeypatch):
-  # Its initial values take longer to compile than all the rest.
-  monkeypatch.setattr(transformer, 'init', lambda spec, key: making.params(spec))
-  _, tokens_NT, weight_NT = rows(reader)
-
-  @jax.jit
-  def nats(params):
-    logp_NT = logprobs.sequence_stats(params, tokens_NT, SPEC, 1.0).logp_BT
-    return -(logp_NT * weight_NT).sum() / weight_NT.sum()
-
-  def fitted(clean, noisy):
-    knobs = SftConfig(clean=clean, noisy=noisy, batch=8, lr=1e-2, slip=0.3, repeat=0.3)
-    mesh = sharding.make(devices=jax.devices()[:1])
-    given = made_problems(64), synthetic.FAMILIES['trial'].solve
-    return sft.fit(reader, SPEC, mesh, LENGTH, *given, knobs, seed=0)
-
-  assert nats(fitted(24, 4)) < nats(fitted(0, 0)) - 0.3
-
-
 # --------- the tokenizer is the model's, and no token is beyond the model's vocabulary
 
 
@@ -264,15 +223,6 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
   assert model.directory == path
   assert model.tokenizer.backend.name_or_path == str(other)
-
-
-def test_a_model_with_a_tower_sees_and_its_tower_is_frozen(tmp_path):
-  (tmp_path / 'config.json').write_text(json.dumps(hf_config.config_of(making.SEEING)))
-  config = tiny(**{'model.path': str(tmp_path)})
-  found = inputs.read_spec(config, str(tmp_path), None)
-  assert found.vision == making.SEEING.vision and found.mrope == making.SEEING.mrope
-  for knobs, sees in (({}, False), ({'model.tower.layers': 1}, True)):
-    assert (inputs.open_model(tiny(**knobs)).spec.vision is not None) == sees
 
 
 @pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'model.tower.layers': 1}])
