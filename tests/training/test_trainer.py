@@ -184,16 +184,12 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
 
 
 def test_responses_are_numbered_through_rounds_and_resumes(monkeypatch):
-  def first_uids(**fields):
+  for start, rounds in ((0, 4), (4, 2)):
     script = Script(monkeypatch, [(0, 0), (0, 0), (1, 1)], steps=2, **EXTRA)
-    s, *_ = script.loop(**fields)[-1]
-    return s, [keywords['first_uid'] for _, _, keywords in script.rollouts]
-
-  s, uids = first_uids()
-  assert uids == [P * G * prompt_round for prompt_round in range(4)]
-  s, uids = first_uids(prompt_round=4, responses=7)
-  assert uids == [4 * P * G, 5 * P * G] and s.prompt_round == 6
-  assert s.responses == 7 + 2 * P * G
+    s, *_ = script.loop(prompt_round=start, responses=7)[-1]
+    uids = [keywords['first_uid'] for _, _, keywords in script.rollouts]
+    assert uids == [P * G * n for n in range(start, start + rounds)]
+    assert s.responses == 7 + rounds * P * G
 
 
 @pytest.mark.parametrize('depth', [0, 1, 3])

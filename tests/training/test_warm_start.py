@@ -16,7 +16,6 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import synthetic
 from bapo_jax.models import transformer
-from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, inputs, policy, sft
 from bapo_jax.training.resolve import resolve
@@ -125,10 +124,6 @@ def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared):
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('XLA_FLAGS', '')
     assert policy._shared_path(resolve(made)) != here
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
-    assert policy._shared_path(resolve(made)) != here
-  assert policy._shared_path(resolve(made)) == here
   two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
   assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
 
@@ -182,13 +177,10 @@ def test_prompt_weighs_nothing_work_one_and_answer_four(reader):
     np.testing.assert_array_equal(weight_T, expected + [0] * (LENGTH - end - 1))
 
 
-@pytest.mark.parametrize('length', [4, 20, 40])
-def test_rows_are_cut_at_their_length(reader, length):
-  problems, whole_NT, weight_NT = rows(reader)
-  _, tokens_NT, cut_NT = rows(reader, length)
-  assert tokens_NT.shape == cut_NT.shape == (len(problems), length)
-  np.testing.assert_array_equal(tokens_NT, whole_NT[:, :length])
-  np.testing.assert_array_equal(cut_NT, weight_NT[:, :length])
+def test_rows_are_cut_at_their_length(reader):
+  _, *whole = rows(reader)
+  _, *cut = rows(reader, 20)
+  assert same(cut, [x_NT[:, :20] for x_NT in whole])
 
 
 def test_a_box_in_the_prompt_is_no_answer(reader):
@@ -206,7 +198,6 @@ def test_a_box_in_the_prompt_is_no_answer(reader):
 def test_the_tokenizer_is_the_models_unless_another_is_named():
   assert tiny().tokenizer.path == 'characters'
   assert tiny(**{'model.path': 'm'}).tokenizer.path == 'm'
-  assert tiny(**{'model.path': 'hub:a/m@v1'}).tokenizer.path == 'hub:a/m@v1'
   assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer.path == 't'
   assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
 
@@ -239,11 +230,7 @@ def beyond(path, where):
     return
   held = json.loads((path / 'tokenizer.json').read_text())
   vocab = held['model']['vocab']
-  if where == 'an added token':  # ids go on after the vocabulary
-    vocab |= {f'w{i}': i for i in range(29, 40)}
-    held['added_tokens'].append(held['added_tokens'][0] | {'id': 40, 'content': '<x>'})
-  else:
-    vocab['9'] = 40
+  vocab['9'] = 40
   (path / 'tokenizer.json').write_text(json.dumps(held))
 
 
@@ -251,7 +238,6 @@ def beyond(path, where):
   ('where', 'named'),
   [
     ('an end token', 'an end token has the id 40'),
-    ('an added token', "token '<x>' has the id 40"),
     ('a token of prompts', "token '9' has the id 40"),
   ],
 )
@@ -280,19 +266,16 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
   spec = seeing(**{'model.head_width': 16, 'model.tower.ffn': 40})
   v = spec.vision
   assert (v.layers, v.width, v.heads, v.ffn, v.out) == (2, 32, 2, 40, spec.width)
-  assert (v.full_layers, v.patch, v.window, v.merge) == ((1,), 7, 28, 2)
-  assert v.least_pixels == 28 * 28
   assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'
   assert spec.vocab == inputs.open_model(tiny()).spec.vocab > v.image_token
   assert spec.mrope == (2, 3, 3)  # of 8 pairs, as Qwen2.5-VL has 16, 24, 24 of 64
-  for width in (2, 6, 8, 64):
-    assert 2 * sum(seeing(**{'model.head_width': width}).mrope) == width
 
 
 def test_a_warm_start_is_found_by_what_it_depends_on():
   without = {'model.tower.ffn': 8, 'problems.drawn.kind': 'dials'}
   other = {'problems.source': 'drawn', 'problems.test_source': 'drawn'}
   tower = {'model.tower.layers': 1}
-  kinds = {}, without, other, other | tower, other | tower | without, other | without
+  kinds = [{}, without, {'sft.seed': 1}, other, other | tower]
+  kinds += [other | tower | without, other | without]
   paths = [policy.warm_start_path(tiny(**knobs), 'w') for knobs in kinds]
-  assert paths[0] == paths[1] and len(set(paths)) == 5
+  assert paths[0] == paths[1] and len(set(paths)) == 6
