@@ -162,7 +162,11 @@ def test_pictures_train_the_weights_that_are_not_frozen(cell, tmp_path):
     assert_exported(trained, tmp_path / 'out')
 
 
-def test_a_run_on_pictures_is_exported(pictured_run, tmp_path):
+def test_a_run_on_pictures_trains_with_them_and_is_exported(pictured_run, tmp_path):
+  # A minibatch with the pictures of other groups would have other log-probabilities.
+  rows = metrics.read(str(pictured_run.workdir))[1:]
+  diffs = [row['rollout/logp_diff_max'] for row in rows]
+  assert 0 < np.nanmax(diffs) < 1e-4
   assert_exported(pictured_run, tmp_path / 'out')
 
 

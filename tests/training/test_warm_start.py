@@ -16,6 +16,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import synthetic
 from bapo_jax.models import transformer
+from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import checkpoint, inputs, policy, sft
 from bapo_jax.training.resolve import resolve
@@ -113,7 +114,7 @@ def test_a_cache_that_fails_costs_only_time(shared, tmp_path, capsys):
   assert len(done) == 1
 
 
-def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared):
+def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared, monkeypatch):
   made, _, _ = shared
   here = policy._shared_path(resolve(made))
   rules = {'clip.rule': 'fixed', 'loss.rule': 'cispo', 'batch.rule': 'adapted'}
@@ -121,11 +122,12 @@ def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared):
   for knobs in ({'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}):
     r = resolve(tiny(**FEW | knobs, cache=made.cache))
     assert policy._shared_path(r) != here, knobs
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setenv('XLA_FLAGS', '')
-    assert policy._shared_path(resolve(made)) != here
   two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
   assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
+  monkeypatch.setenv('XLA_FLAGS', '')
+  flags = policy._shared_path(resolve(made))
+  monkeypatch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
+  assert len({here, flags, policy._shared_path(resolve(made))}) == 3
 
 
 # ------------------- the supervised stage: which tokens weigh what, and that it learns
