@@ -211,9 +211,8 @@ def outcome(*rows, **values):
   adv_B, ratio_B, source_B = np.float32(rows).T
   old_B1 = np.full((len(rows), 1), -3, np.float32)
   batch = making.batch(adv_B, old_B1 < 0, old_B1, source_B=source_B)
-  return compiled(objective(**values))(
-    *placed(old_B1 + np.log(ratio_B)[:, None], batch)
-  )[1]
+  data = placed(old_B1 + np.log(ratio_B)[:, None], batch)
+  return compiled(objective(**values))(*data)[1]
 
 
 @pytest.mark.parametrize(

@@ -124,27 +124,14 @@ STEP = '_CHECKPOINT_METADATA'
 
 DAMAGES = {  # name -> (the damage, what the sentence names)
   'config.json is cut': (truncated('config.json', 40), 'config.json'),
-  'config.json is missing': (lambda p: (p / 'config.json').unlink(), 'config.json'),
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
-  'more layers': (edited('config.json', num_hidden_layers=3), 'layers.2'),
-  'rope is a list': (edited('config.json', rope_parameters=[1]), 'config.json'),
   'another head': (repeats(with_last(7.0)), 'lm_head.weight'),
-  'a head of another size': (repeats(lambda array: array[1:]), 'lm_head.weight'),
   'a critic': (tensors(lambda held: held.update(CRITIC)), 'critic'),
   'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
   'no language-model head': (renamed('model.', ''), 'language-model head'),
-  'adapters of peft': (
-    instead('adapter_config.json', 'adapter_model.safetensors', 'tokenizer.json'),
-    'adapters',
-  ),
   'adapters beside a config.json': (adapted, 'adapters'),
-  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), 'bapo export'),
   'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
-  'a checkpoint of DeepSpeed': (
-    instead('config.json', 'zero_to_fp32.py', 'global_step5/mp_rank_00.pt'),
-    'zero_to_fp32.py',
-  ),
   'a checkpoint of FSDP': (
     instead('config.json', 'pytorch_model_fsdp_0/__0_0.distcp'),
     'pytorch_model_fsdp_0',
@@ -154,10 +141,8 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
     'checkpoint-500/config.json',
   ),
   'the cache of the hub': (instead('snapshots/0f/config.json'), 'snapshots/0f'),
-  'weights are missing': (lambda path: (path / WEIGHTS).unlink(), 'safetensors'),
   'weights are a pickle': (pickled, 'safetensors'),
   'weights are cut': (truncated(WEIGHTS, 9000), WEIGHTS),
-  'a header of 8 GB': (written(WEIGHTS, (8 * 10**9).to_bytes(8, 'little')), WEIGHTS),
   'a tensor is missing': (tensors(lambda held: held.pop(NORM)), NORM),
   'NaN': (tensors(lambda held: held[NORM].fill(np.nan)), NORM),
   'quantized': (
@@ -167,13 +152,11 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'the index is damaged': (written(INDEX, b'{"weight_map": {}}'), INDEX),
   'a file of the index is missing': (indexed('c.safetensors'), 'c.safetensors'),
   'an index leads out': (indexed(f'../other/{WEIGHTS}'), f'../other/{WEIGHTS}'),
-  'an index names a list': (indexed([WEIGHTS]), INDEX),
   'an index of another model': (stale, INDEX),
   'tokenizer.json is missing': (
     lambda path: (path / 'tokenizer.json').unlink(),
     'tokenizer.json',
   ),
-  'tokenizer.json is cut': (truncated('tokenizer.json', 100), ''),
 }
 
 
@@ -219,7 +202,6 @@ ACCEPTED = {
     INDEX, json.dumps({'weight_map': {NORM: WEIGHTS}}).encode()
   ),
   'rotary frequencies': tensors(lambda held: held.update(FREQUENCIES)),
-  'a head that repeats the embedding': repeats(lambda array: array),
   'a head that repeats it in float32': repeats(lambda array: array.astype(np.float32)),
 }
 

@@ -182,17 +182,12 @@ def test_files_are_cut_only_where_they_must_be():
 
 
 def test_an_index_lists_the_files_of_the_model(tmp_path):
-  for name in (
-    'model-1.safetensors',
-    'model-2.safetensors',
-    'consolidated.safetensors',
-  ):
-    save_file({name: np.ones(2, np.float32)}, tmp_path / name)
-  assert len(safetensors_io.files(str(tmp_path))) == 3
-  listed = {'x': 'model-1.safetensors', 'y': 'model-2.safetensors'}
+  for name in ('1', '2', 'consolidated'):
+    save_file({name: np.ones(2, np.float32)}, tmp_path / f'{name}.safetensors')
+  listed = {'1': '1.safetensors', '2': '2.safetensors'}
   (tmp_path / safetensors_io.INDEX).write_text(json.dumps({'weight_map': listed}))
   assert safetensors_io.files(str(tmp_path)) == sorted(listed.values())
-  assert set(safetensors_io.index(str(tmp_path))) == set(listed.values())
+  assert set(safetensors_io.index(str(tmp_path))) == set(listed)
   (tmp_path / safetensors_io.INDEX).unlink()
   save_file({'one': np.ones(2, np.float32)}, tmp_path / safetensors_io.ONE_FILE)
   assert safetensors_io.files(str(tmp_path)) == [safetensors_io.ONE_FILE]

@@ -10,14 +10,12 @@ import numpy as np
 import oracles
 import pytest
 import runs
-from jax.sharding import PartitionSpec as P
 from making import OddVerifier
 from runs import tiny
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.rollout import decode
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, resolve
 from bapo_jax.types import Prompts
@@ -99,25 +97,6 @@ def test_adapters_are_merged_before_the_weights_are_quantised():
   same(found, decoder.actor(lora.merge(weights), spec))
   with pytest.raises(AssertionError):
     same(found, decoder.actor(PARAMS, spec))
-
-
-@both
-@pytest.mark.parametrize('tensor', [1, 2])
-def test_a_mesh_quantises_to_the_same_bits(dtype, tensor):
-  spec = spec_of(dtype)
-  mesh = sharding.make(8 // 2 // tensor, 2, tensor)
-  layout = sharding.shardings(PARAMS, mesh)
-  found = decode.sync_actor(jax.device_put(PARAMS, layout), spec, mesh)
-  same(found, decoder.actor(PARAMS, spec, decoder.joins(mesh)))
-  back = decode.params_of(found, spec)
-  same(back, decoder.params_of(decoder.actor(PARAMS, spec), spec))
-  for path, w in transformer.flatten(back).items():
-    if path in PROJECTIONS:
-      assert w.values.sharding == transformer.flatten(layout)[path], path
-      outputs = w.values.sharding.spec[1 + PROJECTIONS[path] :]
-      place = jax.sharding.NamedSharding(mesh, P(None, *outputs))
-      assert w.scale.sharding.is_equivalent_to(place, w.scale.ndim), path
-  same(decode.sync_actor(back, spec, mesh), found)
 
 
 PROMPTS = Prompts(

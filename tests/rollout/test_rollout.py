@@ -193,7 +193,7 @@ def test_slow_verdicts_are_requested_while_others_are_decoded(sampled):
 
 @pytest.mark.parametrize(
   ('width', 'expected'),
-  [(1, [1]), (64, [64]), (65, [64, 65]), (128, [64, 128]), (300, [64, 128, 256, 300])],
+  [(64, [64]), (65, [64, 65]), (300, [64, 128, 256, 300])],
 )
 def test_prefill_widths_double_up_to_the_width(width, expected):
   assert shapes.prefill_widths(width) == expected
@@ -202,12 +202,9 @@ def test_prefill_widths_double_up_to_the_width(width, expected):
 @pytest.mark.parametrize(
   ('length', 'parts', 'expected'),
   [
-    (10, 1, [10]),
     (10, 3, [4, 4, 2]),
     (10, 20, [1] * 10),
-    (9216, 8, [1152] * 8),
     (9217, 8, [1280] * 7 + [257]),  # whole tiles, but for the end
-    (1100, 4, [384, 384, 332]),
   ],
 )
 def test_segments_are_about_equal_and_fill_the_row(length, parts, expected):
