@@ -23,7 +23,7 @@ def generate(count, seed=0, **knobs):
 
 @pytest.mark.parametrize(
   ('numbers', 'target'),
-  [([3], 3), ('37', 10), ([3, '7'], 10), ([3, 7], 1.5), ([3, True], 4), (None, 1)],
+  [([3], 3), ('37', 10), ([3, '7'], 10), ([3, 7], 1.5), (None, 1)],
 )
 def test_numbers_that_are_no_problem_are_refused(numbers, target):
   with pytest.raises(ValueError, match='give two or more integers'):

@@ -220,7 +220,7 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
 
 
 @pytest.mark.parametrize(
-  'source', ['hub:gsm8k', 'hub:', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
+  'source', ['hub:gsm8k', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
 )
 def test_a_name_of_no_form_is_refused(source):
   with pytest.raises(ValueError, match='write hub:owner/name:split'):
@@ -232,15 +232,11 @@ def test_a_name_of_no_form_is_refused(source):
 
 BAD = [  # section, its name, values, start of the error
   (ProblemsConfig, 'problems', {'family': 'maze'}, "family='maze'"),
-  (ProblemsConfig, 'problems', {'source': ''}, "source=''"),
   (ProblemsConfig, 'problems', {'source': 'x.jsonl'}, "test_source='synthetic'"),
   (TokenizerConfig, 'tokenizer', {'template': 'Answer!'}, "template='Answer!'"),
-  (CountdownConfig, 'problems.countdown', {'numbers': ()}, 'numbers=()'),
   (CountdownConfig, 'problems.countdown', {'numbers': (1, 3)}, 'numbers=(1, 3)'),
-  (CountdownConfig, 'problems.countdown', {'numbers': (7,)}, 'numbers=(7,)'),
   (CountdownConfig, 'problems.countdown', {'largest': 4}, 'largest=4'),
   (DrawnConfig, 'problems.drawn', {'terms': 4}, 'terms=4'),
-  (DrawnConfig, 'problems.drawn', {'sides': ()}, 'sides=()'),
 ]
 
 

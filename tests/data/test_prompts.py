@@ -69,13 +69,11 @@ def test_the_fingerprint_changes_with_any_value(problems):
   changes = [
     {},
     {'id_N': problems.id_N[::-1]},
-    {'text': swapped},
     {'answer': swapped},
     {'verifier': ['math', *[''] * (N - 1)]},
     # A character that moves from one column to the next.
     {'text': ['00', *problems.text[1:]], 'answer': ['', *problems.answer[1:]]},
-    {name: getattr(problems, name)[1:] for name in ('id_N', 'text', 'answer')},
-    *({'system': ['a'] * i + [''] * (N - i)} for i in (1, 2)),
+    {'system': ['a'] + [''] * (N - 1)},
     *({'pictures': [(file,)] + [()] * (N - 1)} for file in (b'a', b'b')),
   ]
   found = [prompts.fingerprint(problems._replace(**change)) for change in changes]
@@ -94,15 +92,11 @@ def test_the_fingerprint_of_prompts_is_that_of_their_tokens(problems):
     {},
     {'tokens_NT': tokens_NT},
     {'length_N': problems.length_N[::-1]},
-    {'tokens_NT': padded_NT},
-    {'text': problems.text[::-1]},
+    {'tokens_NT': padded_NT, 'text': problems.text[::-1]},
   ]
   found = [problems._replace(**change) for change in changes]
-  first, other, shorter, padded, renamed = map(prompts.prompt_fingerprint, found)
-  assert len({first, other, shorter}) == 3 and len(first) == 16
-  assert first == padded == renamed
-  # The tokens of a problem are no part of the problem's own fingerprint.
-  assert prompts.fingerprint(found[0]) == prompts.fingerprint(found[1])
+  first, other, shorter, padded = map(prompts.prompt_fingerprint, found)
+  assert len({first, other, shorter}) == 3 and first == padded
 
 
 TOKENIZER = tokenizer.load('characters', '{problem}\n')

@@ -94,11 +94,6 @@ def test_files_are_read_in_order_and_repeats_counted_over_all(tmp_path, capsys):
   knobs = problems(f'{a},{b}')
   assert [row.answer for row in load(knobs)] == ['2', '3', '4']
   assert '4 rows contain 3 different problems' in capsys.readouterr().out
-  load(knobs, quiet=True)
-  assert capsys.readouterr().out == ''
-  knobs = problems(f'{a},{b}', duplicates='keep')
-  assert [row.answer for row in load(knobs)] == ['2', '3', '3', '4']
-  assert 'problems.duplicates=keep' in capsys.readouterr().out
 
 
 def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
