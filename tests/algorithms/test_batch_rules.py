@@ -87,24 +87,6 @@ def test_learnable_only_golden(seats):
     assert making.same_row(groups, seat, fresh, FRESH.index(row))
 
 
-@pytest.mark.parametrize('rule_name', ['learnable_only', 'adapted'])
-def test_a_group_without_an_advantage_takes_no_seat(rule_name):
-  # All have both verdicts. 1: equal shaped rewards. 2: the only right answer is masked
-  # out. 3: as 2, but a format bonus tells the wrong ones apart. 4: as it comes.
-  made = sources([(i, 1, NOW) for i in range(1, 5)], [], [])
-  fresh, nothing, _ = made
-  masked_PG = jnp.zeros((4, G), bool).at[1:3, 0].set(True)
-  fresh = fresh._replace(
-    reward_PG=fresh.reward_PG.at[0].set(0.1).at[2, 5].add(0.1),
-    response_mask_PGT=fresh.response_mask_PGT & ~masked_PG[:, :, None],
-  )
-  groups, source_P = BATCHES[rule_name](
-    fresh, nothing, replay_buffer.init(2, G, 3), NOW, jax.random.key(0), 4
-  )
-  assert source_P.tolist() == [0, 0, -1, -1]
-  assert groups.id_P[:2].tolist() == [3, 4]
-
-
 def replay(fresh, reusable, key, ratio):
   no_groups = types.empty_groups(0, G, 3)
   rule = batch_rules.Replay(replay_ratio=ratio)

@@ -73,24 +73,6 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   assert ends == tuple(sorted(ends, reverse=kind[0] == 'surrogate'))
 
 
-@pytest.mark.parametrize('order', ['upper', 'lower'])
-@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
-def test_seven_evaluations_at_most(contribution, order, monkeypatch):
-  # The paper's path has 52 points and 51 steps.
-  calls, sums = [], bound_search.sums
-
-  def counted(*args):
-    jax.debug.callback(lambda: calls.append(1))
-    return sums(*args)
-
-  monkeypatch.setattr(bound_search, 'sums', counted)
-  rule = balanced(target=0.45, contribution=contribution, order=order)
-  jax.block_until_ready(jax.jit(rule)(*making.exact_tokens(0)))
-  jax.effects_barrier()
-  # One more if the start is a case of its own.
-  assert len(calls) == (7 if (contribution, order) == ('surrogate', 'lower') else 6)
-
-
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):

@@ -17,9 +17,8 @@ import making
 import numpy as np
 import oracles
 import pytest
-import runs
 
-from bapo_jax import sharding, types
+from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
 
 P, T = 8, 2
@@ -183,15 +182,14 @@ def prompts(rng, problems, P):
   return rng.permutation(ids)
 
 
-def play(scene, pool, place=lambda groups: groups, keep=lambda buffer: buffer):
-  """[Step] of a history; `place` and `keep` lay out fresh groups and the buffer."""
+def play(scene, pool):
+  """[Step] of a history."""
   rng = np.random.default_rng(pool.seed)
   ability_N = np.asarray(pool.ability_N, float)
   buffer = replay_buffer.init(scene.capacity, scene.G, T, scene.ours())
   lists = oracles.empty_lists(scene.G, scene.lists())
   history, limits = [], scene.limits()
   for now in range(pool.steps):
-    buffer = keep(buffer)
     due = scene.reevaluate if now % scene.m == 0 else 0
     drawn = [int(i) for i in draw(buffer.hard, due).id_P]
     expected = oracles.draw(lists, due)
@@ -201,9 +199,8 @@ def play(scene, pool, place=lambda groups: groups, keep=lambda buffer: buffer):
     fresh = sampled(scene, rng, ability_N, ids, now, now - now % scene.v)
     ability_N = np.clip(ability_N + pool.drift * rng.normal(size=len(ability_N)), 0, 1)
     key = jax.random.fold_in(jax.random.key(pool.seed), now)
-    placed = place(fresh)
-    groups, source_P = adapted(placed, reevaluated, buffer, now, key, scene.P)
-    batch = placed, reevaluated, groups, source_P, now
+    groups, source_P = adapted(fresh, reevaluated, buffer, now, key, scene.P)
+    batch = fresh, reevaluated, groups, source_P, now
     knobs = {'thresholds': scene.ours(), 'hard_order': scene.hard_order} | limits
     after, counts = insert(buffer, *batch, **knobs)
     host = jax.device_get((fresh, reevaluated, groups, source_P, buffer, after, counts))
@@ -333,15 +330,3 @@ def test_the_histories_are_worth_it():
       seen['thresholds moved'] += before != after
   assert min(seen.values()) > 0, seen
   assert min(seen['seats', s] for s in (-1, 0, 1, 2)) >= 10, seen
-
-
-def test_on_eight_devices_it_is_the_same_history():
-  # Fresh groups arrive split over the devices, the buffer lies on all of them.
-  scene, pool, devices = SCENES['up'], MANY._replace(steps=5), sharding.make(4, 2)
-  history, other = (
-    play(scene, pool, *(functools.partial(jax.device_put, device=x) for x in layout))
-    for layout in ((), (sharding.over_rows(devices), sharding.replicated(devices)))
-  )
-  assert any((step.source_P == REUSED).any() for step in history)
-  for a, b in zip(history, other, strict=True):
-    assert runs.same(a[3:8], b[3:8]), 'groups, sources, buffers and counts'

@@ -163,17 +163,6 @@ def test_gmpo_is_the_gradient_of_the_papers_objective():
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
 
-def test_at_ratio_one_every_rule_has_the_gradient_of_reinforce():
-  _, batch = making.mixed_tokens()
-  batch = batch._replace(prox_BT=batch.behavior_logp_BT)
-  expected_BT = np.where(batch.loss_mask_BT, batch.adv_B[:, None], 0)
-  for name, rule in LOSSES.items():
-    weights_BT = loss.weights(
-      rule, jnp.asarray(batch.behavior_logp_BT), batch, bounds()
-    )
-    np.testing.assert_allclose(weights_BT, expected_BT, rtol=making.RTOL, err_msg=name)
-
-
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
 @pytest.mark.parametrize('rule', LOSSES)
 def test_what_is_outside_the_mask_does_not_matter(rule, junk):

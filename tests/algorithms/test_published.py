@@ -85,25 +85,6 @@ def test_kpop_masks_by_both_divergences():
   np.testing.assert_array_equal(keep_BT[mask], wanted[mask])
 
 
-def test_reinforce_with_a_squared_penalty_is_direct_reward_optimisation():
-  beta = 0.05
-  with jax.enable_x64(True):
-    logp_BT, batch = recorded()
-
-    def total(logp_BT):
-      gain_BT, _ = loss.Reinforce()(
-        logp_BT, batch, lambda r: clip.Unclipped()(r, batch, r)
-      )
-      return (gain_BT - beta * loss.divergence(logp_BT, batch, 'squared')).sum()
-
-    value, weight_BT = jax.value_and_grad(total)(logp_BT)
-  p, q, mask = (np.asarray(FOUND['tokens'][x]) for x in ('log_p', 'log_q', 'mask'))
-  adv = np.asarray(FOUND['tokens']['adv'])[:, None]
-  objective = adv * p - beta / 2 * (p - q) ** 2
-  np.testing.assert_allclose(value, objective[mask].sum(), rtol=1e-9)
-  np.testing.assert_allclose(weight_BT, (adv - beta * (p - q)) * mask, rtol=1e-9)
-
-
 def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
   logp_BT, batch = recorded()
   for limit in (1e-6, 0.001, 0.04, 0.3, 10.0):

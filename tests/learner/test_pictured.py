@@ -17,7 +17,6 @@ from bapo_jax.learner import objective as objective_lib
 from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.models.vision import sequence
 from bapo_jax.training import sft
 
 PROMPTS, GALLERY = problems()
@@ -156,9 +155,6 @@ def test_the_gradient_is_that_of_whole_rows(trained, devices, knobs):
 
 
 def test_a_frozen_tower_embeds_each_picture_once():
-  merged_PMD = sequence.embedded(PARAMS, PIXELS, SEEING).merged_PMD
-  assert not EMBEDDED.merged_PMD[2].any() and EMBEDDED.merged_PMD[0].any()
-  making.close(EMBEDDED.merged_PMD, merged_PMD, count=1024)
   again = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(
     np.asarray([3, -1, *[0] * 9])
   )

@@ -95,11 +95,8 @@ def test_a_cached_hub_name_is_found_at_its_revision_without_the_network(
     found = hf_directory.find(f'hub:some/model@{revision}', 'model.path')
     assert os.path.basename(found) == revision
   assert not offline
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match='hf download some/model --revision v2'):
     hf_directory.find('hub:some/model@v2', 'model.path')
-  assert '`hf download some/model --revision v2 --local-dir <directory>`' in str(
-    error.value
-  )
 
 
 def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):

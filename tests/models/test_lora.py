@@ -30,7 +30,7 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
-from bapo_jax.training import build, checkpoint, inputs, policy
+from bapo_jax.training import build, checkpoint, policy
 
 SPEC = dataclasses.replace(making.SPEC, heads=4, kv_heads=2, ffn=24, vocab=12)
 ALL = knobs.LoraConfig().targets
@@ -323,14 +323,6 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   }
 
 
-def test_adapters_of_the_embedded_policy_are_not_exported_alone(tmp_path):
-  config = tiny(**{'lora.rank': 2})
-  experiment.claim(str(tmp_path), config)
-  saved(tmp_path, making.adapters())
-  with pytest.raises(ValueError, match='and a published model in'):
-    export.export(config, str(tmp_path), '', 'float32', 10**9, adapter=True)
-
-
 # ------------ what a checkpoint of adapters has, and what a finished run may leave out
 
 
@@ -354,14 +346,6 @@ def test_a_checkpoint_of_adapters_has_no_other_weight(adapter_run, resumed):
   _, first, last = resumed
   for path, adapter in transformer.flatten(first.params).items():
     assert not np.array_equal(transformer.flatten(last.params)[path].b, adapter.b)
-
-
-def test_adapters_are_read_merged_into_the_model(adapter_run, resumed):
-  config, workdir, _ = adapter_run
-  t, _, last = resumed
-  read = policy.reader(config, inputs.open_model(config), str(workdir), 4)
-  for path, w in transformer.flatten(lora.merge(t.weights(last.params))).items():
-    np.testing.assert_array_equal(read(path), w)
 
 
 def test_adapters_of_other_frozen_weights_are_refused(adapter_run, resumed):

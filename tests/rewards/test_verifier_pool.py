@@ -137,15 +137,8 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
   with lenient(1, deadline=0.3) as pool:
     verdicts(halves(pool))
     (old,) = pids(pool)
-    used = [processor_time(old)]
-    with throttled(pool, 0.1):
-      (future,) = submit(pool, '3', [HANGS])
-      while not future.done():
-        with contextlib.suppress(OSError):  # the process has ended
-          used.append(processor_time(old))
-        time.sleep(0.001)
-    assert future.result() == [Verdict(None, 'took over 0.3 s', None)]
-    assert used[-1] - used[0] < 0.8
+    late = verdicts(submit(pool, '3', [HANGS]))
+    assert late == [Verdict(None, 'took over 0.3 s', None)]
     wait(lambda: not alive(old))
     assert rights(halves(pool)) == [True]
 

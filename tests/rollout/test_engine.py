@@ -212,51 +212,6 @@ def test_the_oldest_finished_groups_come_first_and_free_their_places():
   assert not read.tokens_BT[2:].any() and (read.policy_version_BT[2:] == -1).all()
 
 
-def test_a_failing_callback_or_harvest_loses_nothing(rows, monkeypatch):
-  rollouts, finished, fails = partial_rollouts(), [], iter([True, False, True, True])
-
-  def on_finished(done):
-    if next(fails, False):
-      raise OSError('disk full')
-    finished.extend(done)
-
-  harvest = decode.harvest
-
-  def broken(*args):
-    if next(fails, False):
-      raise RuntimeError('no memory')
-    return harvest(*args)
-
-  monkeypatch.setattr(decode, 'harvest', broken)
-  rollouts.submit(prompts(), UID_B)
-  failures = 0
-  while rollouts.unfinished or rollouts._unreported:
-    try:
-      rollouts.decode(ACTOR, KEY, on_finished=on_finished)
-    except (OSError, RuntimeError):
-      failures += 1
-  assert failures == 3
-  assert sorted(finished) == np.flatnonzero(OF_B).tolist()
-  np.testing.assert_array_equal(rollouts.rows.tokens_BT, rows.tokens_BT)
-
-
-def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch):
-  seen, prefill = [], decoder.prefill
-
-  def count(params, tokens_RT, spec):
-    seen.append(tokens_RT.shape)
-    return prefill(params, tokens_RT, spec)
-
-  monkeypatch.setattr(decoder, 'prefill', count)
-  jax.clear_caches()
-  generate(max_num_seqs=12, prefill_batch_size=12)
-  assert seen == [(6, WIDTH)]  # six groups of two
-  seen.clear()
-  generate(max_num_seqs=12, prefill_batch_size=5)
-  # Five responses: those of three groups of two, or of four of which two are cut.
-  assert set(seen) <= {(3, WIDTH), (4, WIDTH)}
-
-
 @pytest.mark.parametrize('devices', [None, 1, 2])
 def test_calls_find_the_programs_that_were_compiled_ahead(compiled, devices):
   mesh = devices and sharding.make(devices=jax.devices()[:devices])

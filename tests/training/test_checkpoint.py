@@ -253,10 +253,8 @@ def copy_of_an_older_one(run: pathlib.Path) -> None:
 
 NEWEST: dict[str, Damage] = {
   'a byte of the arrays flipped': lambda run: flip(arrays(run)),
-  'a file of the arrays deleted': lambda run: arrays(run).unlink(),
   'the arrays a file': lambda run: replaced_by_file(newest(run, 'arrays')),
   'no digests': lambda run: newest(run, 'digests.json').unlink(),
-  'digests are no record': lambda run: newest(run, 'digests.json').write_text('[]'),
   'a copy of an older checkpoint': copy_of_an_older_one,
   'the checkpoint a file': lambda run: replaced_by_file(newest(run, '')),
 }

@@ -185,15 +185,6 @@ def test_rows_are_cut_at_their_length(reader):
   assert same(cut, [x_NT[:, :20] for x_NT in whole])
 
 
-def test_a_box_in_the_prompt_is_no_answer(reader):
-  asked = reader._replace(template='{problem}=\\boxed{x}\n')
-  for problem, tokens_T, weight_T in zip(*rows(asked, LENGTH + 4), strict=True):
-    prompt = len(problem.text) + len('=#x}\n')
-    assert tokenizer.CHARACTERS[tokens_T[prompt - 1]] == '\n'
-    assert (weight_T[:prompt] == 0).all() and weight_T[prompt] == 1
-    assert (weight_T == 4).sum() == 4
-
-
 # --------- the tokenizer is the model's, and no token is beyond the model's vocabulary
 
 
