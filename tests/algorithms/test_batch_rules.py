@@ -14,8 +14,6 @@ from bapo_jax import types
 from bapo_jax.algorithms import batch_rules, replay_buffer
 from bapo_jax.algorithms.replay_buffer import FixedThresholds, MovingThresholds
 
-BATCHES = batch_rules.BatchRule.rules.at_defaults()
-
 G, NOW = 8, 20
 
 

@@ -133,16 +133,3 @@ def test_binary_total_variation_golden(ratio, adv, kept):
   batch = making.batch([adv], [[True]], behavior_BT)
   logp_BT = jnp.asarray(behavior_BT + math.log(ratio))
   assert bool(masks.DppoTv(low=0.1)(logp_BT, batch)[0, 0]) == kept
-
-
-def test_masked_tokens_have_no_gradient_beside_bounds():
-  logp_BT, batch = recorded()
-  rules = loss.Clipped(), clip.Fixed(high=1.5), masks.Opsm()
-  _, weight_BT = applied(rules, logp_BT, batch)
-  keep_BT = np.asarray(masks.Opsm()(logp_BT, batch))
-  ratio_BT = np.asarray(loss.ratio(logp_BT, batch))
-  adv_BT = np.broadcast_to(np.asarray(batch.adv_B)[:, None], ratio_BT.shape)
-  inside = np.where(adv_BT > 0, ratio_BT < 1.5, ratio_BT > 0.8)
-  live = keep_BT & inside & np.asarray(batch.loss_mask_BT)
-  np.testing.assert_array_equal(np.asarray(weight_BT) != 0, live)
-  assert (~keep_BT & inside).any() and (keep_BT & ~inside).any()

@@ -110,10 +110,8 @@ def test_no_two_problems_have_the_same_quantities_and_text():
   assert made(50) == made(50) == made(80)[:50]
   assert made(50, seed=1) != made(50)
   # The kind changes what is seen, and nothing else.
-  for kind in ('dials', 'blank', 'mixed'):
-    for problem, other in zip(made(50, kind=kind), made(50), strict=True):
-      same = problem.row._replace(pictures=other.row.pictures)
-      assert problem._replace(row=same) == other
-  assert made(50, kind='mixed') == made(80, kind='mixed')[:50]
+  for problem, other in zip(made(50, kind='mixed'), made(50), strict=True):
+    same = problem.row._replace(pictures=other.row.pictures)
+    assert problem._replace(row=same) == other
   with pytest.raises(ValueError, match=r'about 200 different .* train \+ test = 300'):
     made(300, shown=2, terms=1)

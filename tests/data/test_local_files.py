@@ -51,11 +51,9 @@ def read(path):
   return layouts.read_rows(local_files.items(path), folder=folder)
 
 
-def test_a_file_is_read_in_order_and_again_once_it_has_changed(tmp_path):
+def test_a_file_is_read_in_order(tmp_path):
   path = file_with(tmp_path, GOOD, '{"answer": 3, "problem": "1+2", "source": "mine"}')
   assert read(path) == [Row('1+1', '2'), Row('1+2', '3')]
-  file_with(tmp_path, GOOD)
-  assert read(path) == [Row('1+1', '2')]
 
 
 def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):

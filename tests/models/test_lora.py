@@ -318,9 +318,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   whole = safetensors.numpy.load_file(f'{merged}/model.safetensors')
   scale = config.lora.alpha / 2
   oracles.close(whole[name], base.astype('float32') + scale * b @ a, 16)
-  assert {'tokenizer.json', 'adapter_config.json'} <= {
-    p.name for p in (tmp_path / 'alone').iterdir()
-  }
+  assert (tmp_path / 'alone' / 'tokenizer.json').exists()
 
 
 # ------------ what a checkpoint of adapters has, and what a finished run may leave out

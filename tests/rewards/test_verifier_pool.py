@@ -33,11 +33,6 @@ def pids(pool):
   return [worker.pid for worker in list(pool._workers.values()) if worker.pid]
 
 
-def processor_time(pid):
-  """Seconds of processor time that a process has used (Linux)."""
-  return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
-
-
 def submit(pool, answer, texts):
   """Futures of the verdicts of `math` on these texts."""
   return pool.submit([[Sample(text, answer, 'math')] for text in texts])

@@ -1,7 +1,6 @@
 """A response depends on (key, uid, position) alone, and no decoded token is lost."""
 
 import dataclasses
-import functools
 
 import jax
 import making
@@ -236,15 +235,6 @@ def test_calls_find_the_programs_that_were_compiled_ahead(compiled, devices):
     rollouts.decode(actor, KEY, max_tokens=9)
     rollouts.refresh(actor)
   assert compiled == []
-
-
-def test_free_slots_on_a_mesh_are_compiled_once(compiled):
-  # Every step of a run without partial rollouts makes them.
-  make = functools.partial(partial_rollouts, 8, mesh=sharding.make(data=8), **WIDE)
-  make()
-  first = len(compiled)
-  make()
-  assert len(compiled) == first > 0
 
 
 def test_a_token_in_every_slot_needs_nothing_of_another_device():

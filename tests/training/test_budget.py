@@ -94,19 +94,6 @@ def test_the_bytes_of_an_actor_are_those_of_its_arrays(kind, compute):
   assert sum(x.size * x.dtype.itemsize for x in arrays) == counted
 
 
-def test_a_gpu_has_gradients_of_keys_and_values_per_query_head():
-  mesh, (config, spec) = fake_mesh('gpu', 2, 2, 2), parsed(compute='bfloat16')
-  auto, flash, splash = (
-    budget.count(config, dataclasses.replace(spec, attention=kind), Schedule(), mesh)
-    for kind in ('auto', 'flash', 'splash')
-  )
-  assert auto == flash
-  # Two arrays [tokens, H, C]; splash, with one block of keys, has one of the queries.
-  rows = max(config.micro_batch_rows, config.sft.batch) / 4
-  array = 2 * rows * config.row_length * spec.heads * spec.head_width / 2
-  assert config.row_length <= 512 and flash.saved - splash.saved == 2 * array - array
-
-
 def update_bytes(remat, bounds_pass, pieces):
   """Returns (counted, compiled) bytes of an update in `pieces` micro-batches."""
   config = config_lib.parse(aime.tiny().to_dict()).with_values(
