@@ -61,8 +61,8 @@ def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
     file_with(tmp_path, *map(json.dumps, VERL)),
     file_with(tmp_path, ' ' + json.dumps(VERL, indent=1), name='list.json'),
     file_with(tmp_path, *map(json.dumps, VERL), name='lines.json'),
-    file_with(tmp_path, json.dumps({'data': VERL}, indent=2), name='data.json'),
-    file_with(tmp_path, json.dumps({'v': 1, 'data': VERL}), name='line.json'),
+    file_with(tmp_path, json.dumps({'v': 1, 'data': VERL}, indent=2), name='data.json'),
+    file_with(tmp_path, json.dumps({'data': VERL}), name='line.json'),
     file_with(tmp_path, '\ufeff' + json.dumps(VERL[0]), *map(json.dumps, VERL[1:])),
     parquet(tmp_path, VERL),
   ]

@@ -69,7 +69,6 @@ def test_each_response_may_have_a_rule_of_its_own(verifier):
   aime = verifier('aime')
   answers = ['7', '1/2', '1000']
   texts = [r'\boxed{7}', r'\boxed{0.5}', r'\boxed{1,000}']
-  assert rights(aime, answers, texts) == [True, None, None]
   assert rights(aime, answers, texts, ['', '', 'gsm8k']) == [True, None, True]
   assert rights(aime, answers, texts, ['aime', 'math', 'gsm8k']) == [True, True, True]
 

@@ -186,7 +186,6 @@ def restored():
   [
     ('float32', 'cuda', 'HIGHEST'),
     ('tf32', 'gpu', 'HIGH'),
-    ('bfloat16', 'tpu', 'DEFAULT'),
     ('float32', 'cpu', 'DEFAULT'),
   ],
 )
