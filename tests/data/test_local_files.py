@@ -273,12 +273,6 @@ USER = [{'role': 'user', 'content': '1+1'}]
 TURNS = [{'role': 'system', 'content': 'Be brief.'}, *USER]
 
 
-def parts(*texts, **others):
-  """A user's message of content parts, as the API of OpenAI has it."""
-  found = [{'type': 'text', 'text': text} | others for text in texts]
-  return {'role': 'user', 'content': found}
-
-
 def rows_of(name):
   """The cases of tests/layouts/, in the form in which data sets are published."""
   text = (pathlib.Path(__file__).parents[1] / 'layouts' / name).read_text()
@@ -329,10 +323,17 @@ def test_a_worked_solution_below_bare_answers_is_not_the_answer():
 
 
 def test_a_picture_among_content_parts_is_a_placeholder():
-  shown = {'type': 'image', 'text': None}
-  turn = parts('Find ', '.')
-  turn['content'].insert(1, shown)
-  row = {'messages': [turn], 'answer': '2', 'images': ['a.png']}
+  # As the API of OpenAI has it.
+  content = [
+    {'type': 'text', 'text': 'Find '},
+    {'type': 'image', 'text': None},
+    {'type': 'text', 'text': '.'},
+  ]
+  row = {
+    'messages': [{'role': 'user', 'content': content}],
+    'answer': '2',
+    'images': ['a.png'],
+  }
   assert layouts.parse(row, layouts.detect(row)).problem == 'Find <image>.'
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import socket
 
 import foreign
 import numpy as np
@@ -102,19 +101,6 @@ def test_an_unknown_character_is_named(problem, character):
     tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1+1', problem))
   wrong = f'tokenizer.path: no token for {character!r} in {problem + chr(10)!r}'
   assert wrong in str(error.value)
-
-
-@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'empty'])
-def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
-  def refuse(host, *args, **kwargs):
-    raise AssertionError(f'{host} is looked up')
-
-  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'empty').mkdir()
-  reason = f'cannot load {name!r}' if name == 'empty' else f'no directory {name!r}'
-  with pytest.raises(ValueError, match=f'tokenizer.path: {reason}.*tokenizer.json'):
-    tokenizer_lib.load(name, '{problem}')
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def adapted(path):
   (path / 'adapter_config.json').write_text('{}')
 
 
-def repeats(change, **options):
+def repeats(change):
   """Files with an lm_head.weight: the embedding, changed."""
 
   def add(held):
@@ -97,7 +97,7 @@ def repeats(change, **options):
 
   def damage(path):
     tensors(add)(path)
-    edited('config.json', tie_word_embeddings=True, **options)(path)
+    edited('config.json', tie_word_embeddings=True)(path)
 
   return damage
 

@@ -16,8 +16,6 @@ from runs import tiny
 from bapo_jax import sharding
 from bapo_jax.models import decoder, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, resolve
 from bapo_jax.types import Prompts
 
 NARROW = ('int8', 'float8_e4m3fn')
@@ -169,22 +167,3 @@ def test_a_run_learns_and_resumes_to_the_bit(dtype, warm, tmp_path):
   resumed = runs.last_run(broken)
   assert resumed.scalars == last.scalars and resumed.rows.keys() == last.rows.keys()
   assert runs.same(resumed.arrays, last.arrays)
-
-
-@pytest.mark.parametrize(
-  ('dtype', 'when', 'recomputes'),
-  [
-    ('compute', 'auto', True),
-    ('int8', 'auto', False),
-    ('int8', 'on', True),
-    ('compute', 'off', False),
-  ],
-)
-def test_the_policy_of_a_quantised_actor_is_not_taken_for_the_learners(
-  dtype, when, recomputes
-):
-  knobs = {'sampler.actor_dtype': dtype, 'learner.recompute_logprobs': when}
-  r = resolve.resolve(tiny(**knobs, **{'model.compute': 'bfloat16', 'mesh.data': -1}))
-  data = build.tabulate(r)
-  t = build.make_trainer(r, data, build.make_verifier(r.config), PhaseTimer())
-  assert (t.sampler.score is not None) == recomputes

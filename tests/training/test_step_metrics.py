@@ -198,10 +198,20 @@ def test_products_are_lowered_with_the_precision_of_the_run(
 
 
 @pytest.mark.parametrize(
-  ('compute', 'again'), [('float32', False), ('tf32', True), ('bfloat16', True)]
+  ('compute', 'dtype', 'when', 'again'),
+  [
+    ('float32', 'compute', 'auto', False),
+    ('tf32', 'compute', 'auto', True),
+    ('bfloat16', 'compute', 'auto', True),
+    ('bfloat16', 'compute', 'off', False),
+    # A quantised actor is another policy than the learner's.
+    ('bfloat16', 'int8', 'auto', False),
+    ('bfloat16', 'int8', 'on', True),
+  ],
 )
-def test_auto_scores_again_unless_products_are_float32(compute, again):
-  config = runs.tiny(**{'model.compute': compute})
+def test_auto_scores_again_unless_products_are_float32(compute, dtype, when, again):
+  knobs = {'sampler.actor_dtype': dtype, 'learner.recompute_logprobs': when}
+  config = runs.tiny(**knobs, **{'model.compute': compute})
   assert build.recomputes(config) == again
   spec = inputs.open_model(config).spec
   assert spec.compute == ('bfloat16' if compute == 'bfloat16' else 'float32')
