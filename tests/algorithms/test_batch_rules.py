@@ -145,7 +145,7 @@ def test_reused_groups_are_drawn_evenly():
   assert counts.sum() == 400 and counts.min() > 60
 
 
-# ---- the buffer by hand: what is filed, expires, is drawn; histories: test_history.py
+# ---------------- thresholds of the buffer; what it keeps and draws: test_history.py
 
 
 @hypothesis.settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""The share, its premise, and the search: counted, on a mesh, at its edges."""
+"""The share, its premise, and what a search exchanges on a mesh."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Countdown: every problem can be solved, comes once, and depends on the seed alone."""
+"""Countdown: every problem can be solved, and solutions are right in every step."""
 
 import operator as op
 import re

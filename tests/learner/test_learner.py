@@ -1,4 +1,4 @@
-"""Updates: their direction, their bounds, and that micro-batches and devices agree."""
+"""Updates: which groups take part, what is skipped, and how the optimiser steps."""
 
 import functools
 import math

@@ -304,7 +304,7 @@ def test_an_unsupported_option_is_named(make, name, changes):
   assert name in str(error.value) and '\n' not in str(error.value)
 
 
-# ----------------- rotary frequencies: each rule by hand, and the limits of every rule
+# --------------- rotary frequencies by hand; every rule of transformers: test_parity.py
 
 
 LONG = {

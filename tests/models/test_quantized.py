@@ -1,4 +1,4 @@
-"""Quantised projections: their error, products, layout and place on a mesh."""
+"""Quantised projections: their error, and what is sampled with them."""
 
 import dataclasses
 import functools
@@ -140,7 +140,7 @@ def test_responses_and_their_log_probabilities_are_those_of_the_dequantised_weig
   assert np.abs(expected.logp_BT - wide.logp_BT)[first_B, 5].max() > 1e-3
 
 
-# ------- runs with a quantised actor: they learn, resume to the bit, record its policy
+# --------------------- runs with a quantised actor: they learn, and resume to the bit
 
 
 RUN = runs.PARTIAL | {

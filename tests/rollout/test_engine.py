@@ -1,4 +1,4 @@
-"""A response depends on (key, uid, position) alone, and no decoded token is lost."""
+"""A response depends on (key, uid, position) alone, however it is decoded."""
 
 import dataclasses
 

@@ -116,7 +116,7 @@ def test_every_shape_is_compiled_at_the_start(compiled):
   assert kept and compiled == []
 
 
-# ------------- runs on drawn pictures: trained weights, export, evaluation, the viewer
+# ------------------------- runs on drawn pictures: trained weights, export, evaluation
 
 
 CELLS = {

@@ -1,4 +1,4 @@
-"""Which values are saved, when a checkpoint is whole, which stay, how a save fails."""
+"""Which values are saved, when a checkpoint is whole, and which stay."""
 
 import contextlib
 import io

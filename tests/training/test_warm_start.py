@@ -130,7 +130,7 @@ def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared, monkeypatch
   assert len({here, flags, policy._shared_path(resolve(made))}) == 3
 
 
-# ------------------- the supervised stage: which tokens weigh what, and that it learns
+# --------------------------------------- the supervised stage: which tokens weigh what
 
 
 LENGTH = 66
