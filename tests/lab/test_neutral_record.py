@@ -83,14 +83,11 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   ('changed', 'said'),
   [
     ({'reward': float('nan')}, r'line 2: reward is nan; write a finite number'),
-    ({'reward': -1e20}, r'reward is -1e\+20; write .* from -1e\+15 to 1e\+15'),
     ({'logp': [-1.0]}, r'logp has 1 values for 2 tokens; write a list'),
-    ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; .* -1e\+15 to 0\)'),
+    ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; write the log-probability'),
     ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
-    ({'tokens': [1, 2**31]}, r'tokens\[1\] is 2147483648; write the id .* 32 bits'),
-    ({'pieces': [1, 2]}, r'pieces\[0\] is 1; write the text of the token'),
-    ({'mask': [0, 2]}, r'mask\[1\] is 2; write 1 for tokens in the loss'),
-    ({'masks': [1, 1]}, r'masks is no field; rename or remove it'),
+    ({'logp': [-1.0, None]}, r'line 2: type NoneType'),
+    ({'masks': [1, 1]}, r'missing or unknown: masks; the fields are group'),
   ],
 )
 def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, said):
@@ -104,8 +101,8 @@ def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, sai
   [
     ([], 'has no lines'),
     ([[1]], 'line 1: not a JSON object'),
-    ([{'group': 1}], 'line 1: reward is missing; write group'),
-    ([*TWO, row('b', 1.0, [1.0])], "group 'b' has 1 responses and group 'a' has 2"),
+    ([{'group': 1, 'reward': 2}], 'line 1: .*: tokens, behavior_logp, logp;'),
+    ([*TWO, row('b', 1.0, [1.0])], "group 'b' has 1 responses"),
     (TWO, 'no recorded response has an advantage'),
   ],
 )
@@ -164,16 +161,6 @@ def test_numbers_of_numpy_are_written_as_json(tmp_path):
   shared = '{"group": [5, "a"], "reward": %s, "tokens": [%s], ' + shared
   shared += ', "update": 2}'
   assert texts == [shared % (1, 3, -1.0, 'a'), shared % (0.5, 4, -2.0, 'b')]
-
-
-def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
-  # One of four is right: 3 and -1 over the root of 3, whatever the unit.
-  for unit in (1.0, neutral_record.LARGEST):
-    rewards = (unit, 0.0, 0.0, 0.0)
-    path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
-    found = counterfactual.read(path)
-    one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-    assert one.adv_B == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
