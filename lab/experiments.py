@@ -36,14 +36,14 @@ Knobs = Mapping[str, Any]  # dotted name -> value
 Result = Mapping[str, Any]  # as returned by `outcome`
 
 # Metrics whose value after every step is part of a result.
-STEP_METRICS = (
-  'rollout/accuracy', 'rollout/length_right', 'rollout/length_wrong',
-  'rollout/truncated', 'rollout/responses', 'batch/learnable', 'batch/filled',
-  'batch/reevaluated', 'batch/reused', 'clip/share_start', 'clip/share', 'clip/low',
-  'clip/high', 'clip/moved', 'clip/target_met', 'clip/no_evidence', 'clip/fraction',
-  'loss/entropy', 'loss/ratio_max', 'learner/grad_norm', 'learner/skipped',
-  'learner/updates',
-)  # fmt: skip
+METRICS = """
+  rollout/accuracy rollout/length_right rollout/length_wrong rollout/truncated
+  rollout/responses batch/learnable batch/filled batch/reevaluated batch/reused
+  clip/share_start clip/share clip/low clip/high clip/moved clip/target_met
+  clip/no_evidence clip/fraction loss/entropy loss/ratio_max learner/grad_norm
+  learner/skipped learner/updates
+"""
+STEP_METRICS = METRICS.split()
 DETAILS = ('right', 'steps', 'versions')  # fields of a result in details.zip
 WAY_OUT = 'remove the file and run the experiment again'
 
