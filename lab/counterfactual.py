@@ -474,11 +474,6 @@ def _means(
   return markdown.table(rows, header, 'l' + 'r' * len(columns))
 
 
-def read_summaries(folder: str) -> list[dict[str, Any]]:
-  """Returns the stored summaries, ordered by run name."""
-  return [*experiments.read_runs(f'{folder}/results/recorded').values()]
-
-
 def store_summaries(module: Any, folder: str, runs: str) -> None:
   """Stores summaries of the page's recorded runs that have a workdir in `runs`."""
   experiment, arm, others = module.RECORDED

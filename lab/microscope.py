@@ -66,11 +66,6 @@ class Task(NamedTuple):
   mask_NT: Array  # False for the prompt
   place_NT: Array  # number of the token after its prefix, below K; 0 for the prompt
 
-  @property
-  def responses(self) -> int:
-    """The number of responses per prompt."""
-    return SYMBOLS**POSITIONS
-
 
 class Rule(NamedTuple):
   """A method: the rules of the slots that change the gradient."""
@@ -116,11 +111,11 @@ def enumerate_task() -> Task:
   prefix_NT = number_N[:, None] // (len(symbols) // sizes)
   place_NT = prompt_N[:, None] * sizes.sum() + np.cumsum(sizes) - sizes + prefix_NT
   return Task(
-    jnp.asarray(tokens_NT, jnp.int32),
-    jnp.asarray(prompt_N, jnp.int32),
+    jnp.int32(tokens_NT),
+    jnp.int32(prompt_N),
     jnp.asarray(right_N),
     jnp.asarray(mask_NT),
-    jnp.asarray(np.pad(place_NT, ((0, 0), (1, 0))), jnp.int32),
+    jnp.int32(np.pad(place_NT, ((0, 0), (1, 0)))),
   )
 
 
@@ -216,18 +211,11 @@ def rates(task: Task, tables: Tables) -> np.ndarray:
 
 
 def moments(
-  rules: Sequence[Rule],
-  task: Task,
-  tables: Tables,
-  slopes_KP: Array,
-  inner_NTT: Array | None = None,
+  rules: Sequence[Rule], task: Task, tables: Tables, slopes_KP: Array
 ) -> tuple[Array, np.ndarray]:
   """Returns the exact moments of the update of one group under each of the rules.
 
   A group has GROUP responses to a random prompt.
-
-  Args:
-    inner_NTT: `inner(task, slopes_KP)`, if it is known.
 
   Returns:
     The mean update [R, P], which is that of any number of groups, and the mean of
@@ -238,7 +226,7 @@ def moments(
   """
   if any(rule.whole_batch for rule in rules):
     raise ValueError('a rule reads the whole minibatch: use sampled()')
-  inner_NTT = inner(task, slopes_KP) if inner_NTT is None else inner_NTT
+  inner_NTT = _inner(task, slopes_KP)
   pairs = [_moments(rule, task, tables, slopes_KP, inner_NTT) for rule in rules]
   mean_RP, square_R = zip(*pairs, strict=True)
   return jnp.stack(mean_RP), np.asarray(square_R)
@@ -302,7 +290,7 @@ def _sides(
 
 
 @jax.jit
-def inner(task: Task, slopes_KP: Array) -> Array:
+def _inner(task: Task, slopes_KP: Array) -> Array:
   """Returns the inner products [N, T, T] of the slopes of the tokens of a response."""
 
   def one(row: tuple[Array, Array]) -> Array:
@@ -396,7 +384,7 @@ def drawn(
   row_PG = jax.vmap(functools.partial(jnp.searchsorted, side='right'))(
     up_to_PR, point_PG
   )
-  index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
+  index_B = (prompt_P[:, None] * SYMBOLS**POSITIONS + row_PG).reshape(-1)
   reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
   return batch_of(task, tables, index_B, rule(reward_PG).reshape(-1)), index_B
 

@@ -120,7 +120,6 @@ def measure(
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  inner_NTT = microscope.inner(task, slopes_KP)
   run: Run = {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     tables = Tables(logp_NT, microscope.table(weights[k], task))
@@ -130,7 +129,7 @@ def measure(
       'rules': {
         name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
         for name, (update_P, alignment) in updates(
-          task, tables, (slopes_KP, inner_NTT), truth_P, seed
+          task, tables, slopes_KP, truth_P, seed
         ).items()
       },
     }
@@ -158,16 +157,12 @@ def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
 
 
 def updates(
-  task: Task, tables: Tables, slopes: tuple[Array, Array], truth_P: Array, seed: int
+  task: Task, tables: Tables, slopes_KP: Array, truth_P: Array, seed: int
 ) -> dict[str, tuple[Array, dict[str, float]]]:
-  """Returns rule -> (expected update, alignment by number of responses).
-
-  `slopes` are those of the policy and their inner products.
-  """
-  slopes_KP, _ = slopes
+  """Returns rule -> (expected update, alignment by number of responses)."""
   exact = {n: rule for n, rule in (RULES | GRID).items() if not rule.whole_batch}
   unit_P = truth_P / jnp.linalg.norm(truth_P)
-  mean_RP, square_R = microscope.moments(list(exact.values()), task, tables, *slopes)
+  mean_RP, square_R = microscope.moments(list(exact.values()), task, tables, slopes_KP)
   table = {}
   squares = {}
   for name, update_P, square in zip(exact, mean_RP, square_R, strict=True):

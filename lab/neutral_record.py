@@ -10,8 +10,7 @@
   update         optional: number of the minibatch, from 1 (default: 0, unknown)
 
 1. `append` writes such lines from the padded arrays of a trainer;
-2. `read` checks the lines and returns them as step_record.read returns a recorded step;
-3. `columns` converts a recorded step for `append`.
+2. `read` checks the lines and returns them as step_record.read returns a recorded step.
 
 Needs nothing but the standard library, so that other trainers can import it.
 docs/guide/running.md has the lines that call `append` in TRL, verl and OpenRLHF.
@@ -159,20 +158,3 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     learner_logp = row['logp'] if moved else None
     responses.append(response | {'learner_logp': learner_logp, 'taught': True})
   return {'source': 'fresh', 'responses': responses}
-
-
-def columns(groups: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-  """Returns the arguments of `append` for the groups of step_record.read.
-
-  A response without log-probabilities of the learner, or left out of the loss, has no
-  tokens: its reward counts. Groups are numbered, since a step may have two groups of a
-  problem.
-  """
-  rows = []
-  for number, group in enumerate(groups):
-    for response in group['responses']:
-      used = response['learner_logp'] and response['taught']
-      row = {name: response[key] if used else [] for name, key in COLUMNS.items()}
-      row |= {'group': number, 'reward': response['reward']}
-      rows.append(row | {'update': group['update'] or 0})
-  return {name: [row[name] for row in rows] for name in rows[0]}

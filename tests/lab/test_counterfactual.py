@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
 from bapo_jax.training.config import Config
-from lab import counterfactual, token_pages
+from lab import counterfactual, experiments, token_pages
 from lab.counterfactual import Applied, Recorded
 from lab.experiments import Experiment
 
@@ -348,7 +348,7 @@ def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path)
     ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
   )
   counterfactual.store_summaries(page, str(tmp_path), str(tmp_path / 'runs'))
-  stored = counterfactual.read_summaries(str(tmp_path))
+  stored = [*experiments.read_runs(str(tmp_path / 'results' / 'recorded')).values()]
   assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
   runs = [
     {

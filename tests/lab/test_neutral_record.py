@@ -167,7 +167,7 @@ def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
   workdir = counterfactual.read(RUN)
   path = tmp_path / 'batch.jsonl'
   groups = step_record.read(str(RUN), workdir.step)
-  neutral_record.append(path, **neutral_record.columns(groups))
+  neutral_record.append(path, **make.columns(groups))
   found = counterfactual.read(path)
   for name in workdir._fields:
     if name.endswith(('_B', '_BT', '_PG')):
