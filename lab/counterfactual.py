@@ -171,13 +171,15 @@ def staler(recorded: Recorded, times: float) -> Recorded:
 
 def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
-  arrays = recorded._replace(config=None, step=None, pieces=None, ids=None)
-  bounds, *others = _apply(config, arrays)
-  return Applied(bounds, *map(np.asarray, others))
+  others: dict[str, Any] = dict.fromkeys(('config', 'step', 'pieces', 'ids'))
+  arrays = recorded._replace(**others)
+  bounds, *weights = _apply(config, arrays)
+  return Applied(bounds, *map(np.asarray, weights))
 
 
 @functools.partial(jax.jit, static_argnames='config')
-def _apply(config: Config, rows: Recorded) -> tuple[Any, ...]:
+def _apply(config: Config, rows: Any) -> tuple[Any, ...]:
+  """Applies the rules to the arrays of a Recorded."""
   weight_S = jnp.asarray([getattr(config.batch.weights, x) for x in SOURCES])
   adv_B = config.advantage(rows.reward_PG).reshape(-1)[rows.row_B]
   adv_B *= weight_S[rows.source_B]

@@ -6,6 +6,7 @@ levels of a factor differ in the line style.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ COLOUR_TABLE = """
   grpo_fresh #9467BD
   grpo_epochs #2CA02C
 """
-COLOURS = dict(line.split() for line in COLOUR_TABLE.strip().splitlines())
+COLOURS = dict(re.findall(r'(\w+) (#\w+)', COLOUR_TABLE))
 STYLES = ('-', '--', ':', '-.')
 
 

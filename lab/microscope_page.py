@@ -70,7 +70,8 @@ def arm_of(name: str) -> str:
 
 def rule_of(name: str) -> Rule:
   """Returns a rule of NAMES: a published method, up to CHANGED."""
-  knobs = METHODS[arm_of(name).removesuffix('_50')].overrides | CHANGED.get(name, {})
+  method = METHODS[arm_of(name).removesuffix('_50')]
+  knobs = {**method.overrides, **CHANGED.get(name, {})}
   config = config_lib.parse(config_lib.merged(Config().model_dump(), knobs))
   whole_batch = name in (*SEARCHES, 'M2PO')
   return Rule(config.loss, config.clip, config.mask, whole_batch=whole_batch)
@@ -221,7 +222,7 @@ def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
 def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:
   """Returns the fixed bounds with the largest mean alignment over seeds and cells."""
 
-  def mean(name: str) -> float:
+  def mean(name: str) -> Any:
     return np.mean([values(runs, k, name, 'alignment', str(n)) for k, n in cells])
 
   return max(GRID, key=mean)

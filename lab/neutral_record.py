@@ -122,7 +122,8 @@ def _checked(row: Any) -> dict[str, Any]:
     )
   tokens = row['tokens']
   pieces = [f'<{token}>' for token in tokens]
-  row = {'mask': [1] * len(tokens), 'pieces': pieces, 'update': 0} | row
+  defaults: dict[str, Any] = {'mask': [1] * len(tokens), 'pieces': pieces, 'update': 0}
+  row = defaults | row
   for name in ('mask', *COLUMNS):
     if len(row[name]) != len(tokens):
       raise ValueError(

@@ -173,13 +173,16 @@ def lengths(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def _panels(
-  figure: 'Figure', runs: Sequence[RunFiles], labels: tuple[str, str], **shared: bool
+  figure: 'Figure',
+  runs: Sequence[RunFiles],
+  labels: tuple[str, str],
+  sharex: bool = False,
 ) -> Iterator[tuple['Axes', RunFiles]]:
   """Yields (panel, run); the caller draws it before the next one.
 
   The legend is above the plot, where it hides no point.
   """
-  panels = figure.subplots(1, len(runs), squeeze=False, sharey=True, **shared)[0]
+  panels = figure.subplots(1, len(runs), squeeze=False, sharex=sharex, sharey=True)[0]
   for ax, run in zip(panels, runs, strict=True):
     dress(ax, run.label)
     yield ax, run
