@@ -207,10 +207,10 @@ def test_auto_takes_the_fastest_schedule_that_fits():
   assert not budget.choose_schedule(config, spec, alone, 1.0).sequence_sharding
 
 
-def measured():
-  """Reads the milliseconds measured on an H100, by name."""
+def measured(file):
+  """Reads the milliseconds measured on an H100 from one of its files, by name."""
   rows = map(json.loads, (RESULTS / 'h100.jsonl').read_text().splitlines())
-  parts = [row for row in rows if row['file'] == 'parts']
+  parts = [row for row in rows if row['file'] == file]
   return {row['what']: row['ms'] for row in parts if {'what', 'ms'} <= {*row}}
 
 
@@ -220,7 +220,7 @@ def test_the_overhead_of_a_schedule_is_what_an_h100_measured():
     **dict(vocab=151936, width=896, layers=24, heads=14, kv_heads=2, head_width=64),
     **dict(ffn=4864, compute='bfloat16', attention='flash'),
   )
-  ms = measured()
+  ms = measured('parts') | measured('second_parts')
   forward = ms['layers flash dots: forward']
 
   def estimated(one, other, pieces):
@@ -236,12 +236,20 @@ def test_the_overhead_of_a_schedule_is_what_an_h100_measured():
   def update_ms(kind, bounds):
     return ms[f'update 2048/32768 {kind} {bounds} 4']
 
+  def later_ms(kind, bounds, pieces):  # measured after the constants were fitted
+    return ms[f'update, tile of 1300 MiB, {kind}, {bounds}, {pieces}']
+
   dots, again = ('dots', 'again'), update_ms('dots', 'again')
-  pairs = [  # of layers in one micro-batch, then of updates in four
+  full = ('full', 'stored')
+  least = later_ms(*full, 2)
+  pairs = [  # of layers in 16 rows, then of updates of 64
     (('full', 'again'), dots, 1, layers_ms('full') - layers_ms('dots')),
     (('none', 'again'), dots, 1, layers_ms('none') - layers_ms('dots')),
     (dots, ('dots', 'stored'), 4, again - update_ms('dots', 'stored')),
     (('none', 'again'), dots, 4, update_ms('none', 'again') - again),
+    (('dots', 'stored'), full, 4, later_ms('dots', 'stored', 4) - later_ms(*full, 4)),
+    (('dots', 'stored'), full, 4, later_ms('dots', 'stored', 2) - least),
+    (('full', 'again'), full, 4, later_ms('full', 'again', 2) - least),
   ]
   for one, other, pieces, difference in pairs:
     assert estimated(one, other, pieces) == pytest.approx(difference, rel=0.3)
