@@ -149,10 +149,11 @@ def copy(workdir: str, step: int, fork: Fork) -> None:
   parts = ('warmstart', f'checkpoints/{step}', 'eval/0.json', f'eval/{step}.json')
   for name in ('metrics.jsonl', *parts):
     path = os.path.join(workdir, name)
+    copied = os.path.join(part, name)
     if os.path.isdir(path):
-      shutil.copytree(path, os.path.join(part, name))
+      shutil.copytree(path, copied)
     elif os.path.exists(path):
-      shutil.copy(path, os.path.join(part, name))
+      shutil.copy(path, copied)
   files.write_json(os.path.join(part, 'config.json'), fork.config.model_dump())
   os.replace(part, fork.path)  # a kill leaves a complete fork or none
 
