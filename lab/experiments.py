@@ -211,15 +211,15 @@ def pack(results: str) -> None:
 
   The lines are ordered by run name, so that equal results give equal files.
   """
-  lines = []
-  details = []
+  lines = ''
+  details = ''
   for name, result in sorted(read_runs(results).items()):
     long = {field: x for field, x in result.items() if field in DETAILS}
     short = {field: x for field, x in result.items() if field not in DETAILS}
-    lines.append(_line({'run': name} | short))
-    details.append(_line({'run': name} | long))
+    lines += _line({'run': name} | short)
+    details += _line({'run': name} | long)
   path = pathlib.Path(results)
-  texts = _unzip(path.parent) | {f'{path.name}.jsonl': ''.join(details)}
+  texts = _unzip(path.parent) | {f'{path.name}.jsonl': details}
   buffer = io.BytesIO()
   with zipfile.ZipFile(buffer, 'w') as archive:
     for name, text in sorted(texts.items()):
@@ -227,7 +227,7 @@ def pack(results: str) -> None:
       archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_LZMA)
   # The lines need the archive, and the runs' files are removed when both are complete.
   files.write(path.parent / 'details.zip', buffer.getvalue())
-  files.write(f'{results}.jsonl', ''.join(lines))
+  files.write(f'{results}.jsonl', lines)
   for file in path.glob('*.json'):
     file.unlink()
   with contextlib.suppress(OSError):  # without the folder, or with other files in it

@@ -15,6 +15,7 @@ computes the expected update and how it relates to the true gradient of the accu
 """
 
 import functools
+import itertools
 import math
 import operator
 import pathlib
@@ -271,19 +272,19 @@ def conclusion(runs: Sequence[Run]) -> str:
     'other seeds)'
   )
   where = f'a staleness of {k} and {n} responses'
-  size = f'by {signed(*gaps[most])}'
+  size = signed(*gaps[most])
   if not above:
     return (
       'Adaptation of the bounds nowhere brings the update closer to the true gradient '
       f'than the best fixed bounds: in none of {len(gaps)} comparisons (1 to 64 '
       'updates of staleness, 16 to 1024 responses, two targets) is its gain in '
       f'{measure} above 0, in {len(below)} it is below; it is largest, '
-      f'{signed(*gaps[most])}, at {where} ({rule}).'
+      f'{size}, at {where} ({rule}).'
     )
   return (
     'Adaptation of the bounds brings the update closer to the true gradient than the '
     f'best fixed bounds in {len(above)} of {len(gaps)} comparisons, most at {where} '
-    f'({rule}), {size} in {measure}; in {len(below)} it is farther away.'
+    f'({rule}), by {size} in {measure}; in {len(below)} it is farther away.'
   )
 
 
@@ -393,26 +394,26 @@ def draw(
     len(shown), len(families), sharex=True, sharey='row', squeeze=False
   )
   x = np.arange(len(STALENESS))
-  for r, (title, path) in enumerate(shown.items()):
-    for (family, listed), ax in zip(families.items(), axes[r], strict=True):
-      names = listed.split(', ')
-      for i, name in enumerate(names):
-        found = [interval(values(runs, k, name, *path)) for k in STALENESS]
-        mean, half = np.asarray(found).T
-        moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
-        style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
-        width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
-        ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
-      ax.axhline(0, color='#777777', lw=0.6)
-      ax.set_xticks(x, [str(k) for k in STALENESS])
-      ax.spines[['top', 'right']].set_visible(False)
-      if r == 0:
-        ax.set_title(family, fontsize=12)
-      if r == len(shown) - 1:
-        ax.set_xlabel('updates between mu and pi')
-        place = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
-        ax.legend(fontsize=9, ncols=3, frameon=False, **place)
-    axes[r, 0].set_ylabel(title)
+  panels = itertools.product(shown.values(), families.values())
+  for (path, family), ax in zip(panels, axes.flat, strict=True):
+    names = family.split(', ')
+    for i, name in enumerate(names):
+      pairs = [interval(values(runs, k, name, *path)) for k in STALENESS]
+      moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
+      style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
+      width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
+      mean, half = np.transpose(pairs)
+      ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
+    ax.axhline(0, color='#777777', lw=0.6)
+    ax.set_xticks(x, [str(k) for k in STALENESS])
+    ax.spines[['top', 'right']].set_visible(False)
+  for family, first, last in zip(families, axes[0], axes[-1], strict=True):
+    first.set_title(family, fontsize=12)
+    last.set_xlabel('updates between mu and pi')
+    below = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
+    last.legend(fontsize=9, ncols=3, frameon=False, **below)
+  for title, ax in zip(shown, axes[:, 0], strict=True):
+    ax.set_ylabel(title)
   return figure
 
 

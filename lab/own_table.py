@@ -284,18 +284,18 @@ def _uses(
 
   A knob at its default may hide a difference, so the knobs have other values as well.
   """
-  grid = _grid(PROBABILITIES)
-  uses_bounds = uses_probability = False
-  some = [_around(x, COUNTS[-1]) for x in defaults.values()]
-  for values in zip(*some, strict=True) if some else [()]:
-    rule = make(**dict(zip(defaults, values, strict=True)))
-    open_BT = loss.weights(rule, *recorded, rule_curves.constant())
-    closed_BT = loss.weights(rule, *recorded, rule_curves.constant(1.0, 1.0))
-    uses_bounds |= bool((open_BT != closed_BT).any())
-    for x_N in rule_curves.curve(rule, *grid, rule_curves.constant(0.8, 1.2)):
-      x_SPR = x_N.reshape(2, -1, len(RATIOS))
-      uses_probability |= bool((x_SPR != x_SPR[:, :1]).any())
-  return uses_bounds, uses_probability
+  settings = zip(*(_around(x, COUNTS[-1]) for x in defaults.values()), strict=True)
+  rules = [make(**dict(zip(defaults, x, strict=True))) for x in settings] or [make()]
+  unbounded = rule_curves.constant()
+  closed = rule_curves.constant(1.0, 1.0)
+  around = rule_curves.constant(0.8, 1.2)
+  pairs = [
+    [loss.weights(rule, *recorded, x) for x in (unbounded, closed)] for rule in rules
+  ]
+  uses_bounds = any(bool((x_BT != y_BT).any()) for x_BT, y_BT in pairs)
+  curves = [rule_curves.curve(x, *_grid(PROBABILITIES), around) for x in rules]
+  curve_NPR = np.reshape(curves, (-1, len(PROBABILITIES), len(RATIOS)))
+  return uses_bounds, bool((curve_NPR != curve_NPR[:, :1]).any())
 
 
 def _grid(probabilities: np.ndarray) -> Tokens:
