@@ -33,6 +33,9 @@ COLUMNS = {  # name here -> name in a recorded step
 }
 # A log-probability may be above 0 by the rounding of bfloat16.
 ROUNDING = 0.01
+# Rules sum squares of rewards in float32, and in a group with a reward of 1e20 all
+# advantages become 0.
+LARGEST = 1e15
 
 
 def append(path: str | os.PathLike[str], **fields: Any) -> None:
@@ -130,8 +133,10 @@ def _checked(row: Any) -> dict[str, Any]:
         f'{name} has {len(row[name])} values for {len(tokens)} tokens; write '
         'a list with one per token'
       )
-  if not math.isfinite(row['reward']):
-    raise ValueError(f'reward is {row["reward"]}; write a finite number')
+  if not abs(row['reward']) <= LARGEST:
+    raise ValueError(
+      f'reward is {row["reward"]}; write a number of at most {LARGEST:g}'
+    )
   end = max((t + 1 for t, inside in enumerate(row['mask']) if inside), default=0)
   row |= {name: row[name][:end] for name in ('mask', *COLUMNS)}
   row['mask'] = list(map(int, row['mask']))

@@ -82,7 +82,8 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
 @pytest.mark.parametrize(
   ('changed', 'said'),
   [
-    ({'reward': float('nan')}, r'line 2: reward is nan; write a finite number'),
+    ({'reward': float('nan')}, r'line 2: reward is nan; write a number of at most'),
+    ({'reward': -1e20}, r'reward is -1e\+20; write a number of at most 1e\+15'),
     ({'logp': [-1.0]}, r'logp has 1 values for 2 tokens; write a list'),
     ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; write the log-probability'),
     ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
@@ -161,6 +162,16 @@ def test_numbers_of_numpy_are_written_as_json(tmp_path):
   shared = '{"group": [5, "a"], "reward": %s, "tokens": [%s], ' + shared
   shared += ', "update": 2}'
   assert texts == [shared % (1, 3, -1.0, 'a'), shared % (0.5, 4, -2.0, 'b')]
+
+
+def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
+  # One of four is right: 3 and -1 over the root of 3, whatever the unit.
+  for unit in (1.0, neutral_record.LARGEST):
+    rewards = (unit, 0.0, 0.0, 0.0)
+    path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
+    found = counterfactual.read(path)
+    one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+    assert one.adv_B == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
