@@ -1,14 +1,14 @@
 """Off-policy reinforcement learning of language models in JAX.
 
-`declare` and `train` are for programs and own functions (docs/guide/library.md). To
-read the code, start with types.py (the records) and training/trainer.py (the loop),
-then the folders in the order of the flow: runtime, models, data, rewards, rollout,
-algorithms, training, run, tools.
+Python programs call `train`, and custom functions use `declare`; see
+docs/guide/library.md. To read the code, start with types.py (the records) and
+training/trainer.py (the loop), then the folders in the order of the flow: runtime,
+models, data, rewards, rollout, algorithms, training, run, tools.
 """
 
 from typing import Any
 
-from bapo_jax.own_code import declare
+from bapo_jax.custom_code import declare
 
 __all__ = ['declare', 'train']
 

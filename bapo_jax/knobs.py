@@ -17,12 +17,12 @@ from typing import Annotated, Any, Self, TypeVar
 import pydantic
 from pydantic.fields import FieldInfo
 
-PLACE = r'(?:python|.+\.py):[A-Za-z_]\w*'  # of a user's own function
+PATH = r'(?:python|.+\.py):[A-Za-z_]\w*'  # of a custom function
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
 Range = tuple[float, float]
 AnySection = TypeVar('AnySection', bound='Section')
-Place = Annotated[str, pydantic.StringConstraints(pattern=f'^{PLACE}$')]
+FunctionPath = Annotated[str, pydantic.StringConstraints(pattern=f'^{PATH}$')]
 
 
 class Section(pydantic.BaseModel):

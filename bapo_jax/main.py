@@ -6,7 +6,7 @@
 1. `parse` reads the mode and its flags; `bapo MODE --help` lists them;
 2. `read_config` runs the config file, applies the --config.<knob> and validates every
    knob;
-3. `start` does what the mode says.
+3. `start` runs the mode.
 
 A user error prints one sentence on stderr and exits with status 2 before anything is
 written or compiled. Nothing here imports JAX before the environment is set for it.
@@ -67,10 +67,10 @@ FLAGS: dict[str, tuple[str, Any, str]] = {
 
 
 class Parser(argparse.ArgumentParser):
-  """Raises a ValueError instead of printing the usage."""
+  """Parses flags; raises ValueError instead of printing the usage."""
 
   def error(self, message: str) -> NoReturn:
-    """Raises the message."""
+    """Raises a ValueError with this message, where argparse would exit."""
     raise ValueError(message)
 
 
@@ -265,7 +265,7 @@ PLANNING = {
 
 
 def start(args: argparse.Namespace) -> int:
-  """Does what the mode says; returns the exit status.
+  """Runs the mode of the command line; returns the exit status.
 
   Raises:
     ValueError: a flag or the config is invalid.
@@ -286,7 +286,7 @@ def start(args: argparse.Namespace) -> int:
 
 
 def read(args: argparse.Namespace) -> None:
-  """Does what a mode of READERS says."""
+  """Runs a mode of READERS."""
   if args.mode == 'compare':
     from bapo_jax.tools import compare
 
@@ -302,7 +302,7 @@ def read(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, config: 'Config') -> int:
-  """Does what a mode with a config says; returns the exit status."""
+  """Runs a mode that needs a config; returns the exit status."""
   mode, workdir = args.mode, args.workdir
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
@@ -348,7 +348,7 @@ def ignore_duplicates(unraisable: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-  """Does what the mode says; exits with the status of the run."""
+  """Runs the mode of the command line; exits with the status of the run."""
   if not flags.FLAGS['verbosity'].present:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)

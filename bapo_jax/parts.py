@@ -15,12 +15,12 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from bapo_jax import knobs, own_code
-from bapo_jax.knobs import Place, Section, shorten, shown
+from bapo_jax import custom_code, knobs
+from bapo_jax.knobs import FunctionPath, Section, shorten, shown
 
 
 class Part(Section):
-  """Base of the rules of one part of the loop."""
+  """The base class of all rules of one part of the loop, such as all clip rules."""
 
   # The arguments with which a rule is called, for the check of a custom function.
   arguments: ClassVar[tuple[str, ...]] = ()
@@ -31,19 +31,19 @@ class Part(Section):
 
   @classmethod
   def described(cls) -> dict[str, FieldInfo]:
-    """Returns name -> field; `rule` with the choices of its part."""
+    """Returns name -> field, where the field `rule` lists the rules of the part."""
     return {**cls.model_fields, 'rule': cls.rules.field}
 
   @property
   def custom(self) -> bool:
     """Whether the rule is a user's function."""
-    return own_code.is_place(self.rule)
+    return custom_code.is_path(self.rule)
 
 
 class Custom(Part):
   """A rule that calls a user's function."""
 
-  function: ClassVar[own_code.Function]
+  function: ClassVar[custom_code.Function]
   keywords: ClassVar[tuple[str, ...]] = ()  # the arguments that are knobs
 
   rule: str
@@ -65,7 +65,7 @@ class OneOf:
     self.base = base
     literal: Any = Literal
     self.field = FieldInfo(
-      annotation=literal[tuple(self.names)] | Place,
+      annotation=literal[tuple(self.names)] | FunctionPath,
       default=self.default,
       description=meaning,
     )
@@ -81,9 +81,9 @@ class OneOf:
     Raises:
       ValueError: no such rule, or a function that cannot be used.
     """
-    if isinstance(rule, str) and own_code.is_place(rule):
+    if isinstance(rule, str) and custom_code.is_path(rule):
       try:
-        return own_code.section([rule], self.base, Custom)
+        return custom_code.section([rule], self.base, Custom)
       except ValueError as error:
         raise ValueError(f'rule={error}') from None
     if not isinstance(rule, str) or rule not in self.names:
@@ -91,11 +91,11 @@ class OneOf:
     return self.names[rule]
 
   def chosen(self, values: Mapping[str, Any]) -> type[Part]:
-    """Returns the class of the rule that the values of a part select."""
+    """Returns the class of the rule that values['rule'] names, or of the default."""
     return self.type_of(values.get('rule', self.default))
 
   def restarted(self, values: Mapping[str, Any], rule: str) -> dict[str, Any]:
-    """Returns the values of a part with another rule, at its defaults.
+    """Switches a part to another rule, whose knobs start from their defaults.
 
     The knobs that all rules of the part have keep their values.
     """
@@ -105,12 +105,12 @@ class OneOf:
     return {name: values[name] for name in values if name in shared} | {'rule': rule}
 
   def validate(self, values: Any) -> Part:
-    """Returns the rule with these values; raises ValueError, relative to the part."""
+    """Returns the rule with these values; errors name knobs relative to the part."""
     if isinstance(values, self.base):
       return values
     if not isinstance(values, Mapping):
       raise ValueError(
-        f'rule={shown(values)}: a rule is a section; set its name and its knobs'
+        f'rule={shown(values)} is not a section; give a rule with its knobs'
       )
     kind = self.chosen(values)
     for name in values:
@@ -138,7 +138,7 @@ class OneOf:
 
 
 def part_of(field: FieldInfo) -> OneOf | None:
-  """Returns the rules of a field of a section; None if it is no part."""
+  """Returns the rules of a field of a section; None if the field is not a part."""
   return next((x for x in field.metadata if isinstance(x, OneOf)), None)
 
 

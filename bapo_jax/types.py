@@ -215,7 +215,7 @@ class ClipFunction(Protocol):
 
 class MaskFunction(Protocol):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
-    """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
+    """Returns keep_BT, False for masked tokens; or None, which keeps all tokens."""
 
 
 class LossFunction(Protocol):

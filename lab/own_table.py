@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.algorithms import loss
 from bapo_jax.algorithms.clip import ClipRule
 from bapo_jax.algorithms.loss import LossRule
@@ -69,11 +69,11 @@ def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
   """
   recorded = rule_curves.recorded(batch)
   part, _, name = rule.partition('.')
-  if own_code.is_place(rule):
-    part = 'clip' if _gives_bounds(own_code.load(rule), recorded) else 'loss'
+  if custom_code.is_path(rule):
+    part = 'clip' if _gives_bounds(custom_code.load(rule), recorded) else 'loss'
     name = rule
   if part not in BASES:
-    raise ValueError(f'{rule}: give {own_code.EXAMPLE}, loss.<rule> or clip.<rule>')
+    raise ValueError(f'{rule}: give {custom_code.EXAMPLE}, loss.<rule> or clip.<rule>')
   kind = BASES[part].rules.type_of(name)
   make = functools.partial(kind, rule=name)
   defaults = _floats(kind)

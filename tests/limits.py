@@ -29,7 +29,7 @@ FAST = {
   'tools': 'compare roofline',
   'training': 'config evaluate',
   '.': 'architecture docs fuzz_config install knobs limits main notebooks '
-  'on_gpu own_code sharding types',
+  'on_gpu custom_code sharding types',
 }
 
 

@@ -39,9 +39,9 @@ Order = Literal['upper', 'lower']
 
 
 class Share(NamedTuple):
-  """The share of tokens with A > 0 that a search brings to its target.
+  """Settings of a bound search: which share P / (P + N) to bring to which target.
 
-  `clip.Balanced` explains the fields.
+  The fields are the knobs of `clip.Balanced`, which explains them.
   """
 
   target: float = 0.42
@@ -67,7 +67,7 @@ def search(
     ratio_BT, batch, weight_BT: see `contributions`.
     lows, highs: the ascending values of each bound, computed on the host, because a
       compiled low + step * i may round once instead of twice.
-    k: the share to balance.
+    k: the definition of the share, and its target.
 
   Returns:
     The bounds, with `cap` and `dual` inf. If no token counts, they stay at the start.

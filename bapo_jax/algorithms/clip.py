@@ -203,7 +203,7 @@ def _check_step(name: str, ends: Range, step: float) -> None:
     )
   if width / step > WIDEST:
     raise ValueError(
-      f'{name}_step={step} divides {ends} into over {WIDEST:,.0f} points; raise it'
+      f'{name}_step={step} makes over {WIDEST:,.0f} steps in {ends}; give a larger one'
     )
 
 

@@ -203,8 +203,8 @@ def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
 def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Array]:
   """Computes the metrics named in OF_SOURCE, for the rows of each source.
 
-  Half the mean of |r - 1| over tokens estimates the total variation between the policy
-  and the policy that sampled the rows (arXiv:2602.20722, Theorem 3.2).
+  The total variation between the policy and the policy that sampled the rows is
+  estimated as half the mean of |r - 1| over tokens (arXiv:2602.20722, Theorem 3.2).
   """
   cut_BT = _cut(weight_BT, batch)
   metrics = {}

@@ -356,10 +356,10 @@ class Vespo(LossRule):
 class Aspo(LossRule):
   """The clipped surrogate with 1 / r for tokens with A > 0: ASPO.
 
-  arXiv:2510.06062: importance weights push a token with A > 0 the more, the more likely
-  it has become; the inverse pushes the tokens that lag behind. The bounds cut tokens as
-  in `clipped`. Above `cap` the weight, r or 1 / r, is limited to `cap`: a dual clip
-  that keeps the gradient.
+  arXiv:2510.06062: with the weight r, a token with A > 0 gets a larger update after its
+  probability has risen. The weight 1 / r gives a larger update to a token whose
+  probability has fallen. The bounds cut tokens as in `clipped`. The weight, r or 1 / r,
+  is at most `cap`; unlike in dual-clip PPO, a token above the cap keeps its gradient.
   """
 
   rule: Literal['aspo'] = 'aspo'
@@ -389,8 +389,9 @@ class Fipo(LossRule):
   """The clipped surrogate times the influence of later tokens: FIPO.
 
   arXiv:2603.19835: the influence of token t is exp(sum over s >= t of d^(s - t) log
-  r_s), d = 2^(-1 / `half_life`), limited to `limits`: a token counts more if the policy
-  now follows what came after it. For A < 0 and r > `safety` it is at most 1.
+  r_s), d = 2^(-1 / `half_life`), clipped to `limits`: a token counts more if
+  the tokens after it have become more likely. For A < 0 and r > `safety` the influence
+  is at most 1.
   """
 
   rule: Literal['fipo'] = 'fipo'
@@ -557,7 +558,7 @@ def weigher(rule: LossFunction, logp_BT: Array, batch: Batch, scale_B: Array) ->
 
 
 def masked(bounds: Bounds, keep_BT: Array | None) -> Bounds:
-  """Returns the bounds with one more mask; None: no mask."""
+  """Adds a mask to bounds, which may have one already; None adds no mask."""
   if keep_BT is None:
     return bounds
   both_BT = keep_BT if bounds.keep_BT is None else bounds.keep_BT & keep_BT

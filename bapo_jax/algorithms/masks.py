@@ -7,7 +7,8 @@ the token; r = p / q. Masks have no gradient and fit every loss and clip rule.
 
 1. The rules: by token (`DppoTv`, `DppoKl`, `IcePop`, `KPop`), by response (`Opsm`),
    over the minibatch (`M2po`);
-2. `binary_kl` is the divergence between two coins: this token, or another one.
+2. `binary_kl` is the KL divergence between two Bernoulli distributions: the next token
+   is this token, or it is another token.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -33,7 +34,7 @@ class MaskRule(Part):
   weighs_sampler: ClassVar[bool] = True
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
-    """Returns keep_BT, False for tokens that leave the objective; None: keeps all."""
+    """Returns keep_BT, False for masked tokens; or None, which keeps all tokens."""
     raise NotImplementedError
 
 
@@ -51,9 +52,9 @@ class NoMask(MaskRule):
 class DppoTv(MaskRule):
   """A trust region in binary total variation: Divergence PPO.
 
-  arXiv:2602.04879, Eq. 13: a token with A > 0 and p - q > high, or with A < 0 and
-  q - p > low, leaves in the direction of A. The paper's objective is loss.rule='tis'
-  with loss.cap=20.
+  arXiv:2602.04879, Eq. 13: a token is masked if A > 0 and p - q > high, or if A < 0 and
+  q - p > low: its probability has moved far enough in the direction of A. The paper's
+  objective is loss.rule='tis' with loss.cap=20.
   """
 
   rule: Literal['dppo_tv'] = 'dppo_tv'
@@ -115,10 +116,11 @@ class IcePop(MaskRule):
 
 
 class KPop(MaskRule):
-  """A limit of the binary divergence in both directions: KPop.
+  """A limit on the binary KL divergence in both directions: KPop.
 
-  Guo et al. (2026), "KPop": the divergences are KL(Bernoulli(p) || Bernoulli(q)) and
-  its reverse, nats. The band of r is wide for rare tokens and narrow for likely ones.
+  Guo et al. (2026), "KPop": a token is kept if KL(Bernoulli(p) || Bernoulli(q)) and the
+  reverse divergence are within the limits, nats. The accepted range of r is wide for
+  unlikely tokens and narrow for likely tokens.
   """
 
   rule: Literal['kpop'] = 'kpop'
@@ -151,7 +153,7 @@ class Opsm(MaskRule):
 
 
 class M2po(MaskRule):
-  """Masks the tokens with the largest (log r)^2 until the mean of the rest is small.
+  """Masks the tokens with the largest (log r)^2 until the mean of the others is small.
 
   M2PO (arXiv:2510.01161): the mean over the kept tokens of the minibatch is below
   `limit`. Tokens with equal (log r)^2 are kept or masked together. Tokens without an
@@ -206,7 +208,7 @@ Mask = Annotated[
 
 
 def binary_kl(p: Array, q: Array) -> Array:
-  """Returns KL(Bernoulli(p) || Bernoulli(q)), nats, of probabilities cut at EDGE."""
+  """Returns KL(Bernoulli(p) || Bernoulli(q)), nats; p and q are clipped by EDGE."""
   p, q = (jnp.clip(x, EDGE, 1 - EDGE) for x in (p, q))
   return p * (jnp.log(p) - jnp.log(q)) + (1 - p) * (jnp.log1p(-p) - jnp.log1p(-q))
 

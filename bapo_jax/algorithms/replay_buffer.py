@@ -86,8 +86,8 @@ class MovingThresholds(ThresholdRule):
   """Pass rates that follow the mean verdict (arXiv:2602.20722, Eq. 8).
 
   c1 is constant; c2 and c3 are start + rate (end - start). By default both fall as the
-  policy improves (start above end), like in the paper's text and code. To let them
-  rise, as in its printed Eq. 8, swap the ends of `low` and of `high`. The paper does
+  policy improves (start above end), as in the paper's text and code. To let them
+  rise, as in the printed Eq. 8, swap the ends of `low` and of `high`. The paper does
   not print start and end; the defaults are ours.
   """
 
@@ -136,7 +136,10 @@ class MovingThresholds(ThresholdRule):
 
 
 class ThresholdFree(ThresholdRule):
-  """Hard if never solved, reusable if half solved; needs an even G."""
+  """A problem is hard if no response is right; a group is reusable if half are right.
+
+  G must be even.
+  """
 
   rule: Literal['threshold_free'] = 'threshold_free'
 
@@ -145,7 +148,7 @@ class ThresholdFree(ThresholdRule):
 
 
 class Everything(ThresholdRule):
-  """For plain replay: all groups are reusable, and no problem is hard."""
+  """All groups are reusable, and no problem is hard: plain experience replay."""
 
   rule: Literal['everything'] = 'everything'
 
@@ -236,7 +239,7 @@ def init(
 
 @functools.partial(jax.jit, static_argnames='rows')
 def draw(stored: Groups, rows: int) -> Groups:
-  """Returns the `rows` rows of `stored` tried the longest ago, empty rows last."""
+  """Returns the `rows` least recently tried rows of `stored`, empty rows last."""
   never = jnp.iinfo(jnp.int32).max
   oldest_P = jnp.argsort(
     jnp.where(stored.completed_step_P < 0, never, stored.completed_step_P), stable=True

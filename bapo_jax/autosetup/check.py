@@ -45,7 +45,8 @@ LONGEST = 300  # characters of a response
 def check(config: Config, workdir: str) -> int:
   """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
-  If a run has begun in the workdir, its derived knobs are checked; '': none is read.
+  If a run has begun in the workdir, the check uses the knobs derived for this run. An
+  empty `workdir` stands for no run.
 
   Raises:
     ValueError: a run with this config could not start.
@@ -78,7 +79,7 @@ def check(config: Config, workdir: str) -> int:
 
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
-  """Describes one prompt as the model sees it, and the findings about the config."""
+  """Describes one prompt as the model reads it, and the findings about the config."""
   known = facts.gather(r.config, r.inputs, r.mesh)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
@@ -86,7 +87,7 @@ def short(r: Resolved, material: Material, workdir: str) -> str:
 
 
 def free_bytes(workdir: str) -> int:
-  """Returns the free bytes of the disk that has, or will have, the workdir."""
+  """Returns the free bytes of the disk of the workdir, which may not exist yet."""
   path = pathlib.Path(workdir).absolute()
   return shutil.disk_usage(next(x for x in (path, *path.parents) if x.exists())).free
 
@@ -111,7 +112,7 @@ def shrunk(config: Config) -> Config:
 def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   """Samples the run's first groups twice; returns (seconds of the second, rollout).
 
-  Prompts and noise are those of the first groups of the run's first step. The first
+  Uses the prompts and the noise of the first groups of the run's first step. The first
   call is slower: it compiles small programs and starts the verifier's processes.
   """
   with t.timer('compile'):
@@ -148,7 +149,7 @@ def quoted(text: str) -> str:
 
 
 def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
-  """Describes prompts, how many right answers pass, knobs and disk space."""
+  """Describes prompts and knobs, verified right answers, and the disk space."""
   config, found = r.config, material.problems
   verified = known.verified(config.rewards.rule)
   lines = [
@@ -210,8 +211,8 @@ def measured(
 ) -> str:
   """Times one update on a minibatch of these groups; describes step time and memory.
 
-  `r` is the run. `t` has its config, shrunk to fewer groups; it sampled the rollout in
-  `seconds`.
+  `r` is the run, and `t` the trainer of its config after `shrunk`. `t` sampled the
+  rollout in `seconds`.
   """
   config, groups, updates = r.config, rollout.groups, r.config.updates_per_step
   per_update = config.seats // config.learner.minibatches

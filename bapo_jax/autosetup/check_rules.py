@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
-  """Returns the findings about a new run's config; its disk has `free` bytes left."""
+  """Returns the findings about a new run's config; `free` is the free disk in bytes."""
   rules = _template, _verifier, _box, _learning_rate, _lengths, _overlap
   found = [finding for rule in rules for finding in rule(r.config, known)]
   return [*found, *_room(r, known.memory, free)]
@@ -95,7 +95,7 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
-  """Finds right answers that fail their verifier, or suit another verifier better."""
+  """Finds right answers that fail their verifier, or that another verifier accepts."""
   given, check = config.rewards.rule, known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
@@ -168,7 +168,7 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
 
 
 def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
-  """Finds an update too large for a device, and checkpoints too large for the disk."""
+  """Finds an update that exceeds device memory, or checkpoints that exceed the disk."""
   needed, each = r.budget.update, sum(r.budget.checkpoint.values())
   if needed > memory:
     yield warning(

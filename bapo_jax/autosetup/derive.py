@@ -1,7 +1,7 @@
-"""Derives the knobs that a config leaves open, each with the reason for its value.
+"""Derives the knobs that a config sets to None, each with the reason for its value.
 
-1. None in a config file leaves a knob open; `config.decided` lists it in `derived`;
-2. `derive` applies RULES in order, each to the config with the earlier knobs decided;
+1. `config.decided` lists the knobs that are None in a config file in `derived`;
+2. `derive` applies RULES in order; a rule reads the knobs that earlier rules derived;
 3. `prepare` derives the knobs once per run and resolves the config; for a run that has
    begun, it reads the derived values from config.json.
 """
@@ -64,7 +64,7 @@ def shown(value: Any) -> str:
 
 
 def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
-  """Returns the config with the open knobs decided, and a `Derived` for every rule."""
+  """Returns the config with all derived knobs, and a `Derived` for every rule."""
   found: list[Derived] = []
   if wrong := [name for name in config.derived if name not in RULES]:
     raise ValueError(f'derived={wrong[0][:60]!r}: give only {", ".join(RULES)}')
@@ -83,12 +83,12 @@ def derive(config: Config, known: Facts) -> tuple[Config, list[Derived]]:
 
 
 def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
-  """Decides the knobs that a config leaves open, and returns the `Resolved` run.
+  """Derives the knobs that a config sets to None, and returns the `Resolved` run.
 
-  If a run has begun in the workdir ('': none is read), its config.json gives the
-  derived values. With trains=False (an evaluation), held-out problems replace the
-  training problems. Raises ValueError if files are missing or knobs do not fit
-  together.
+  If a run has begun in the workdir, its config.json gives the derived values; an empty
+  `workdir` stands for no run. With trains=False (an evaluation), held-out problems
+  replace the training problems. Raises ValueError if files are missing or knobs do not
+  fit together.
   """
   undecided = bool(config.derived) and not workdir_lib.has_begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
@@ -113,7 +113,7 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
 
 def decide(config: Config, workdir: str) -> Config:
-  """Returns the config with its open knobs decided; raises the errors of `prepare`."""
+  """Returns the config with all derived knobs; raises the errors of `prepare`."""
   if workdir_lib.has_begun(workdir):
     return _read(config, workdir)
   return prepare(config, workdir).config
@@ -139,7 +139,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
 
 
 def _read(config: Config, workdir: str) -> Config:
-  """Returns the config with its open knobs filled in from the workdir's config.json."""
+  """Returns the config with the derived knobs of the workdir's config.json."""
   stored = workdir_lib.read_config(workdir)
   values = config.model_dump()
   for knob in config.derived:
@@ -150,7 +150,7 @@ def _read(config: Config, workdir: str) -> Config:
     except (KeyError, TypeError):
       raise ValueError(
         f'{workdir}/config.json has no value for {knob}; give another --workdir, or '
-        'its own config'
+        'the config of that run'
       ) from None
   config = config_lib.parse(config_lib.from_json(values).model_dump())
   given = (f'{x}={shown(operator.attrgetter(x)(config))}' for x in config.derived)

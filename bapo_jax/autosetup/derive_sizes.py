@@ -1,6 +1,6 @@
 """Derives mesh, step size, memory knobs and learning rate from model and devices.
 
-A rule takes the config, in which all earlier knobs are decided, and the facts. It
+A rule takes the config, with the knobs that earlier rules derived, and the facts. It
 returns a value and the reason for it, which a run shows when it starts.
 """
 

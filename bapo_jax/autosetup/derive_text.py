@@ -1,6 +1,6 @@
 """Derives the verifier, the template and the length limits from the problems.
 
-A rule takes the config, in which all earlier knobs are decided, and the facts. It
+A rule takes the config, with the knobs that earlier rules derived, and the facts. It
 returns a value and the reason for it, which a run shows when it starts.
 """
 

@@ -40,7 +40,7 @@ class Verified(NamedTuple):
 
 
 class Facts(NamedTuple):
-  """The facts that are known before the knobs of a run are decided."""
+  """The facts that are known before the knobs of a run are derived."""
 
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
@@ -82,7 +82,7 @@ class Facts(NamedTuple):
 def gather(config: Config, inputs: Inputs, mesh: Mesh | None = None) -> Facts:
   """Gathers the facts from what was read and from the devices.
 
-  `mesh` is the mesh of the run; None: its knobs are still open.
+  `mesh` is the mesh of the run, or None if the knobs of the mesh are not derived yet.
   """
   spec = inputs.model.spec
   # Repeats and overlap are logged later, when a run tabulates its problems.
@@ -120,7 +120,7 @@ STATED = set(verifiers.RULES) - {'countdown'}
 
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
-  """Verifies up to DRAWN right answers; `rule` verifies rows that name none."""
+  """Verifies up to DRAWN right answers; `rule` verifies rows without a verifier."""
   drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
   drawn = [row for row in drawn if (row.verifier or rule) in STATED]
   rules = [row.verifier or rule for row in drawn]

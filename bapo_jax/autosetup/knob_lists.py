@@ -1,7 +1,8 @@
 """Lists the knobs of a run for the first screen and the check.
 
-Shows the rule of every part with the knobs that it uses, every knob that differs from
-its default, and which of these have no effect.
+The list has the rule of every part of the loop (such as clip and loss) with the knobs
+that this rule uses, then every knob that differs from its default, then the knobs among
+these that have no effect.
 """
 
 from bapo_jax import knobs
@@ -17,9 +18,8 @@ LABEL = 11  # columns of a label on the first screen
 def in_force(config: Config) -> dict[str, str]:
   """Returns part -> its rule with the knobs that have an effect.
 
-  For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer, which has no
-  rule of its own, is left out if the batch rule does not use it, and so is the mask if
-  there is none.
+  For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer is omitted
+  if the batch rule does not use it, and the mask if the mask rule is none.
   """
   inert = needs.inert(config)
   in_force_: dict[str, str] = {}
@@ -37,7 +37,7 @@ def in_force(config: Config) -> dict[str, str]:
 
 
 def lines(config: Config, indent: str = '  ') -> str:
-  """Returns lines of the first screen: rules, changed knobs, those without effect."""
+  """Returns lines of the first screen: rules, changed knobs, knobs without effect."""
   inert, given, idle = needs.inert(config), [], []
   for name, (value, _) in config_lib.changed(config).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')

@@ -1,7 +1,7 @@
 """Loads data sets by name: `hub:owner/name`, or `tfds:name` of tensorflow-datasets.
 
 tensorflow-datasets stores downloads as array_record, because its default format,
-tfrecord, needs TensorFlow. For a data set of your own, import a builder before the run:
+tfrecord, needs TensorFlow. For a custom data set, import a builder before the run:
 a `tfds.core.GeneratorBasedBuilder` with fields of a layout, such as question, answer.
 """
 
@@ -60,7 +60,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
 
 
 def _of_split(folder, split, knob):
-  """Returns the files of a split; () if there are none or some parts are missing."""
+  """Returns the files of a split; () if the download is missing or incomplete."""
   pattern = re.compile(rf'(?:.*/)?{re.escape(split)}([-.].*)?')
   paths = sorted(str(p.relative_to(folder)) for p in pathlib.Path(folder).rglob('*.*'))
   names: list[str] = []
@@ -72,7 +72,7 @@ def _of_split(folder, split, knob):
   if len(folders) > 1:
     raise ValueError(
       f'--config.{knob}: several folders have files of the split {split}: {folders}; '
-      f'choose one with the split, such as {folders[0]}/{split}'
+      f'put one of them before the split, such as {folders[0]}/{split}'
     )
   # train-00000-of-00002.parquet: an interrupted download lacks a part.
   parts = [re.search(r'-of-(\d+)', name) for name in names]
@@ -82,7 +82,7 @@ def _of_split(folder, split, knob):
 
 
 def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
-  """Yields the rows of a split of a tensorflow-datasets data set with their places.
+  """Yields (location, fields) of each row of a split from tensorflow-datasets.
 
   The library downloads the data to ~/tensorflow_datasets if necessary.
 

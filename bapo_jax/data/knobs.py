@@ -5,8 +5,8 @@ from typing import Literal
 import pydantic
 from pydantic import SerializeAsAny
 
+from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
 from bapo_jax.knobs import Section, knob, shown
-from bapo_jax.own_code import OwnKnobs, Slot, custom_knobs
 
 EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
@@ -30,8 +30,8 @@ class TokenizerConfig(Section):
       raise ValueError(f'template={self.template[:60]!r} must contain {{problem}}')
     return self
 
-  def beside(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs, with an empty `path` replaced by the path of the model.
+  def with_model(self, model_path: str) -> 'TokenizerConfig':
+    """Returns these knobs; an empty `path` becomes the path of the model.
 
     Raises a ValueError if `path` is the embedded tokenizer but the model is published.
     """
@@ -59,7 +59,7 @@ class CountdownConfig(Section):
   @pydantic.model_validator(mode='after')
   def _some_numbers(self):
     if not self.numbers:
-      raise ValueError('numbers=() is empty; give counts of numbers, such as (3,)')
+      raise ValueError('numbers=() is empty; give one or more counts, such as (3,)')
     return self
 
 
@@ -109,14 +109,14 @@ class PairConfig(Section):
   )
 
 
-class OwnRows(OwnKnobs):
-  """Base of the knobs of own functions that return problems."""
+class CustomRows(CustomKnobs):
+  """Base of the knobs of custom functions that return problems."""
 
 
-class ProblemsConfig(Slot):
+class ProblemsConfig(CustomSection):
   """Training and held-out problems."""
 
-  places = ('source', 'test_source')
+  path_fields = ('source', 'test_source')
 
   source: str = knob(
     'synthetic',
@@ -125,11 +125,11 @@ class ProblemsConfig(Slot):
     'tfds:name:split; or path/to/file.py:function, which returns a list of rows.',
   )
   test_source: str = knob('synthetic', 'Held-out problems; same choices as source.')
-  custom: SerializeAsAny[OwnRows] = custom_knobs(OwnRows)
+  custom: SerializeAsAny[CustomRows] = custom_knobs(CustomRows)
   whole: bool = knob(
     False,
     'Keeps all fields of a row, and accepts rows without an answer; set by the program '
-    'for own reward functions.',
+    'for custom reward functions.',
   )
   family: Literal['trial', 'chain', 'pair'] = knob(
     'trial',

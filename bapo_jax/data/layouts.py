@@ -148,12 +148,12 @@ def read_rows(
   whole: bool = False,
   folder: str = '',
 ) -> list[Row]:
-  """Returns the rows of (place, fields) pairs; the first pair decides the layout.
+  """Parses the rows of (location, fields) pairs; the first pair decides the layout.
 
   Paths of pictures are relative to `folder`.
 
   Raises:
-    ValueError: a row cannot be read; the message names its place.
+    ValueError: a row cannot be read; the message names its location.
   """
   layout = None
   # Some mirrors repeat 17k problems a hundred times, so equal rows share memory.
@@ -162,7 +162,7 @@ def read_rows(
   for place, fields in items:
     try:
       if not isinstance(fields, dict):
-        raise ValueError(f'{shown(fields)} has no named fields; give an object of them')
+        raise ValueError(f'{shown(fields)} has no named fields; give a JSON object')
       layout = layout or detect(fields, whole=whole)
       row = parse(fields, layout, whole=whole)
       row = row._replace(pictures=_pictures(fields, folder))
@@ -362,7 +362,7 @@ def _verifier(value):
   """Returns the verifier for a data set of this name; '' if it is unknown."""
   name = value[0] if isinstance(value, list) and value else value
   if not isinstance(name, str):
-    raise ValueError(f'{shown(value)} is no data set name; use text')
+    raise ValueError(f'{shown(value)} is not a data set name; give a string')
   name = name.lower()
   if 'code' in name:
     raise ValueError(

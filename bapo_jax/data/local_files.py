@@ -1,6 +1,6 @@
 """Reads problems from parquet, jsonl, json and csv files, with or without pictures.
 
-1. `_items` yields the fields of each row, with the file and the line as its place;
+1. `_items` yields the location (file and line) and the fields of each row;
 2. `layouts.read_rows` converts them to rows by the layout of the first row.
 
 Pictures are bytes in the file, or paths relative to its folder. Text files may be
@@ -32,7 +32,7 @@ Item = tuple[str, Any]  # (file with the number of the line or row, from 1; the 
 
 
 def items(path: str, *, whole: bool = False) -> Iterator[Item]:
-  """Yields the rows of a file, each with its place; see `layouts.parse` for `whole`.
+  """Yields (location, fields) of each row of a file; for `whole` see `layouts.parse`.
 
   Raises:
     ValueError: the file cannot be read, or has no row.
@@ -80,8 +80,8 @@ def _json_list(path, text):
     rows = rows.get('data')
   if not isinstance(rows, list):
     raise ValueError(
-      f'{path} has no list of rows; write [row, ...], {{"data": [row, ...]}}, or each '
-      'row on a line of its own'
+      f'{path} has no list of rows; write [row, ...], {{"data": [row, ...]}}, or one '
+      'row per line'
     )
   for number, row in enumerate(rows, 1):
     yield f'{path}, row {number}', row

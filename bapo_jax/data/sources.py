@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.data import dedup, layouts, local_files
 from bapo_jax.data.knobs import MADE, ProblemsConfig
 from bapo_jax.data.made import countdown, drawn, synthetic
@@ -53,7 +53,7 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
     ValueError: a name is malformed.
   """
   source = getattr(problems, knob)
-  if _parse_name(knob, source) or source in MADE or own_code.is_place(source):
+  if _parse_name(knob, source) or source in MADE or custom_code.is_path(source):
     return []
   lines = []
   for path in source.split(','):
@@ -107,7 +107,7 @@ def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
       try:
         check_row(row)
       except ValueError as error:
-        # The rows do not carry their places: the source is read up to this row.
+        # The rows do not carry their locations: the source is read up to this row.
         items = (item for _, items in _files(problems, knob) for item in items)
         place, _ = next(itertools.islice(items, i, None))
         raise ValueError(f'{place}: {error}') from error
@@ -157,13 +157,13 @@ def sft_problems(
 
 
 def _files(problems, knob: Knob):
-  """Yields (folder of pictures, rows with their places) of each file of a source."""
+  """Yields (folder of pictures, (location, fields) pairs) of each file of a source."""
   source = getattr(problems, knob)
-  if own_code.is_place(source):
+  if custom_code.is_path(source):
     try:
-      rows = list(own_code.bind(source, problems.custom)())
+      rows = list(custom_code.bind(source, problems.custom)())
     except Exception as error:  # a user's function may raise anything
-      reason = own_code.described(error, own_code.file_of(source))
+      reason = custom_code.described(error, custom_code.file_of(source))
       raise ValueError(f'{source} raises {reason}') from error
     if not rows:
       raise ValueError(f'{source} returns no rows; return a list of dicts')

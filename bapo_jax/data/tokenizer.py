@@ -56,7 +56,7 @@ def characters() -> Any:
 
   The tokenizer is a byte-level BPE without merges, so that an export still works if
   transformers loads it with Qwen2's tokenizer class: that class reads only vocabulary,
-  merges and added tokens from tokenizer.json, and splits and decodes by its own rules.
+  merges and added tokens from tokenizer.json, and splits and decodes by built-in rules.
   """
   import tokenizers
   import transformers
@@ -139,7 +139,7 @@ def save(tokenizer: Tokenizer, source: str, path: str) -> None:
 
 
 def _end_tokens(path, backend):
-  """Returns the end tokens; asks config.json if no other file names one."""
+  """Returns the end tokens; reads config.json if no other file names an end token."""
   ends = [backend.eos_token_id]
   for name in ('generation_config.json', 'config.json'):
     file = os.path.join(path, name)
@@ -160,9 +160,10 @@ def encode_prompts(
 ) -> list[list[int]]:
   """Returns the token ids of each problem's prompt, without a length limit.
 
-  A plain template gets the special tokens that the tokenizer puts before a text; a chat
-  template writes its own. Special tokens in a problem or system message are encoded as
-  text. `image` is the token that replaces each <image> of a problem; '' keeps <image>.
+  With a plain template the tokenizer adds the special tokens that precede a text; a
+  chat template contains them. Special tokens in a problem or system message are encoded
+  as text. `image` is the token that replaces each <image> of a problem; '' keeps
+  <image>.
 
   Raises:
     ValueError: the chat template fails, or the template cannot hold a system message.

@@ -144,7 +144,7 @@ def update(
 def _seats(
   groups: Groups, source_P: Array, key: Array, epochs: int
 ) -> tuple[Array, Array]:
-  """Returns source_P, -1 without a token to train on, and the order of each epoch."""
+  """Returns source_P, -1 for groups without a loss, and a seat order per epoch."""
   keys = jax.random.split(key, epochs)
   order_EP = [jax.random.permutation(key, len(source_P)) for key in keys]
   return jnp.where(trained_on(groups).any(1), source_P, -1), jnp.stack(order_EP)
@@ -153,11 +153,12 @@ def _seats(
 def _minibatches(
   order_P: np.ndarray, filled_P: np.ndarray, minibatches: int
 ) -> list[np.ndarray]:
-  """Returns the seats of each minibatch; equal sizes need only one compiled program.
+  """Splits the P seats of a batch, in this order, into minibatches of equal size.
 
-  The size is P / `minibatches`. n filled seats are spread evenly over ceil(n / size)
-  minibatches, and empty seats pad each to the size. The public code of Batch Adaptation
-  PO also splits by size, so that a half-empty batch takes fewer steps than a full one.
+  Equal sizes need only one compiled program. The size is P / `minibatches`. n filled
+  seats are spread evenly over ceil(n / size) minibatches, and empty seats pad each of
+  them to the size. So a half-empty batch takes fewer steps than a full batch, as in the
+  public code of Batch Adaptation PO.
   """
   size = len(order_P) // minibatches
   filled = order_P[filled_P[order_P]]

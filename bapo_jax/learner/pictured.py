@@ -1,7 +1,7 @@
 """Embeds each picture once for the learner; all responses to its prompt share it.
 
-1. `galleries` collects the pictures of a run; `embedder` returns those of a step's
-   problems: embedded if the vision tower is frozen, as pixels if the tower is trained;
+1. `galleries` collects the pictures of a run. `embedder` returns the pictures of a
+   step's problems: embedded if the vision tower is frozen, as pixels if it is trained;
 2. `pack` packs rows together with the positions of their tokens;
 3. `variables` returns the inputs of a loss that get gradients: with a trained
    tower they include the embedded patches, so that the tower runs once per minibatch
@@ -66,7 +66,7 @@ def embedder(
   """Returns a function from problem ids to their pictures on the mesh.
 
   Args:
-    gallery: pictures of the problems; None: text only, the result is None.
+    gallery: pictures of the problems; None for text only: the result is None.
     base: frozen weights; if they include the tower, pictures are embedded here.
   """
   if gallery is None:
@@ -103,7 +103,7 @@ def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
 def abstract(
   gallery: Gallery | None, prompts: int, spec: ModelSpec, base: Tree
 ) -> Seen:
-  """Returns the shapes of what the embedder returns for `prompts` problems."""
+  """Returns the shapes of the embedder's result for `prompts` problems."""
   if gallery is None:
     return None
   pixels = jax.eval_shape(lambda: gallery.empty(prompts))
@@ -123,11 +123,12 @@ def pack(
   *,
   packed: bool = True,
 ) -> Packed:
-  """Packs rows with `packing.pack`; with pictures, adds the places of all tokens.
+  """Packs rows with `packing.pack`; with pictures, adds the `Places` of all tokens.
 
   Args:
     wanted_BT, micro_batches, packed: see `packing.pack`.
-    pictures: pictures of P prompts with B / P consecutive rows each; None: text only.
+    pictures: pictures of P prompts with B / P consecutive rows each; None for text
+      only.
   """
   rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
@@ -145,7 +146,10 @@ class Variables(NamedTuple):
   merged_PMD: Array | None = None  # embedded patches, if the tower is trained
 
   def patches(self, pictures: EmbeddedPictures | None) -> Array | None:
-    """Returns merged_PMD, else that of `pictures`, as [P * M, D]; None: text only."""
+    """Returns the embedded patches as [P * M, D]; None for text only.
+
+    These are merged_PMD, or by default the patches that `pictures` contain.
+    """
     if pictures is None:
       return None
     merged_PMD = pictures.merged_PMD if self.merged_PMD is None else self.merged_PMD

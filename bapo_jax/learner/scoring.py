@@ -71,7 +71,7 @@ def score(
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
   Args:
-    pictures: pictures of the groups' problems; None: text only.
+    pictures: pictures of the groups' problems; None for text only.
     rows: full-length responses per micro-batch; shorter responses are packed together.
     knobs: the other arguments of `packed_logprobs`.
   """

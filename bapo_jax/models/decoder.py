@@ -71,7 +71,7 @@ def joins(mesh: Mesh) -> bool:
 def params_of(actor: Tree, spec: ModelSpec) -> Tree:
   """Recovers the parameters from an actor, in the actor's dtypes.
 
-  Quantised projections remain quantised, so that `actor` of the result is this actor.
+  Quantised projections remain quantised, so that `actor(params_of(a))` equals a.
   """
   D = spec.width
   H = spec.heads
@@ -189,7 +189,7 @@ def decode(
 
   Args:
     position_S: cache column of each token; its rotary position is this plus shift_S.
-    shift_S: see `sequence.prefill`; None: 0, for prompts without pictures.
+    shift_S: see `sequence.prefill`; None stands for 0, for prompts without pictures.
     done_S: slots whose hidden states are not used. A ragged kernel reads one block of
       their cache. None: no slot.
   """

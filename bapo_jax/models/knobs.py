@@ -42,7 +42,7 @@ class MeshConfig(Section):
     sizes = self.data, self.fsdp, self.tensor
     if 0 in sizes or sizes.count(-1) > 1:
       raise ValueError(
-        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} is no mesh; set '
+        f'data={self.data}, fsdp={self.fsdp}, tensor={self.tensor} is not a mesh; set '
         'every axis to 1 or more; one of them may be -1 (all remaining devices)'
       )
     return self

@@ -302,8 +302,8 @@ def backward(
 
   Args:
     columns, tile, sharded: see `forward`; the gradient of later columns is 0.
-    d_logp_BT, d_entropy_BT: gradients w.r.t. the outputs; None: the loss does not
-      depend on this output.
+    d_logp_BT, d_entropy_BT: gradients w.r.t. the outputs; None if the loss does
+      not depend on this output.
     trained: whether the head is trained; its gradient is None if it is frozen.
   """
   dtype = head_VD.dtype

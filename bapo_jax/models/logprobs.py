@@ -67,7 +67,7 @@ def sequence_stats(
   spec: transformer.ModelSpec,
   temperature: float | Array,
 ) -> TokenStats:
-  """Scores each token of whole rows; the first, which nothing predicts, has zeros."""
+  """Scores each token of whole rows; the first token, never predicted, gets zeros."""
   hidden_BTD = layers.forward(params, tokens_BT, spec)
   # The last column scores the first token and is dropped: cheaper than a copy of the
   # other columns.

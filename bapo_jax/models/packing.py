@@ -57,7 +57,7 @@ class Packed(struct.PyTreeNode):
   places: Places | None = None  # of all tokens; None: prompts have no pictures
 
   def mine(self, n: Array | int) -> Array:
-    """Returns bool [B]: whether a row belongs to micro-batch n."""
+    """Returns a mask [B] of the rows that belong to micro-batch n."""
     return (self.bin_B >= 0) & (self.bin_B // self.shape.bins == n)
 
   def cells(self, n: Array | int) -> Cells:
@@ -101,7 +101,7 @@ class Packed(struct.PyTreeNode):
     return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0)))
 
   def _cell_BT(self):
-    """Returns each token's cell, counted over all bins; past the last one: no cell."""
+    """Returns the cell of each token over all bins; past the last if it has no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
     cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
@@ -109,7 +109,7 @@ class Packed(struct.PyTreeNode):
 
 
 def widest(spec: ModelSpec) -> int:
-  """Returns the widest bin whose attention costs little beside the other products.
+  """Returns the widest bin whose attention is cheap compared with other products.
 
   Wide bins waste fewer cells: only one row of 0.6 T tokens fits into T cells, but eight
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
@@ -132,9 +132,10 @@ def shape_of(
   width: int = 0,
   packed: bool = True,
 ) -> Shape:
-  """Returns bins that suffice for `rows` rows of up to `length` tokens.
+  """Returns the number and width of bins for `rows` rows of up to `length` tokens.
 
-  Any n rows fit into a bin of n * length cells, so ceil(rows / n) bins suffice.
+  The bins suffice for any such rows: a bin of n * length cells takes any n rows, so
+  ceil(rows / n) bins of this width are enough.
 
   Args:
     micro_batches: desired number, reduced if a device would have no row.

@@ -54,7 +54,7 @@ def block_columns(heads: int, head_width: int, length: int, itemsize: int) -> in
 
 
 def blocks(length_S: Any, n: int) -> Any:
-  """Returns the number of blocks of n columns that each slot reads."""
+  """Returns, for each slot, how many blocks of n columns the kernel reads."""
   return (length_S + n - 1) // n
 
 
@@ -73,7 +73,7 @@ def fold(
 ) -> Softmax:
   """Adds a block to a running softmax; its first `left` columns are live.
 
-  Axis `axis` of the values v, [n, C] or [C, n], is that of the columns.
+  `axis` is the axis of the columns in the values v, [n, C] or [C, n].
 
   The final mixed values divided by the sum are softmax(q k / sqrt(C)) v (Milakov and
   Gimelshein, 2018, arXiv:1805.02867; Dao et al., 2022, arXiv:2205.14135).
@@ -268,8 +268,7 @@ def _gpu(
 ):
   """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
 
-  Several programs per row keep all multiprocessors busy if few rows are long. With one
-  per row, the programs write the result, and nothing is merged.
+  Several programs per row keep the multiprocessors busy if few rows are long.
   """
   from jax.experimental.pallas import triton
 

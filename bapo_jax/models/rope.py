@@ -35,7 +35,8 @@ def llama3(
 ) -> Scaled:
   """Divides low frequencies by `factor`, blending to unchanged high frequencies.
 
-  The blend runs from low_freq_factor to high_freq_factor turns in the original context.
+  A frequency is divided if it makes at most low_freq_factor turns within the original
+  context, unchanged from high_freq_factor turns on, and blended in between.
   """
   turns = original_max_position_embeddings * frequency / (2 * math.pi)
   unscaled = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)

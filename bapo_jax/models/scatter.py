@@ -1,4 +1,4 @@
-"""Writes a column per slot to arrays [slots, ...], without a copy of the array."""
+"""Writes one column per slot into arrays [slots, ...], without copying the arrays."""
 
 import functools
 

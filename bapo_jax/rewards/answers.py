@@ -1,6 +1,6 @@
 r"""Extracts the answer from a response, and defines the verdict on it.
 
-A reader, a function of this module, looks for the answer in a fixed place: the last
+A reader, a function of this module, looks for the answer in a fixed position: the last
 \boxed{...}, then, depending on the rule, a line `Answer: ...` or a sentence `The answer
 is ...`, the text after ####, or <answer>...</answer>. A box or tag that only marks the
 place of an answer (`is_blank`) hides no answer. For any text, a reader takes time
@@ -26,12 +26,12 @@ class Verdict(NamedTuple):
 
 
 def compared(equal: bool, answer: str) -> Verdict:
-  """Returns the verdict on an extracted answer; `equal`: it equals the right one."""
+  """Returns the verdict right if `equal` (to the right answer), else wrong."""
   return Verdict(equal, 'equal' if equal else 'another answer', answer)
 
 
 def unusable(answer: str, expected: str) -> Verdict:
-  """Returns an undecided verdict: the right answer is not of the form `expected`."""
+  """Returns the verdict undecided, because the right answer is not `expected`."""
   return Verdict(None, f'the right answer {answer[:40]!r} is not {expected}', None)
 
 
@@ -173,7 +173,7 @@ def _in_tag(text):
 
 
 def _first(text, *readers: Callable[[str], str | None]):
-  """Returns the first answer that a reader finds, else the first blank, else None."""
+  """Returns the first answer that a reader finds; a blank only if all are blank."""
   blank = None
   for reader in readers:
     content = reader(text)

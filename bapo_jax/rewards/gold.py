@@ -8,26 +8,26 @@ be.
 
 from collections.abc import Callable
 
+from bapo_jax.custom_code import is_path
 from bapo_jax.data.row import Row
-from bapo_jax.own_code import is_place
 from bapo_jax.rewards import verifiers
 
 
 def check(rule: str) -> Callable[[Row], None]:
   """Returns a function that raises a ValueError if a row's answer cannot be used.
 
-  The verifier is named by the row, or else by `rule`, as in rewards.rule. Own functions
-  accept any answer.
+  The verifier is named by the row, or else by `rule`, as in rewards.rule. Custom
+  functions accept any answer.
   """
-  names = [name for name in rule.split(',') if not is_place(name)]
+  names = [name for name in rule.split(',') if not is_path(name)]
 
   def check_row(row):
     for name in dict.fromkeys(row.verifier or name for name in names):
       verdict = verifiers.RULES[name](row.answer, '')
       if verdict.right is None:
         raise ValueError(
-          f'{verdict.reason}, so the verifier {name!r} cannot use it; correct or '
-          'remove the row, or choose another rewards.rule'
+          f'{verdict.reason}, so the verifier {name!r} cannot use this answer; correct '
+          'or remove the row, or choose another rewards.rule'
         )
 
   return check_row

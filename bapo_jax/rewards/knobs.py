@@ -5,41 +5,41 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 from pydantic import SerializeAsAny
 
-from bapo_jax.knobs import PLACE, knob
-from bapo_jax.own_code import OwnKnobs, Slot, custom_knobs
+from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
+from bapo_jax.knobs import PATH, knob
 
 
-class OwnReward(OwnKnobs):
-  """Base of the knobs of own reward functions: declares how they are called."""
+class CustomReward(CustomKnobs):
+  """Base of the knobs of custom reward functions; declares how they are called."""
 
   arguments = ('sample',)
   batched: ClassVar[bool] = False  # is called once with a list of all samples
 
 
-NAME = rf'(?:aime|math|gsm8k|countdown|exact|{PLACE})'
+NAME = rf'(?:aime|math|gsm8k|countdown|exact|{PATH})'
 RuleList = Annotated[str, pydantic.StringConstraints(pattern=f'^{NAME}(,{NAME})*$')]
 
 
-class Verification(Slot):
+class Verification(CustomSection):
   """How responses are verified: rules, custom functions and their limits."""
 
   rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList = knob(
     'aime',
-    'Verifier of problems that do not name a verifier, or a list of verifiers and own '
-    'functions: the first decides what is right, and all add to the reward.',
+    'Verifier of problems that do not name a verifier, or a list of verifiers and '
+    'custom functions: the first decides what is right, and all add to the reward.',
   )
-  custom: SerializeAsAny[OwnReward] = custom_knobs(OwnReward)
+  custom: SerializeAsAny[CustomReward] = custom_knobs(CustomReward)
   weights: tuple[float, ...] = knob(
     (), 'Factor on the reward of each rule in a list; (): 1 each.'
   )
   right_from: float = knob(
     0.5,
-    'A response is right if the number of an own function is at least this.',
+    'A response is right if the number of a custom function is at least this.',
     needs='custom_reward',
   )
   timeout: float = knob(
     60.0,
-    'Seconds of wall time for a call of an own function.',
+    'Seconds of wall time for a call of a custom function.',
     above=0,
     most=86400,
     needs='custom_reward',

@@ -20,7 +20,7 @@ LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
 
 class Unreadable(ValueError):
-  """Raised if the rule cannot parse the right answer."""
+  """Reports that the rule cannot parse the right answer of a problem."""
 
 
 def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
@@ -117,7 +117,7 @@ def read(text: str, commas_group: bool) -> Answer:
   """Parses the structure of an answer in the normal spelling.
 
   `commas_group` reads 1,000 outside all brackets as a thousand, otherwise as a list.
-  Raises a ValueError for unbalanced brackets and empty parts.
+  Raises a ValueError for unbalanced brackets and empty expressions.
   """
   parts = OR.split(text)
   if len(parts) > 1 and all(re.search('[<>≤≥∈]', part) for part in parts):
@@ -129,14 +129,14 @@ def read(text: str, commas_group: bool) -> Answer:
       ' ' + spelling.ROW
     )
     if not inner:
-      raise ValueError('an empty part')
+      raise ValueError('an empty expression')
     rows = [row.split('&') for row in inner.split(spelling.ROW)]
     cells = tuple(Answer('row', tuple(map(_expression, row))) for row in rows)
     return Answer('matrix', cells)
   if commas_group and not re.search(r'[(\[\x02]', text):
     text = COMMA.sub(lambda match: match[0].replace(',', spelling.THOUSANDS), text)
   if not text:
-    raise ValueError('an empty part')
+    raise ValueError('an empty expression')
   parts, marks = spelling.split(text, ',;')
   return Answer('list', tuple(map(_signs, parts))) if marks else _signs(text)
 
@@ -202,7 +202,7 @@ def _single(text):
   """Parses a set, tuple, interval or union; any other text is an expression."""
   text = spelling.unwrap(text)
   if not text:
-    raise ValueError('an empty part')
+    raise ValueError('an empty expression')
   parts, marks = spelling.split(text, spelling.UNION)
   if marks:
     return Answer('union', tuple(map(_single, parts)))

@@ -77,7 +77,7 @@ PERCENT = re.compile(r' *(?:%|° *[CF]?)$')  # a unit, for this rule
 def number(text: str) -> Fraction | None:
   """Parses a number such as 1,000 or 5/2, with label and known unit, or returns None.
 
-  Markdown around the number and currency signs are ignored, too.
+  Also ignores currency signs, and Markdown around the number.
   """
   if len(text) > LONGEST:
     return None
@@ -138,11 +138,11 @@ def _unify(text):
 def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   """Verifies the number in the last box, or else after ####, or else the last number.
 
-  If there is a box or ####, it must have exactly one number; no other place counts,
-  unless the box only marks the place of an answer (`answers.is_blank`). The right
-  answer may be a whole solution, with its number after ####. If `strict`, only a label,
-  a currency sign or a known unit may stand beside the number, otherwise the response is
-  undecided; if not, any text without a second number.
+  If there is a box or ####, it must have exactly one number, and numbers elsewhere do
+  not count, unless the box is blank (`answers.is_blank`). The right answer may be a
+  whole solution, with its number after ####. If `strict`, a number next to anything but
+  a label, a currency sign or a known unit leaves the response undecided. Otherwise any
+  text without a second number may surround the number.
   """
   right = number(answer.rpartition('####')[2])
   if right is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -46,22 +46,24 @@ class PendingVerdicts(NamedTuple):
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason and a reward.
 
-  Own functions and rules that may hang run in worker processes, which start at once if
-  k.rule needs them, else when a response does. Functions of the running Python program
-  (`own_code.register`) cannot be sent to a process; they run in a thread.
+  Custom functions and rules that may hang run in worker processes. These start at once
+  if k.rule needs them, else when a response does. Functions of the running Python
+  program (`custom_code.register`) cannot be sent to a process; they run in a thread.
   """
 
   def __init__(self, k: Verification):
     self.rule = k.rule
     self._knobs = k
     self._scorer = Scorer(k)
-    self.own = bool(own_code.placed(k.rule))  # reads more than response and answer
-    self._here = any(map(own_code.is_registered, self._scorer.rules))
+    self.custom = bool(
+      custom_code.paths_in(k.rule)
+    )  # reads more than response and answer
+    self._here = any(map(custom_code.is_registered, self._scorer.rules))
     self._thread: ThreadPoolExecutor | None = None
     self._pool = VerifierPool(k) if self._slow('') and not self._here else None
 
   def submit(self, samples: Sequence[Sample]) -> PendingVerdicts:
-    """Starts to verify samples; samples that name no rule are verified by k.rule."""
+    """Starts to verify samples; samples without a rule are verified by k.rule."""
     verdicts: list[Any] = [None] * len(samples)
     if self._here or self._scorer.together:
       groups = [list(range(len(samples)))] if samples else []
@@ -84,9 +86,9 @@ class Verifier:
     return PendingVerdicts(verdicts, samples)
 
   def _slow(self, rule):
-    """Returns whether samples with this rule ('': k.rule) are verified elsewhere."""
+    """Returns whether another process or thread verifies this rule; '' is k.rule."""
     names = (rule or self.rule).split(',')
-    return self.own or not verifiers.POOLED.isdisjoint(names)
+    return self.custom or not verifiers.POOLED.isdisjoint(names)
 
   def starts_early(self, rules: Iterable[str]) -> bool:
     """Returns whether samples of these rules should be submitted while others decode.

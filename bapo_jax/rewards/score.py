@@ -1,10 +1,10 @@
-"""Scores responses by built-in verifiers and by a user's own reward functions.
+"""Scores responses by built-in verifiers and by a user's reward functions.
 
 1. `Sample` is one response with its problem, as a reward function receives it;
 2. a `Scorer` calls every rule of `rewards.rule` and combines what they return: the
    first rule decides the verdict, and the reward is the weighted sum over all rules;
-3. an own function may return a number, a `Verdict`, a dict of named numbers (their sum
-   is the reward), or None (undecided). It may be `async def`, or declare
+3. a custom function may return a number, a `Verdict`, a dict of named numbers (their
+   sum is the reward), or None (undecided). It may be `async def`, or declare
    `batched=True` to receive a list of samples.
 
 This module loads neither JAX nor NumPy; a user's file may.
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
   rule: str = ''  # the built-in rule that the row names; '': rewards.rule
   prompt: str = ''  # the problem as the data set states it, without the template
   tokens: tuple[int, ...] = ()  # of the response, end token included
-  row: Any = ''  # all fields of the data set's row: JSON; a dict for an own function
+  row: Any = ''  # all fields of the data set's row: JSON; a dict for a custom function
 
 
 class Scorer:
@@ -45,17 +45,19 @@ class Scorer:
   def __init__(self, k: Verification):
     self._k = k
     self.rules = k.rule.split(',')
-    self._own = {
-      rule: own_code.bind(rule, k.custom) for rule in own_code.placed(k.rule)
+    self._custom = {
+      rule: custom_code.bind(rule, k.custom) for rule in custom_code.paths_in(k.rule)
     }
 
-    self.batched = any(map(_batched, self._own.values()))
+    self.batched = any(map(_batched, self._custom.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(map(own_code.is_async, self._own.values()))
+    self.together = self.batched or any(
+      map(custom_code.is_async, self._custom.values())
+    )
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
     """Returns a verdict per sample. Raises only MemoryError."""
-    if len(self.rules) == 1 and not self._own:
+    if len(self.rules) == 1 and not self._custom:
       return [self._verify(self.rules[0], sample) for sample in samples]
     columns = [self._values(rule, samples) for rule in self.rules]
     return [self._combined(values) for values in zip(*columns, strict=True)]
@@ -66,8 +68,8 @@ class Scorer:
     return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
 
   def _values(self, rule, samples: Sequence[Sample]):
-    """Returns what one rule returns for every sample, or the exceptions it raises."""
-    if rule not in self._own:
+    """Calls one rule on every sample; returns its results, or the exceptions raised."""
+    if rule not in self._custom:
       return [self._verify(rule, sample) for sample in samples]
     # A generated problem has two fields.
     rows = [
@@ -75,10 +77,10 @@ class Scorer:
       for x in samples
     ]
     samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
-    function = self._own[rule]
+    function = self._custom[rule]
     batched = _batched(function)
     arguments = [samples] if batched else samples
-    if own_code.is_async(function):
+    if custom_code.is_async(function):
       values = asyncio.run(self._await(function, arguments))
     else:
       values = [_call(function, x) for x in arguments]
@@ -124,11 +126,11 @@ class Scorer:
     return verdicts[0]._replace(reward=reward, parts=parts)
 
   def _verdict(self, rule, value):
-    """Converts what a rule returns; what it should not return is undecided."""
+    """Converts the result of a rule to a verdict; an invalid result is undecided."""
     if isinstance(value, TimeoutError):
       return Verdict(None, f'{rule}: {value}'[:200], None)
     if isinstance(value, Failure):
-      reason = own_code.described(value, own_code.file_of(rule))
+      reason = custom_code.described(value, custom_code.file_of(rule))
       return Verdict(None, f'{rule} raises {reason}'[:200], None)
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
@@ -151,7 +153,7 @@ class Scorer:
 
 
 def _batched(function: Callable):
-  return bool(own_code.declares(function).get('batched'))
+  return bool(custom_code.declares(function).get('batched'))
 
 
 def _call(function: Callable, argument):
@@ -165,7 +167,7 @@ def _call(function: Callable, argument):
 
 
 def _finite(numbers: Mapping[str, Any]):
-  """Converts numbers, also those of NumPy; raises an error unless float32 has them."""
+  """Converts Python and NumPy numbers; raises an error if not finite in float32."""
   if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
     raise ValueError('not a finite number')
   return {str(name): float(x) for name, x in numbers.items()}

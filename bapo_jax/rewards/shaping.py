@@ -1,4 +1,4 @@
-"""Turns what a verifier gives into the reward of a response: one class per rule.
+"""Turns rewards of a verifier into rewards for the learner: one class per rule.
 
 A rule maps (earned_PG, length_PG, truncated_PG, formatted_PG) to (reward_PG,
 teaches_PG): the rewards, f32, and a mask of the responses that enter the loss, bool.
@@ -101,12 +101,12 @@ Shaping = Annotated[ShapingRule, OneOf('Shaping rule of the rewards.', Standard)
 
 
 class RewardsConfig(Verification):
-  """Verification of responses, and the rewards that the learner sees."""
+  """Verification of responses, and the rewards for the learner."""
 
   shaping: Shaping = knob(Standard, 'Shaped rewards.')
 
   @property
   def verification(self) -> Verification:
-    """What a verifier needs to know."""
+    """The part of the section that verifiers read."""
     values = {name: getattr(self, name) for name in Verification.model_fields}
     return Verification.model_construct(**values)

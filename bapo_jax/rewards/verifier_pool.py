@@ -8,7 +8,7 @@ and kills it at the deadline. If a worker dies, its response goes to another one
       \__________________ the socket pair: JSON lines _________________/
 
 Deadlines count processor time, so a response gets the same verdict on an idle and a
-busy machine. Wall time ends a worker that does not run at all (STALLED_S), and an own
+busy machine. Wall time ends a worker that does not run at all (STALLED_S), and a custom
 function that waits for longer than rewards.timeout.
 
 A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards import verifier_worker
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
@@ -41,7 +41,7 @@ Request = Sequence[Sample]  # responses that are scored together
 
 START_S = 120.0  # wall time to load math-verify on a busy machine
 DEATHS = 2  # workers that one answer may cost
-GRACE_S = 5.0  # for own functions to stop at their timeout themselves
+GRACE_S = 5.0  # for custom functions to stop at their timeout themselves
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
 MEMORY_MB = 2048  # address space of a worker, in MiB
 CLOSED = Verdict(None, 'the pool was closed', None)
@@ -135,7 +135,7 @@ class VerifierPool:
     self._knobs = k
     self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
-    self._own = bool(own_code.placed(k.rule))
+    self._custom = bool(custom_code.paths_in(k.rule))
     self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
@@ -199,7 +199,7 @@ class VerifierPool:
   def _verify(self, thread, request: Request, batch: Batch):
     """Returns the verdicts of a worker, or one for all samples if no worker has any."""
     stalled = self._stalled
-    if self._own:  # an async function is called on `parallel` samples at once
+    if self._custom:  # an async function is called on `parallel` samples at once
       calls = -(-len(request) // self._knobs.parallel)
       stalled = GRACE_S + calls * self._knobs.timeout
     for _ in range(DEATHS):
@@ -214,7 +214,7 @@ class VerifierPool:
         reply = worker.request(request, seconds, stalled)
       except (OSError, EOFError) as error:
         worker.end()
-        if self._own and isinstance(error, TimeoutError):
+        if self._custom and isinstance(error, TimeoutError):
           limit = self._knobs.timeout
           return Verdict(None, f'took over rewards.timeout={limit:g} s', None)
         continue

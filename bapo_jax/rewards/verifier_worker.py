@@ -20,8 +20,8 @@ import socket
 import sys
 import time
 
+from bapo_jax.custom_code import is_path
 from bapo_jax.knobs import restore
-from bapo_jax.own_code import is_place
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.latex import symbolic
@@ -41,7 +41,7 @@ def main(memory_mb: int, knobs: str) -> None:
   os.close(0)  # a copy in a worker would hide the server's end
   logging.disable()  # math-verify warns that its own alarms are off
   scorer = Scorer(restore(Verification, json.loads(knobs)))
-  if not all(map(is_place, scorer.rules)):
+  if not all(map(is_path, scorer.rules)):
     symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
   while True:
@@ -69,7 +69,7 @@ def _work(requests: socket.socket, memory_mb, scorer: Scorer):
     with open('/proc/self/statm', encoding='ascii') as file:
       space += int(file.read().split()[0]) * resource.getpagesize()
   resource.setrlimit(resource.RLIMIT_AS, (space, space))
-  before = _peak()  # with the modules of own functions
+  before = _peak()  # with the modules of custom functions
   # The interpreter's C code writes the number of a signal to this socket at once, even
   # while Python waits for a C function such as a product of huge integers. Python
   # accepts only a non-blocking socket here; the worker needs a blocking one.

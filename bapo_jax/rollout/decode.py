@@ -35,7 +35,7 @@ DONE_CHECK_INTERVAL = 8  # tokens between two checks for a busy slot
 
 
 class Slots(NamedTuple):
-  """S rows that are being decoded."""
+  """The state of the S decode slots, each with one unfinished row or free."""
 
   row_S: Int32[Array, ' S']  # output row of the response; -1: the slot is free
   uid_S: UInt32[Array, ' S']  # names the response, for the noise
@@ -83,7 +83,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
 
 
 def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Copies the weights to the decoding layout; the learner may then donate its own."""
+  """Copies the weights to the decoding layout; the originals may then be donated."""
   return _syncs(spec, mesh)[0](params)
 
 
@@ -166,7 +166,7 @@ def admit(
     row_A: i32, output row of the response.
     uid_A: u32, name of the response, for the noise.
     new_A: i32, maximum number of tokens of the response, end token included.
-    pictures: pictures of the R prompts; None: text only.
+    pictures: pictures of the R prompts; None for text only.
   """
   tokens_AT = tokens_RT[from_A]
   length_A = length_R[from_A]
@@ -222,7 +222,7 @@ def refresh(
 
   Args:
     slot_A: i32, the slots. Entries equal to S are padding and are dropped.
-    pictures: pictures of the A prompts in the slots; None: text only.
+    pictures: pictures of the A prompts in the slots; None for text only.
     columns: number of columns, at least the largest position of these slots.
   """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
@@ -361,7 +361,7 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 
 @functools.partial(jax.jit, static_argnames='group')
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
-  """Returns the groups [P, G, T] at the places; those where not filled_P are empty."""
+  """Returns the groups [P, G, T] with these indices; empty where filled_P is False."""
 
   def gather(x_BT: Array, empty_value: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]

@@ -115,7 +115,7 @@ class RolloutEngine:
       return self.apply(function, *args, **kwargs)
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
-    """Returns the pictures of problems, none for id -1; None in runs on text only."""
+    """Returns the pictures of problems, empty for id -1; None if the run has none."""
     return None if self.gallery is None else self.gallery.of(id_P)
 
   def admit(
@@ -125,7 +125,8 @@ class RolloutEngine:
 
     Args:
       id_R: problem ids of the prompts, -1 for padding.
-      rows: the arguments of decode.admit from tokens_RT to new_A.
+      rows: tokens_RT, length_R, from_A, slot_A, row_A, uid_A and new_A, as in
+        `decode.admit`.
     """
     args = params, slots, *rows, self.pictures(id_R)
     return self._call(decode.admit, *args, spec=self.spec)
@@ -168,9 +169,9 @@ class RolloutEngine:
     """Yields the program of every shape that can occur, for `ahead.compile_all`.
 
     Args:
-      params: an actor; may be abstract.
-      places: number of groups in the output, as in PartialRollouts.
-      refreshed: whether to include `refresh`, for partial rollouts.
+      params: an actor, whose arrays may be abstract.
+      places: the maximum number of groups in progress, as in PartialRollouts.
+      refreshed: whether to include the program of `refresh`, for partial rollouts.
     """
     lower: Any = dataclasses.replace(self, apply=lambda f, *x, **k: f.lower(*x, **k))
     yield (made := lower.empty(places * self.group_size))

@@ -1,6 +1,7 @@
 """Runs the host's loop around the compiled functions of decode.py.
 
-1. `submit` assigns a place to every prompt and queues its G responses, oldest first;
+1. `submit` gives every prompt one of W places and queues its G responses, oldest first;
+   a place is the index of a group while its responses are in progress;
 2. `decode` fills free slots, dispatches, and collects finished responses, until all
    have ended or a token budget is spent. Unfinished responses stay in their slots and
    continue in the next call (partial rollouts);
@@ -225,25 +226,25 @@ class PartialRollouts:
       self._unreported = []
 
   def due(self, step: int) -> np.ndarray:
-    """Returns a mask [W] of places whose groups were submitted at `step` or before."""
+    """Returns a mask [W] of the groups that were submitted at `step` or before."""
     return (self.submitted_W >= 0) & (self.submitted_W <= step)
 
   def finished(self) -> np.ndarray:
-    """Returns the places of groups whose responses have all ended, oldest first."""
+    """Returns the indices of groups whose responses have all ended, oldest first."""
     done_W = self.done_B.reshape(len(self.submitted_W), -1).all(1)
     done_W &= self.submitted_W >= 0
     order = np.argsort(self.submitted_W, kind='stable')
     return order[done_W[order]]
 
   def read(self, places: np.ndarray, seats: int) -> Rows:
-    """Returns the groups at these places as rows [seats, G, T]; empty seats follow."""
+    """Returns the groups with these indices [seats, G, T]; empty seats follow."""
     pad = (0, seats - len(places))
     filled_P = np.pad(np.ones(len(places), bool), pad)
     take = sharding.under(self.engine.mesh, decode.take_groups)
     return take(self.rows, np.pad(places, pad), filled_P, self.engine.group_size)
 
   def free(self, places: np.ndarray) -> None:
-    """Frees places whose groups have been read."""
+    """Frees the places of groups that have been read."""
     self.submitted_W[places] = -1
 
   def refresh(self, params: Tree) -> None:
@@ -271,7 +272,7 @@ class PartialRollouts:
     return {'slots': slots, 'rows': self.rows._asdict(), 'host': host}
 
   def restore(self, state: dict[str, dict]) -> None:
-    """Continues from a checkpoint; call `refresh` before the next `decode`."""
+    """Restores the state of a checkpoint; call `refresh` before the next `decode`."""
     self.slots = Slots(**state['slots'] | {'cache': self.slots.cache})
     self.rows = Rows(**state['rows'])
     for name in self.SAVED:

@@ -61,8 +61,8 @@ class Rollout(NamedTuple):
   undecided: int = 0  # undecided responses of all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
-  # Named part of own rewards -> its sum over the responses of all processes, and with
-  # COUNT at the end of the name, their number.
+  # Named part of custom rewards -> its sum over the responses of all processes; names
+  # that end in COUNT have the number of these responses.
   parts: Mapping[str, float] = MappingProxyType({})
 
 
@@ -209,7 +209,7 @@ class PendingVerifications:
           problems.answer[i],
           self._rules[i],
           problems.text[i],
-          tuple(tokens_BT[b, mask_BT[b]].tolist()) if v.verifier.own else (),
+          tuple(tokens_BT[b, mask_BT[b]].tolist()) if v.verifier.custom else (),
           problems.fields[i] if problems.fields else '',
         )
       )
@@ -217,7 +217,7 @@ class PendingVerifications:
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
-    """Reads, verifies and rewards the groups at these places; frees the places."""
+    """Reads, verifies, rewards and frees the groups with these indices."""
     v = self._verification
     rollouts = self._rollouts
     with v.timer('sample'):
@@ -229,7 +229,7 @@ class PendingVerifications:
     return verified._replace(groups=groups)
 
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """Returns the groups at these places with their verdicts, then empty seats.
+    """Returns the groups with these indices and their verdicts, then empty seats.
 
     Each process waits for the verdicts on the responses on its devices; the verdicts
     are summed over processes.
@@ -254,7 +254,7 @@ class PendingVerifications:
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, reward_B, step)
-    parts = _part_sums(verdicts) if self._verification.verifier.own else {}
+    parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
     undecided = int(undecided_B.sum())
     return Rollout(groups, texts, verdicts, own, undecided, parts=parts)
 

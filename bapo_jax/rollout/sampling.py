@@ -84,7 +84,7 @@ def draw(
 
 
 def _lse_once(logits_Sbn: Array) -> Array:
-  """Computes `_lse` in one pass, for a GPU, whose time is that of reading logits."""
+  """Computes `_lse` in one pass, for a GPU, where reading the logits takes the time."""
 
   def merge(a, b):
     top = jnp.maximum(a[0], b[0])

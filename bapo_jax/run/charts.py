@@ -132,7 +132,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-  """Returns powers of ten; their multiples by 2 and 5, too, if they are few."""
+  """Returns powers of ten, and their multiples by 2 and 5 if they are few."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
   digits = (1, 2, 5) if len(powers) < 4 else (1,)
   marks = [digit * 10.0**power for power in powers for digit in digits]

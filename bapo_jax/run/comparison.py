@@ -2,8 +2,8 @@
 
 1. Runs whose configs differ only in seeds and in NUISANCE form a group;
 2. `final` is the value of a metric at the end of a run;
-3. `differences` subtracts the final metrics of the first group from those of each other
-   group, seed by seed, which removes the variation that a seed causes in both. Single
+3. `differences` compares the final metrics of each group with those of the first group,
+   seed by seed, which removes the variation that a seed causes in both. Single
    runs are compared problem by problem, with the last evaluation of each.
 """
 
@@ -142,9 +142,9 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
 
 
 def paired(base: dict[Any, float], other: dict[Any, float]) -> str:
-  """Formats the mean difference over common keys, other minus base; '' if under 2.
+  """Formats the mean of other - base over common keys; '' if there are fewer than 2.
 
-  Keys are seeds or, of single runs, held-out problems.
+  Keys are seeds, or held-out problems if single runs are compared.
   """
   pairs = [other[key] - base[key] for key in base if key in other]
   if len(pairs) < 2:

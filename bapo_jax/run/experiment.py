@@ -76,7 +76,7 @@ def claim(workdir: str, config: Config) -> None:
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
   affects only rounding, and with problems.changed='accept' the section `problems`. If
-  the run has already reached the end that this config asks for, the end stays.
+  the run has already reached the last step of this config, the recorded end is kept.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
@@ -111,7 +111,7 @@ def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
     if r.remote and not r.rollout_only:
       stack.enter_context(ending(build.links(r)))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
-    try_own_reward(verifier, material)
+    try_custom_reward(verifier, material)
     if r.rollout_only:
       sampler = build.rollout_sampler(r, material, verifier)
       stop = stack.enter_context(stoppable())
@@ -158,12 +158,12 @@ def saved_so_far(r: Resolved, workdir: str) -> str:
   return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
-def try_own_reward(verifier: Verifier, material: Material) -> None:
-  """Calls own reward functions on a response to the first problem, before compiling.
+def try_custom_reward(verifier: Verifier, material: Material) -> None:
+  """Calls custom reward functions on a response to the first problem, before compiling.
 
   Raises ValueError if they fail there: they would probably fail everywhere.
   """
-  if not verifier.own:
+  if not verifier.custom:
     return
   problems = material.problems
   answer = problems.answer[0]
@@ -237,7 +237,7 @@ class Run:
       seconds[name] = seconds.get(name, 0.0) + before
 
   def cost(self) -> Spent:
-    """Returns cost so far, mesh, and fingerprints of problems and frozen weights."""
+    """Returns the meta of a checkpoint: cost so far, mesh and fingerprints."""
     return {
       'wall_s': self.spent['wall_s'] + time.perf_counter() - self.t.timer.began,
       'phases': self.t.timer.seconds,
@@ -351,8 +351,8 @@ class Run:
     result = record_evaluation(self.t, self.workdir, s)
     row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
     for name, part in result['parts'].items():
-      row[f'eval/{metrics.OWN}{name}'] = part['mean']
-      row[f'eval/{metrics.OWN}{name}_stderr'] = part['stderr']
+      row[f'eval/{metrics.PARTS}{name}'] = part['mean']
+      row[f'eval/{metrics.PARTS}{name}_stderr'] = part['stderr']
     rewards = evaluate.rewards_of(result).items()
     message = (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
@@ -419,7 +419,7 @@ def compiled(
 ) -> Trainer:
   """Returns the trainer with the programs of its steps compiled.
 
-  `early` compiles `programs` already; None: not yet.
+  `early` has the `programs` that are being compiled already, or is None.
   """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):

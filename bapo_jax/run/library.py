@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
@@ -59,8 +59,8 @@ def train(
       )
       held_out = rows[-count:]
       rows = rows[:-count]
-    overrides['problems.source'] = own_code.register(_returning('rows', rows))
-    test_source = own_code.register(_returning('held_out', held_out))
+    overrides['problems.source'] = custom_code.register(_returning('rows', rows))
+    test_source = custom_code.register(_returning('held_out', held_out))
     overrides['problems.test_source'] = test_source
   values = config_lib.merged(values, overrides | dict(knobs))
   parsed = config_lib.parse(config_lib.decided(values))
@@ -70,7 +70,7 @@ def train(
 
 def _path(rule: Rule) -> str:
   """Returns the name or path of a rule; functions are registered."""
-  return rule if isinstance(rule, str) else own_code.register(rule)
+  return rule if isinstance(rule, str) else custom_code.register(rule)
 
 
 def _returning(name: str, rows: Rows) -> Callable[[], Rows]:

@@ -1,7 +1,6 @@
 """The look of the HTML pages: light and dark, one column on a phone.
 
-A page is one file: it contains its style, its script and its figures, and asks for
-nothing else.
+A page is one file: it contains its style, script and figures, and loads no other file.
 
 The script only adds comfort: under the pointer or a finger, a chart shows the values of
 the nearest step, which every strip names in its <title> anyway; a button of the legend

@@ -1,11 +1,10 @@
 """Draws runs on one HTML page: the report of one run, or the comparison of several.
 
-1. `page` lays out what was reached, the curves and the knobs; for one run also what the
-   model was asked, how the verifier read its answers, and where the time went; for
-   several their differences;
+1. `page` lays out results, curves and knobs. For one run it adds prompts, responses
+   with their verdicts, and times; for several runs, their differences;
 2. `write` writes the report of a workdir to its report.html.
 
-The runs may be in progress: what is missing is left out.
+The runs may be in progress: the page omits what they have not written yet.
 """
 
 import datetime

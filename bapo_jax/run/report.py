@@ -76,8 +76,9 @@ def target_sentence(rows: Sequence[Row], target: float | None) -> str:
 def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
   """Says in which steps nothing was learned, and why; '' if there is no such step.
 
-  Describes the longest series of such steps, or, if `latest`, that of the last row. A
-  series of IDLE steps or of the whole run has a cause to look for.
+  Describes the longest sequence of such steps, or with `latest` the sequence that ends
+  at the last row. Suggests a cause if the sequence has at least IDLE steps or is the
+  whole run.
   """
   steps, idle = series(rows, 'learner/idle_steps')
   count = int((idle > 0).sum())

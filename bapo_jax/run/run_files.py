@@ -1,4 +1,4 @@
-"""Reads what the pages show of a run from its workdir; needs neither model nor weights.
+"""Reads the files of a run that pages show; needs neither model nor weights.
 
 The run may be in progress: a file that it has not written yet is neutral.
 """

@@ -1,4 +1,4 @@
-"""Shows on the page of a run what the model was asked, and what it answered.
+"""Shows prompts and responses on the page of a run.
 
 1. `asked`: groups of the newest recorded step, with the tokens that the update cut;
 2. `changed`: held-out problems, before and after the training.

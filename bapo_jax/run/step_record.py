@@ -176,5 +176,5 @@ def read(workdir: str, step: int) -> list[dict[str, Any]]:
 
 
 def taught(row: dict[str, Any]) -> bool:
-  """Returns whether responses of the recorded group with both verdicts taught."""
+  """Returns whether right and wrong responses of a recorded group entered the loss."""
   return {r['correct'] for r in row['responses'] if r['taught']} == {True, False}

@@ -69,7 +69,7 @@ def share_programs(knob: str) -> None:
 
 
 def copy(source: str, to: str) -> None:
-  """Copies a directory to `to`, in place of what is there.
+  """Copies a directory to `to`, replacing anything there.
 
   The copy appears under its name when it is complete, so that runs that start together
   never read a part of it. Raises OSError if a path cannot be read or written.

@@ -88,7 +88,7 @@ _SENTENCES = {
   'theory/estimate': 'Estimate of the gain by Theorem 3.2, the first terms minus the second and third ones; total variation is estimated token by token, so it bounds nothing and is comparable only with itself.',
   'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1].',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
-  'eval/reward': 'Mean reward of the responses to the held-out problems, before shaping; eval/accuracy unless an own function gives the reward.',
+  'eval/reward': 'Mean reward of the responses to the held-out problems, before shaping; eval/accuracy unless a custom function gives the reward.',
   'eval/reward_stderr': 'Standard error of eval/reward over the problems.',
   'eval/length': 'Mean length of the responses to the held-out problems, tokens.',
   'eval/truncated': 'Share of the held-out responses cut at the length limit, in [0, 1].',

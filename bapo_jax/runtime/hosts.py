@@ -190,7 +190,9 @@ def _own_address(cluster: tuple[str, int, int] | None) -> str:
   for port in random.sample(range(*PORTS), 100):
     with contextlib.suppress(OSError), socket.create_server((host, port)):
       return f'{host}:{port}'
-  raise ValueError(f'{host} can listen at none of 100 ports in {PORTS}; free some')
+  raise ValueError(
+    f'{host} cannot listen on any of 100 ports in {PORTS}; free some ports'
+  )
 
 
 def _explain_abort(sentence: str) -> None:

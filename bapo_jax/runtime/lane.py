@@ -1,4 +1,4 @@
-"""Runs functions one after another, in a thread beside the caller or at once."""
+"""Runs functions one after another, in a background thread or in the caller's."""
 
 import queue
 import threading
@@ -39,7 +39,7 @@ class Lane:
     return ready
 
   def busy(self) -> float:
-    """Returns for how many seconds functions have run until now."""
+    """Returns the total seconds that functions have run so far."""
     with self._lock:
       running = 0.0 if self._began is None else self._now() - self._began
       return self._busy + running

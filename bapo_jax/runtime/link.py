@@ -2,9 +2,9 @@
 
 `jax.device_put` copies an array to devices of other processes, under two conditions:
 all processes call it in the same order, and both sides have as many devices and the
-same PartitionSpec. A `Link` meets them for meshes of different sizes: the devices of a
-mesh that differ only in `tensor` have one copy of the weights, and every such group of
-the target receives its copy from a group of the source.
+same PartitionSpec. A `Link` makes this work for meshes of different sizes: the
+devices of a mesh that differ only in `tensor` share one copy of the weights, and every
+such group of the target receives its copy from a group of the source.
 """
 
 import dataclasses
@@ -148,14 +148,14 @@ def _groups(mesh: Mesh) -> list[Mesh]:
 
 
 def _shards(array: jax.Array | np.ndarray) -> list[Any]:
-  """Returns the parts of an array on this process's devices; a host array whole."""
+  """Returns the shards of a JAX array in this process, or [array] for a NumPy array."""
   if isinstance(array, np.ndarray):
     return [array]
   return [x.data for x in array.addressable_shards]
 
 
 def _array(leaf: Leaf, mesh: Mesh, shards: Sequence[Any]) -> jax.Array:
-  """Makes an array of those parts that are on devices of the mesh."""
+  """Makes an array from its shards on devices of the mesh."""
   layout = NamedSharding(mesh, leaf.spec)
   here = layout.addressable_devices
   if shards and isinstance(shards[0], np.ndarray):

@@ -20,7 +20,7 @@ from bapo_jax.runtime import files, hosts, markdown
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
 
-OWN = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
+PARTS = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
 
@@ -141,7 +141,7 @@ def writing(
   """Yields a function that writes the metrics of a step; only process 0 writes.
 
   Removes rows after `step`, the step resumed from; -1 removes all rows.
-  TensorBoard and W&B show the config beside the curves.
+  TensorBoard and W&B show the config next to the curves.
 
   Raises:
     ValueError: a package is missing (no row is removed), or the function received a
@@ -152,7 +152,7 @@ def writing(
 
   def write(step: int, metrics: Row) -> None:
     for name in metrics:
-      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(OWN):
+      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(PARTS):
         raise ValueError(f'no metric named {name!r}; define it in runtime/glossary.py')
     row = {name: float(value) for name, value in metrics.items()}
     for sink in sinks:

@@ -54,7 +54,7 @@ def locked(workdir: str) -> Iterator[None]:
 
 
 def _remove_start(path: pathlib.Path, before: set[str], made: list[pathlib.Path]):
-  """Removes what a refused start wrote to a workdir, if it wrote no result."""
+  """Removes the files of a refused start from a workdir that has no results."""
   with contextlib.suppress(OSError):  # the refusal matters more
     new = set(os.listdir(path)) - before
     if not new <= {LOCK, 'config.json', 'checkpoints'}:

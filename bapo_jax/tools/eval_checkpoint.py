@@ -47,7 +47,7 @@ def eval_checkpoint(
     export.check_config(config, workdir)
   elif not config.model.path:
     raise ValueError(
-      f'--workdir={workdir} holds no checkpoint and --config.model.path names no '
+      f'--workdir={workdir} has no checkpoint and --config.model.path names no '
       'model; train there first, or set model.path'
     )
   r = derive.prepare(config, workdir, trains=False)

@@ -39,12 +39,12 @@ def export(
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
-    raise ValueError(f'--workdir={workdir} holds no checkpoint; train there first')
+    raise ValueError(f'--workdir={workdir} has no checkpoint; train there first')
   check_config(config, workdir)
   if adapter and not (config.lora.rank and config.model.path):
     raise ValueError(
-      '--adapter needs lora.rank >= 1 and a published model in model.path, but '
-      f'lora.rank={config.lora.rank} and model.path={config.model.path!r}; omit it'
+      '--adapter needs lora.rank >= 1 and a published model in model.path; omit '
+      f'--adapter with lora.rank={config.lora.rank}, model.path={config.model.path!r}'
     )
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.isdir(to) and os.listdir(to):
@@ -83,7 +83,7 @@ def check_config(config: Config, workdir: str) -> None:
 
 
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
-  """Writes the JSON files beside the weights, adapted from the model's own if any."""
+  """Writes the JSON files of an export, adapted from the model's files if any."""
   source, tokenizer, spec = model
   backend = tokenizer.backend
 

@@ -48,7 +48,7 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   groups += evaluated(workdir, until)
   if not groups:
     raise ValueError(
-      f'--workdir={workdir} has no recorded group yet; an evaluation records some'
+      f'--workdir={workdir} has no recorded group yet; wait for an evaluation'
     )
   return groups
 

@@ -335,10 +335,10 @@ def choices(
 def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) -> float:
   """Estimates the time that a schedule adds to an update, in its forward passes.
 
-  It recomputes layers, runs a forward pass for the bounds unless they are stored, and
-  writes and reads what it saves: once for the layers of a micro-batch, and once more if
-  micro-batches wait. Without a search over micro-batches, that forward pass is counted
-  for every schedule alike.
+  A schedule recomputes layers, runs a forward pass for the bounds unless residuals are
+  stored, and writes and reads the saved values: once for the layers of a micro-batch,
+  and once more if micro-batches wait. Without a search over micro-batches, that forward
+  pass is counted for every schedule alike.
   """
   forward = 2 * matrices(spec) / spec.layers
   forward += 2 * length * spec.heads * spec.head_width  # attention to half the row
@@ -352,7 +352,7 @@ def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) ->
 
 
 def bounds_wait(config: Config) -> bool:
-  """Returns whether a search for bounds needs the ratios of several micro-batches."""
+  """Returns whether one bound search needs the ratios of several micro-batches."""
   k, searched = config.learner, config.clip.rule not in ('fixed', 'unclipped')
   return searched and k.grad_accum_steps > 1 and k.bounds_scope == 'minibatch'
 
@@ -360,7 +360,7 @@ def bounds_wait(config: Config) -> bool:
 def choose_schedule(
   config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
-  """Returns the fastest of `choices` that fits the memory, or else the smallest.
+  """Returns the fastest of `choices` that fits the memory; if none fits, the smallest.
 
   `memory` is in bytes per device; 0 stands for `limit(mesh)`.
   """
@@ -375,7 +375,7 @@ def choose_schedule(
 
 
 def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> float:
-  """Returns the memory of a device of the mesh in bytes, times a share.
+  """Returns a share of the memory of a device of the mesh, in bytes.
 
   A device that reports no limit, such as a CPU, has an equal part of the host's memory.
   """
@@ -410,7 +410,7 @@ def check(budget: Budget, room: float) -> None:
 
 
 def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
-  """Describes the schedule, and the bytes that an update needs and a device has."""
+  """Describes the schedule, the bytes of an update, and the memory of a device."""
   columns = ', columns split over tensor' if schedule.sequence_sharding else ''
   bounds = f'; bounds: {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
   auto = ' (auto)' if config.model.remat == 'auto' else ''

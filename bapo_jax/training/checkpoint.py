@@ -231,7 +231,7 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of the requested checkpoint, or None if there are no checkpoints.
 
   `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems;
-  in a tie, the newest). Raises ValueError if there are others, but not this one.
+  in a tie, the newest). Raises ValueError if there are only other checkpoints.
   """
   steps = checkpoint_steps(workdir)
   accuracies = {}
@@ -261,7 +261,7 @@ def _solid(tree: Tree) -> dict[str, Any]:
 def _saveable(tree: Tree) -> dict[str, Any]:
   """Returns `_solid`, on the host if this process trains alone and others sample.
 
-  orbax saves no device array of a single one of several processes.
+  orbax cannot save a device array that belongs to only one of several processes.
   """
   leaves = _solid(tree)
   return leaves if hosts.alone() or hosts.processes() > 1 else jax.device_get(leaves)
@@ -282,8 +282,8 @@ def _set_damaged_aside(workdir: str) -> None:
   if damaged and not whole:
     steps = (f'{os.path.basename(path)}: {why}' for path, why in damaged.items())
     raise ValueError(
-      f'{home(workdir)} has no whole checkpoint ({"; ".join(steps)}); restore one from '
-      'a copy, or delete this directory to start from step 0'
+      f'{home(workdir)} has no complete checkpoint ({"; ".join(steps)}); restore one '
+      'from a copy, or delete this directory to start from step 0'
     )
   for path, why in damaged.items():
     names = (f'{path}.damaged{f"-{n}" if n > 1 else ""}' for n in itertools.count(1))

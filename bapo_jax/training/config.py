@@ -2,8 +2,8 @@
 
 1. A config file returns an ml_collections ConfigDict; `load` returns its values;
 2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
-   them. Another rule of a part starts from its own defaults;
-3. `parse` validates the values. Knobs that are left None are derived (autosetup/).
+   them. If an argument changes the rule of a part, the knobs start from their defaults;
+3. `parse` validates the values. Knobs that are None are derived later (autosetup/).
 """
 
 import ast
@@ -22,7 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
-from bapo_jax import knobs, own_code
+from bapo_jax import custom_code, knobs
 from bapo_jax.data.knobs import (
   EMBEDDED,
 )
@@ -42,7 +42,7 @@ BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program set
 def fingerprint(values: dict[str, Any]) -> str:
   """Returns twelve hexadecimal digits that change with any value.
 
-  Of the values of a config, `cache` is left out, because it affects no result.
+  The value of `cache` is not included, because it affects no result.
   """
   values = {name: value for name, value in values.items() if name != 'cache'}
   text = json.dumps(values, sort_keys=True, default=list).encode()
@@ -63,8 +63,8 @@ def parse(values: dict[str, Any]) -> Config:
   Raises ValueError if a knob is out of range or knobs do not fit together.
   """
   config = knobs.validate(Config, values)
-  tokenizer = config.tokenizer.beside(config.model.path)
-  whole = bool(own_code.placed(config.rewards.rule))
+  tokenizer = config.tokenizer.with_model(config.model.path)
+  whole = bool(custom_code.paths_in(config.rewards.rule))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   refusals.judge(refusals.of_config(config))
@@ -72,18 +72,19 @@ def parse(values: dict[str, Any]) -> Config:
 
 
 def code(config: Config) -> tuple[str, ...]:
-  """Returns 'file digest' of every own function that the config names."""
+  """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  places = {place for text in texts for place in own_code.placed(text)}
-  return tuple(sorted({f'{own_code.file_of(x)} {own_code.digest(x)}' for x in places}))
+  paths = {path for text in texts for path in custom_code.paths_in(text)}
+  return tuple(
+    sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
+  )
 
 
 def defaults() -> ConfigDict:
   """Returns the knobs at their defaults, for the get_config of a config file.
 
-  Of a part, such as `clip`, only the knobs that all its rules have are there, so that
-  a file may name another rule and set its knobs: config.clip.update(rule='fixed',
-  high=1.28).
+  A part, such as `clip`, has only the knobs that all its rules share, so that a file
+  can choose another rule with its knobs: config.clip.update(rule='fixed', high=1.28).
   """
   values = Config().model_dump()
   for name in PARTS:
@@ -92,7 +93,7 @@ def defaults() -> ConfigDict:
 
 
 def _drop_rule(values: dict[str, Any], part: str) -> None:
-  """Removes the knobs that only the rule of a part has, from nested values."""
+  """Removes from nested values the knobs of a part that not all its rules have."""
   section = functools.reduce(lambda x, key: x.get(key, {}), part.split('.'), values)
   for name in section.keys() - PARTS[part].base.model_fields.keys():
     del section[name]
@@ -124,7 +125,7 @@ def load(file: str) -> dict[str, Any]:
   except (ValueError, OSError) as error:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
-    raise ValueError(f'--config={file}: {own_code.described(error, path)}') from None
+    raise ValueError(f'--config={file}: {custom_code.described(error, path)}') from None
 
 
 def _is_method(module: ModuleType, path: str, variant: str) -> bool:
@@ -138,17 +139,19 @@ def _is_method(module: ModuleType, path: str, variant: str) -> bool:
     return False
   if variant in METHODS:
     return True
-  methods = f'or a method: {", ".join(METHODS)}'
+  methods = f'or a method as variant: {", ".join(METHODS)}'
   if not takes_variant:
-    raise ValueError(f'this file has no variants; give --config={path}, {methods}')
+    raise ValueError(
+      f'this file has no variants; give --config={path} alone, {methods}'
+    )
   raise ValueError(f'no variant {variant!r}; choose one of {names}, {methods}')
 
 
 def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
   """Applies a method to the nested values of a config file.
 
-  The rules that the method names have its values and their defaults, also where the
-  file has the same rule with other values.
+  A rule that the method chooses starts from its defaults and gets the values of the
+  method, even if the file chooses the same rule with other values.
   """
   for part in PARTS:
     if f'{part}.rule' in method.overrides:
@@ -225,7 +228,7 @@ def known_knobs(
         kind = rules.chosen(inner)
       except ValueError as error:
         raise ValueError(f'{name}.{error}') from None
-    elif key == 'custom' and issubclass(section, own_code.Slot):
+    elif key == 'custom' and issubclass(section, custom_code.CustomSection):
       kind = section.custom_type(values)
     if isinstance(kind, type) and issubclass(kind, Section):
       known |= known_knobs(inner, kind, f'{name}.')
@@ -249,7 +252,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     for depth, section in enumerate(sections):
       inner = target.get(section, {})
       if not isinstance(inner, Mapping):
-        raise ValueError(f'{section}={inner!r} is a section; set its knobs instead')
+        raise ValueError(f'{section}={inner!r} is not a section; set its knobs instead')
       rules = PARTS.get('.'.join(sections[: depth + 1]))
       if rules and key == 'rule' and depth == len(sections) - 1:
         inner = rules.restarted(inner, changes[name])
@@ -262,7 +265,7 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   """Returns the knobs that differ from their defaults: name -> (value, default).
 
-  Leaves out the title, derived knobs, and what the program itself adds to a config.
+  Omits the title, derived knobs, and the knobs that the program sets.
   """
   found, skipped = {}, {'title', *config.derived, *by_program(config.model_dump())}
   for name, field, value in knobs.fields(config):
@@ -273,7 +276,7 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def by_program(values: Mapping[str, Any]) -> set[str]:
-  """Returns the knobs of nested values that the program fills in: no user set them."""
+  """Returns the knobs of nested values that the program sets, not the user."""
   filled = values['tokenizer']['path'] in ('', values['model']['path'] or EMBEDDED)
   return {*BY_PROGRAM, *['tokenizer.path'] * filled}
 
@@ -299,7 +302,7 @@ def decided(values: dict[str, Any]) -> dict[str, Any]:
   found = without_none(values)
   if missing := [name for name in names if name not in train.DERIVABLE]:
     wanted = ', '.join(f'--config.{name}=...' for name in missing)
-    raise ValueError(f'the config file leaves required knobs open: give {wanted}')
+    raise ValueError(f'the config file sets required knobs to None; give {wanted}')
   return found | {'derived': tuple(names)} if names else found
 
 

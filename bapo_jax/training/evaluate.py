@@ -1,8 +1,8 @@
 """Evaluates the policy on the held-out problems.
 
-Training's rollout code samples the responses. A record has all that an audit of the
-verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors clustered by
-problem.
+Training's rollout code samples the responses. A record contains everything that an
+audit of the verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors
+clustered by problem.
 """
 
 import collections
@@ -81,7 +81,7 @@ def evaluate(
 def _sample(
   sampled: Rollout, problems: Problems, uid: int, G: int, rule: str
 ) -> dict[str, Any]:
-  """Describes a response; `rule` is the verifier of problems that name none."""
+  """Describes a response; `rule` is the verifier of problems without a verifier."""
   p = uid // G
   verdict = sampled.verdicts[uid]
   return {
@@ -101,7 +101,7 @@ def _sample(
 
 
 def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-  """Returns tokens, truncated and logp of this host's responses, by uid."""
+  """Returns uid -> (tokens, truncated, logp) as a dict, for this host's responses."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
   stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
@@ -182,7 +182,7 @@ def _means_of_part(name: str, parts_PG: np.ndarray) -> list[float]:
 def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
   """Returns (mean, standard error) of the reward and of its named parts.
 
-  Returns {} if no own function scored the responses: then the reward is the accuracy.
+  Returns {} without custom reward functions: then the mean reward is the accuracy.
   """
   if not (parts := result.get('parts')):  # old records have none
     return {}

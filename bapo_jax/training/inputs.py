@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
 
 
 def read(config: Config) -> Inputs:
-  """Reads the model but its weights, the tokenizer and all problems, once.
+  """Reads the model's config, the tokenizer and all problems, once; no weights.
 
   Raises ValueError with a list of everything that is missing, before anything is
   downloaded or compiled.
@@ -117,11 +117,13 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
   actor_dtype = config.sampler.actor_dtype
   spec = dataclasses.replace(spec, actor_dtype=actor_dtype, **knobs.types)
   if knobs.train_tower and spec.vision is None:
-    raise ValueError('model.train_tower=True needs a vision tower; set it to False')
+    raise ValueError(
+      'this model has no vision tower to train; set model.train_tower=False'
+    )
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
-      f'model.train_tower=True excludes lora.rank={config.lora.rank}: adapters freeze '
-      'all weights of the model; set train_tower=False or lora.rank=0'
+      f'model.train_tower=True conflicts with lora.rank={config.lora.rank}: adapters '
+      'freeze all weights of the model; set train_tower=False or lora.rank=0'
     )
   if config.lora.rank:
     lora.shapes(spec, config.lora.rank, config.lora.targets)

@@ -140,7 +140,7 @@ class EvaluateConfig(Section):
 
 
 class MetricsConfig(Section):
-  """Outputs of metrics besides metrics.jsonl."""
+  """Outputs of metrics in addition to metrics.jsonl."""
 
   tensorboard: bool = knob(True, 'Event files in <workdir>/tensorboard.')
   wandb: bool = knob(False, 'Weights & Biases.')

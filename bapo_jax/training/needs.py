@@ -1,11 +1,11 @@
-"""Finds the knobs of a config that have no effect, and what would give them one.
+"""Finds the knobs of a config that have no effect, and explains what would change that.
 
-1. A knob or a section declares `needs` beside its default: a comparison such as
+1. A knob or a section declares `needs` next to its default: a comparison such as
    'lora.rank > 0', a declaration of a rule such as 'batch.uses_buffer', or a name of
    FACTS;
-2. `inert` applies the needs to a config;
-3. `refuse` raises an error for such a knob on the command line. In a config file it
-   may wait for another value, so the first screen and the report only list it.
+2. `inert` returns the knobs of a config whose needs are not met;
+3. `refuse` raises an error for such a knob on the command line. In a config file the
+   knob may be set for a later override, so the first screen and report only list it.
 """
 
 import ast
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.data.knobs import MADE
 from bapo_jax.knobs import Section, fields_of, needed, shown
 from bapo_jax.parts import parts
@@ -47,9 +47,9 @@ def _sources(c: Config) -> set[str]:
 
 
 def _uses_verifier(c: Config, without: Container[str]) -> bool:
-  """Returns whether a verifier may be used that is not in `without`.
+  """Returns whether any verifier other than those in `without` may be used.
 
-  Rows of a file may name any verifier.
+  Rows of a file may name any verifier, so the answer is True for problems from files.
   """
   rules = c.rewards.rule.split(',')
   return not _sources(c) <= set(MADE) or any(rule not in without for rule in rules)
@@ -101,7 +101,7 @@ FACTS = {
     'remove it, because generated problems do not overlap',
   ),
   'custom_reward': Need(
-    lambda c: bool(own_code.placed(c.rewards.rule)),
+    lambda c: bool(custom_code.paths_in(c.rewards.rule)),
     'rewards.rule',
     'set rewards.rule to path/to/file.py:function',
   ),

@@ -124,8 +124,8 @@ def warm_start_path(config: Config, workdir: str) -> str:
 def _shared_path(r: Resolved) -> str:
   """Returns the directory of the run's warm start in the cache; '' without a cache.
 
-  Beside the recipe it is named by all else that may affect a bit of the weights, so
-  that a run computes the same with the cache as without it.
+  The name depends on the recipe and on everything else that may affect a bit of the
+  weights, so that a run gives the same results with and without the cache.
   """
   if not (folder := cache.home(r.config.cache)):
     return ''

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.algorithms.clip import Balanced, ClipRule, Unclipped
 from bapo_jax.algorithms.loss import LossRule
@@ -68,8 +68,8 @@ def of_config(config: Config) -> Iterator[str]:
 def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
   """Yields a sentence for each reason why a clip rule does not fit a loss rule.
 
-  Both declare what they do. A bound search balances the gradient only if raising a
-  bound adds or removes tokens and changes the weight of no other token.
+  Both rules declare their use of bounds. A bound search balances the gradient only if
+  raising a bound adds or removes tokens and changes the weight of no other token.
   """
   name = f'clip.rule={clip.rule!r}'
   if loss.bounds == 'ignored' and clip.gives == 'bounds':
@@ -91,7 +91,7 @@ def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
     surrogate = True
     if clip.reused_high < math.inf:
       yield (
-        f'{name} ignores clip.reused_high={clip.reused_high}; set it to inf, or choose '
+        f'{name} ignores clip.reused_high={clip.reused_high}; set reused_high=inf or '
         "contribution='gradient'"
       )
   if surrogate and not (loss.clips_surrogate and loss.aggregate == 'token'):
@@ -126,15 +126,15 @@ def _conflicts(config: Config) -> Iterator[str]:
   replayed = seats - count
   if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
     yield (
-      f'buffer.capacity={config.buffer.capacity} holds fewer groups than a batch '
+      f'buffer.capacity={config.buffer.capacity} is less than the groups that a batch '
       f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
       f'{replayed}); give {replayed} or more'
     )
   shaping = config.rewards.shaping
   if isinstance(shaping, Standard) and shaping.overlong_cache > longest:
     yield (
-      f'rewards.shaping.overlong_cache={shaping.overlong_cache} is too large: give 1 '
-      f'to sampler.max_new_tokens={longest} tokens'
+      f'rewards.shaping.overlong_cache={shaping.overlong_cache} is too large: give '
+      f'at most sampler.max_new_tokens={longest} tokens'
     )
   if config.problems.source in MADE and count > (train := config.problems.train):
     yield (
@@ -158,9 +158,9 @@ def _sampling(config: Config) -> Iterator[str]:
     and (config.rollout.depth or not config.lora.rank)
   ):
     yield (
-      "learner.recompute_logprobs='on' needs the weights that a quantised actor "
-      f'(sampler.actor_dtype={config.sampler.actor_dtype!r}) was made of, which the '
-      f'learner replaces up to {lag} steps before it trains (rollout.'
+      "learner.recompute_logprobs='on' needs the unquantised weights of the actor "
+      f'(sampler.actor_dtype={config.sampler.actor_dtype!r}), but the learner trains '
+      f'up to {lag} steps later, and has replaced them by then (rollout.'
       f'weight_sync_interval={config.rollout.weight_sync_interval}, rollout.depth='
       f"{config.rollout.depth}); set recompute_logprobs='off' to use the "
       'log-probabilities of the actor, or weight_sync_interval=1 and depth=0'
@@ -218,7 +218,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
   """Yields a sentence if no number of right responses makes a group reusable.
 
-  An upper end below 1 / group_size is accepted: it says that no group is reusable.
+  An upper end below 1 / group_size is accepted: it makes no group reusable on purpose.
   """
   if isinstance(thresholds, FixedThresholds):
     low, high = ((c, c) for c in thresholds.reusable)
@@ -286,7 +286,7 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
 
 
 def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-  """Yields the sentence of the ValueError that a function raises."""
+  """Calls a function; yields the message of the ValueError that it raises, if any."""
   try:
     function(*arguments)
   except ValueError as error:
@@ -310,8 +310,8 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> Iterat
 def of_custom_rules(config: Config) -> Iterator[str]:
   """Traces every custom rule once on small shapes, without computing anything.
 
-  Yields a sentence for each rule that raises an error, or does not return what its part
-  demands.
+  Yields a sentence for each rule that raises an error, or returns a value of the
+  wrong type or shape.
   """
   if not config.code:  # the arrays below would compile a program each
     return
@@ -355,7 +355,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     try:
       result = jax.eval_shape(call)
     except Exception as error:  # a user's function may raise anything
-      reason = own_code.described(error, own_code.file_of(part.rule))
+      reason = custom_code.described(error, custom_code.file_of(part.rule))
       yield f'{rule} raises {reason}'
       continue
     if misfit := _misfit(result, wanted):
@@ -371,17 +371,17 @@ def _misfit(found: Any, wanted: Any) -> str:
   """Describes how a result differs from the wanted type and shape; '' if it fits."""
   if isinstance(wanted, Array):
     shape = getattr(found, 'shape', None)
-    return '' if shape == wanted.shape else f'{_said(found)} for {_said(wanted)}'
+    return '' if shape == wanted.shape else f'{_said(found)}, not {_said(wanted)}'
   if isinstance(wanted, Bounds):
     fits = isinstance(found, Bounds)
-    return '' if fits else f'{_said(found)} for Bounds (see clip.constant)'
+    return '' if fits else f'{_said(found)}, not Bounds (see clip.constant)'
   if not isinstance(found, type(wanted)) or len(found) != len(wanted):
-    return f'{_said(found)} for {_said(wanted)}'
+    return f'{_said(found)}, not {_said(wanted)}'
   return next(filter(None, map(_misfit, found, wanted)), '')
 
 
 def _said(value: Any) -> str:
-  """Describes a result in a few words."""
+  """Describes the type and the shape of a value, for an error message."""
   if (shape := getattr(value, 'shape', None)) is not None:
     return f'an array of shape {tuple(shape)}'
   if type(value) is tuple:

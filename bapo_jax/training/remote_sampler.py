@@ -75,7 +75,7 @@ class RemoteSampler(SamplerElsewhere):
     return iter(())
 
   def compile(self) -> Future[object]:
-    """Makes the other side compile its programs; returns when it has."""
+    """Makes the other side compile its programs; returns when it is done."""
     self._order('compile')
     return Arriving(lambda compiled: compiled.set_result(self.links.back.receive()))
 
@@ -114,7 +114,7 @@ class RemoteSampler(SamplerElsewhere):
     return self._busy
 
   def close(self, status: int | None = None) -> None:
-    """Ends the other side with this exit status; None: leaves it alone."""
+    """Ends the other side with this exit status; None does nothing."""
     if status is not None:
       self._order('end', status)
 
@@ -130,7 +130,7 @@ def ending(links: Links) -> Iterator[None]:
 
 
 def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
-  """Samples what the processes that train submit, until they end; returns the status.
+  """Serves the processes that train until they end; returns the exit status.
 
   A signal is passed on to the other side, which decides when to end.
   """
@@ -165,7 +165,7 @@ def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
 
 
 def _sample(sampler: Sampler, prompts: Round, actor: Actor, step: int) -> Sampled:
-  """Samples a submission; its groups are whole on every device, and times are dates."""
+  """Samples a submission; groups are replicated on all devices, times are dates."""
   sampled = sampler.sample(prompts, actor, step)
   behind = time.time() - time.perf_counter()
   begin, end = sampled.span
@@ -175,7 +175,7 @@ def _sample(sampler: Sampler, prompts: Round, actor: Actor, step: int) -> Sample
 
 
 def _state(sampler: Sampler) -> Tree:
-  """Returns the state of partial rollouts, whole on every device."""
+  """Returns the state of partial rollouts, replicated on every device."""
   whole = sharding.replicated(sampler.mesh)
   return jax.tree.map(
     lambda x: x if isinstance(x, np.ndarray) else jax.device_put(x, whole),
@@ -184,7 +184,7 @@ def _state(sampler: Sampler) -> Tree:
 
 
 def _restore(sampler: Sampler, state: Tree) -> None:
-  """Restores partial rollouts from arrays that are whole on every device."""
+  """Restores partial rollouts from arrays that are replicated on every device."""
   sampler.restore(
     jax.tree.map(
       lambda x, like: (

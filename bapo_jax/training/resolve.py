@@ -1,4 +1,4 @@
-"""Decides, before anything else, all that a run can decide without its weights.
+"""Resolves everything about a run that does not depend on its weights.
 
 1. `read_files` reads the model's config.json, the tokenizer and all problems;
 2. `resolve` judges them (refusals.py), makes the mesh and chooses the schedule.
@@ -31,7 +31,7 @@ from bapo_jax.training.inputs import Inputs, Model
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """A run with everything decided that can be decided without its weights."""
+  """A run with everything that can be resolved without its weights."""
 
   config: Config  # with every knob decided
   model: Model
@@ -43,12 +43,12 @@ class Resolved:
 
   @property
   def inputs(self) -> Inputs:
-    """What was read."""
+    """The files that were read."""
     return Inputs(self.model, self.data)
 
   @property
   def remote(self) -> bool:
-    """Whether other processes sample than those that train."""
+    """Whether processes sample that do not train."""
     mesh = self.rollout_mesh
     return mesh is not None and processes_of(mesh) != processes_of(self.mesh)
 

@@ -43,8 +43,8 @@ class Sampler:
     seed: the seed of the run.
     count: number of prompts per round.
     places: maximum number of groups in partial rollouts.
-    score: `scoring.recompute` of the responses; None: keep log-probabilities.
-    pictures: the pictures of the problems, for `score`; None: text only.
+    score: `scoring.recompute` of the responses; None keeps their log-probabilities.
+    pictures: the pictures of the problems, for `score`; None for text only.
   """
 
   engine: RolloutEngine
@@ -79,7 +79,7 @@ class Sampler:
     return at_once(lambda: self.sample(prompts, actor, step))
 
   def sample(self, prompts: Round, actor: Actor, step: int) -> Sampled:
-    """Samples the groups of a submission, those of hard problems first."""
+    """Samples the groups of a submission, hard problems first."""
     began = time.perf_counter()
     keys = step_keys(self.seed, step)
     problems = self.verification.problems
@@ -120,7 +120,7 @@ class Sampler:
     return self._scored(sampled, actor)
 
   def _scored(self, sampled: Rollout, actor: Actor) -> Rollout:
-    """Replaces the sampler's log-probabilities by the learner's, if so configured.
+    """Replaces the sampler's log-probabilities by the learner's, if configured.
 
     Must run right after sampling: one step later, the learner's weights of step
     `actor.version` may no longer exist.
@@ -196,7 +196,7 @@ class Sampler:
     )
 
   def compile(self) -> Future[object]:
-    """Makes other processes compile their programs; returns when they have."""
+    """Makes other processes compile their programs; returns when they are done."""
     return at_once(lambda: None)
 
   def ready(self) -> int:
@@ -259,7 +259,7 @@ class SamplerElsewhere(Sampler):
     raise NotImplementedError
 
   def _fetch(self, wanted: Arriving) -> None:
-    """Fetches the groups of all submissions up to this one."""
+    """Fetches the groups of this submission and of all earlier submissions."""
     while not wanted.done():
       with self.timer('wait'):
         sampled = self._next()

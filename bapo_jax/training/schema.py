@@ -33,7 +33,7 @@ class Config(Section):
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
   code: tuple[str, ...] = knob(
-    (), 'Files of own functions, each with the digest of its text; set by the program.'
+    (), 'Files of custom functions, each with its digest; set by the program.'
   )
   derived: tuple[str, ...] = knob(
     (), 'Knobs that the config file leaves None, so that a new run derives them.'

@@ -1,4 +1,4 @@
-"""Defines what a run consists of: `Trainer` is fixed, `TrainState` changes."""
+"""Defines the two parts of a run: `Trainer` is fixed, `TrainState` changes."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ class Trainer:
   compiled: Sequence[Lowered] = ()  # keeps the programs of later calls compiled
 
   def seen(self, groups: Groups) -> Seen:
-    """Returns the pictures of the groups' problems; None if all are texts."""
+    """Returns the pictures of the groups' problems; None if all problems are text."""
     return None if self.pictures is None else self.pictures(groups.id_P)
 
   def weights(self, params: Tree) -> Tree:

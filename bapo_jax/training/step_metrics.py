@@ -50,8 +50,8 @@ def describe(
 ) -> Metrics:
   """Returns a step's metrics: means over its updates, or their maximum or sum.
 
-  `fresh` has all fresh groups of the step, those of extra rounds too; `s` is the state
-  at the end of the step.
+  `fresh` has all fresh groups of the step, extra rounds included; `s` is the state at
+  the end of the step.
   """
   with t.timer('log'):
     step, groups, source_P, updates = record
@@ -86,7 +86,7 @@ def describe(
 
 
 def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
-  """Returns when the step's groups were sampled, what is ready, and bytes sent."""
+  """Returns the times of sampling, the ready submissions and the bytes sent."""
   begin, end = (x - t.timer.began for x in sampled.span)
   actor = jax.eval_shape(t.actor, s.params)
   ready = sum(each.ready.done() for each in s.queue) + t.sampler.ready()
@@ -110,12 +110,12 @@ def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
     totals.update(each.parts)
   counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
   return {
-    f'{metrics.OWN}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
+    f'{metrics.PARTS}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
   }
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
-  """Averages over updates with tokens; without any, nan, and 0 for token counts."""
+  """Averages over updates with tokens. Without such updates: nan, token counts 0."""
   if not updates:
     return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
   series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}

@@ -1,4 +1,4 @@
-"""Defines what the learner submits to a sampler, and what it gets back."""
+"""Defines the submissions of the learner to a sampler, and their results."""
 
 import functools
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Sampled(NamedTuple):
     )
 
   def described(self) -> list[dict[str, Any]]:
-    """Returns, as plain values, what metrics need of both rollouts beside groups."""
+    """Returns both rollouts, without their groups, as plain values for metrics."""
     return [
       {
         'undecided': x.undecided,
@@ -64,9 +64,9 @@ class Sampled(NamedTuple):
   def restored(
     cls, groups: Sequence[Groups], described: list[dict[str, Any]]
   ) -> 'Sampled':
-    """Returns the rollouts with these groups and this description.
+    """Rebuilds the rollouts from their groups and the result of `described`.
 
-    Their texts and verdicts, of which only the number is still needed, are empty.
+    Texts and verdicts are empty, because only their number is still needed.
     """
     rollouts = []
     for of_kind, known in zip(groups, described, strict=True):

@@ -80,7 +80,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
 
   The first call of a run also submits the prompts of the steps before, so from then on
   `rollout.depth` later steps are in flight. Which weights sample which prompts depends
-  on the step alone, never on time: all numbers are those of sampling at the submission.
+  on the step alone, never on time: the results equal those of sampling at submission.
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
     prompts = Round(s.prompt_round, hard_problems(t, s, step))
@@ -98,7 +98,7 @@ def actor_of(t: Trainer, s: TrainState) -> Actor:
   """Returns the weights that sample fresh groups.
 
   With a depth, `Actor.learners` is None: the learner changes its weights while the
-  groups are in flight, and recomputed log-probabilities are those of the actor.
+  groups are in flight, and log-probabilities are recomputed with the actor's weights.
   """
   learners = None
   if not t.config.rollout.depth:

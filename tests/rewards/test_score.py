@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
@@ -66,7 +66,7 @@ def test_a_registered_function_runs_in_a_thread(verifier):
     calls.append(sample)
     return 0.75
 
-  made = verifier(own_code.register(graded))
+  made = verifier(custom_code.register(graded))
   (verdict,) = made.submit([GOOD]).result()
   assert verdict.right and verdict.reward == 0.75 and made._pool is None
   assert calls[0].row == {'answer': '42', 'problem': '6*7'}

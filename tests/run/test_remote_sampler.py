@@ -153,4 +153,4 @@ def test_a_run_that_cannot_go_on_ends_both_sides(warm):
     file.write_text('{')
   started = apart(workdir, **knobs | {'steps': 2})
   outputs = finished(workdir, started, 2)
-  assert 'has no whole checkpoint' in outputs[0]
+  assert 'has no complete checkpoint' in outputs[0]

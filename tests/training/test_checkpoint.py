@@ -350,7 +350,7 @@ def test_without_a_whole_checkpoint_nothing_is_moved(broken):
   for step in STEPS:
     flip(arrays(broken, step))
   for _ in range(2):
-    with pytest.raises(ValueError, match='no whole checkpoint'):
+    with pytest.raises(ValueError, match='no complete checkpoint'):
       restored(broken)
   assert sorted(os.listdir(broken / 'checkpoints')) == ['1', '2', '3']
 

@@ -64,7 +64,7 @@ def _problem(text, answer, numbers: tuple[int, ...]):
 
 
 def _draw_trial(rng, problems):
-  """Draws a x + c = b (mod m) with one solution; x, c != 0 and a != 1 (mod m)."""
+  """Draws a problem `ax + c = b (mod m)` with one solution; x, c != 0 and a != 1."""
   moduli, largest = TRIAL_LEVELS[problems.level]
   m = moduli[rng.integers(len(moduli))]
   while True:
@@ -76,7 +76,7 @@ def _draw_trial(rng, problems):
 
 
 def _solve_trial(problem, rng, slip, repeat):
-  """Returns a worked solution; a trial goes wrong or is repeated with these chances."""
+  """Returns a worked solution; a trial is wrong or repeated with these chances."""
   a, c, b, m = problem.numbers
   digits = len(str(m - 1))
   written = [f'{a % m:0{digits}}x+{c % m:0{digits}}={b % m:0{digits}}']
@@ -99,7 +99,7 @@ def _solve_trial(problem, rng, slip, repeat):
 
 
 def _draw_chain(rng, problems):
-  """Draws a chain of +, - and *; `numbers`: its results, from left to right, and m."""
+  """Draws a chain of +, - and *; `numbers` are its results in order, then m."""
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
   text = str(value)
@@ -128,7 +128,7 @@ def _solve_chain(problem, rng, slip, repeat):
 
 
 def _draw_pair(rng, problems):
-  """Draws a x = b and d x = e (mod m) with one common solution, which is not 0."""
+  """Draws `ax = b` and `dx = e` (mod m) with one common solution, which is not 0."""
   moduli, largest = PAIR_LEVELS[problems.level]
   above = HARD * int(rng.random() < problems.pair.hard)
   # If m divides HARD, a policy could ignore the new hundreds digit.

@@ -145,7 +145,7 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
   if c.get('architectures') and implied.name not in c['architectures']:
     raise ValueError(
       f'architectures={c["architectures"]!r:.60} is not supported; choose a model '
-      f'with {implied.name}'
+      f'whose architecture is {implied.name}'
     )
   if c['model_type'] != VISION:
     return _language_model(c, implied, compute)

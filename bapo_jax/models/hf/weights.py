@@ -140,7 +140,7 @@ def check(path: str, spec: ModelSpec) -> Index:
     extra = sorted(index.keys() - shapes)
     for name in extra:
       if owner := FOREIGN.get(name.partition('.')[0]):
-        raise ValueError(f'{path}: {name} belongs to {owner.format(path)}')
+        raise ValueError(f'{path}: tensor {name} belongs to {owner.format(path)}')
     raise ValueError(
       f'{path}: tensors do not match config.json: {len(missing)} missing '
       f'{missing[:3]}, {len(extra)} unknown {extra[:3]}; download the model again'
@@ -324,16 +324,16 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
-  """Returns (number of tensors that store a parameter, shape of one in our axes)."""
+  """Returns (tensors that store a parameter, shape of such a tensor in our axes)."""
   return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
 
 
 def _file_axes(parameter, tail):
   """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
 
-  A file has projections as [out, in] and biases as [out], each merged to one axis.
-  Embedding, head and norms have the same axes here. The kernel of patches is [D,
-  channel, frame, row, column] there, with D last here.
+  Files store projections as [out, in] and biases as [out], where `in` and `out` are one
+  axis each. Embedding, head and norms have the same axes in our tree. The kernel of
+  patches is [D, channel, frame, row, column] in a file, and has D last in our tree.
   """
   axes = list(range(len(tail)))
   if parameter.endswith('_bias'):

@@ -1,4 +1,4 @@
-"""Locates each patch in a row of pictures: picture, place and window.
+"""Locates each patch in a row of pictures: picture, row and column, and window.
 
 A row contains up to I consecutive pictures in Z patches; the remaining patches are
 empty. The patches of a picture are in the order of Qwen2.5-VL's processor: merged

@@ -82,7 +82,7 @@ def embedded(
 def place_responses(
   tokens_BT: Array, pictures: EmbeddedPictures, v: VisionSpec
 ) -> Places:
-  """Computes the places of rows when B / P consecutive rows share a prompt's pictures.
+  """Computes `Places` of rows; B / P consecutive rows share the pictures of a prompt.
 
   `merged_BT` indexes the merged patches of all prompts, [P * M].
   """

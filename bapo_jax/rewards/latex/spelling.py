@@ -208,8 +208,8 @@ CHOICE = re.compile(
 def split_choice(text: str) -> tuple[str, str]:
   r"""Splits the letter of a choice from an answer: `\text{(B) } 42` is ('B', '42').
 
-  Either part may be ''. A bare letter without parentheses is not a choice. Removes
-  `Answer:`, too.
+  The letter or the answer may be ''. A letter without parentheses is not a choice. Also
+  removes the words `Answer:`.
   """
   match = CHOICE.match(text)
   if not match:

@@ -70,9 +70,9 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
 def steps(text: str, turns: Sequence[int] = ()) -> Iterator[Step]:
   """Yields each instruction of the program, once per path of calls that leads to it.
 
-  Iterations of a loop: XLA's trip count, else the bound in its condition, else an entry
-  of `turns`: the first for outer loops of unknown length, the second for those inside
-  one, and so on; 1 beyond the last.
+  The iterations of a loop are XLA's trip count, or else the bound in the loop's
+  condition. A loop that has neither runs turns[d] times, where d is the number of such
+  loops around it, or once if `turns` has no entry d.
   """
   bodies, entry = computations(text)
 
@@ -101,7 +101,7 @@ def steps(text: str, turns: Sequence[int] = ()) -> Iterator[Step]:
 
 
 def runs(text: str, most: int = 1) -> Iterator[Run]:
-  """Yields each collective; loops of unknown length have `most` turns."""
+  """Yields each collective; loops of unknown length count as `most` iterations."""
   for step in steps(text, [most] * 9):
     if found := COLLECTIVE.search(step.line):
       bytes_ = size(found[1], found[2], bool(found[3]), step.line)
@@ -144,7 +144,7 @@ def elements(shape: str) -> list[str]:
 
 
 def members(line: str) -> int:
-  """Returns how many devices a group of a collective has; 1 for a line without."""
+  """Returns the size of the device groups of an instruction; 1 if it has no groups."""
   if listed := LISTED.search(line):
     return listed[1].count(',') + 1
   if tiled := TILED.search(line):

@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns its Row, or the bytes that it needs if too many."""
+  """Compiles a program; returns its Row, or the bytes needed if it does not fit."""
   # Also with one device, unlike `sharding.current`: since jax 0.11 the kernels of an
   # absent GPU are lowered for the kind of device that the ambient mesh has.
   with jax.set_mesh(mesh):
@@ -64,7 +64,7 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
 
 
 def bytes_needed(message: str, program: Program) -> float:
-  """Reads from the compiler's error how many bytes a device needs; inf if not there."""
+  """Reads the bytes that a device needs from a compiler error; inf if not stated."""
   # Another memory may be full, such as the smem that holds a kernel's scalars.
   total = re.search(r'Used ([\d.]+)([KMGT]) of \S+ hbm', message)
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)

@@ -37,7 +37,7 @@ TEXT = 256  # tokens of a prompt beside its picture
 
 
 class Job(NamedTuple):
-  """Holds what a plan needs of a run: a Resolved without tokenizer and budget."""
+  """The parts of a run that a plan needs: a Resolved without tokenizer and budget."""
 
   config: Config
   spec: ModelSpec

@@ -19,7 +19,7 @@ MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
 
 
 class Gpu(NamedTuple):
-  """Figures of a GPU that its compiler reads, beside those of a `Chip`."""
+  """Figures of a GPU that XLA's compiler needs in addition to those of `Chip`."""
 
   capability: tuple[int, int]  # its compute capability
   cores: int  # streaming multiprocessors
@@ -107,7 +107,9 @@ class Cost(NamedTuple):
   def seconds(
     self, chip: Chip, linked: float, crossed: float = 0.0
   ) -> dict[str, float]:
-    """Returns lower bounds on the seconds of products, memory, links and network.
+    """Returns lower bounds on the seconds that each resource needs.
+
+    The resources are products, memory, links between devices, and the network.
 
     Args:
       linked: bytes that the device receives from collectives.
@@ -210,7 +212,7 @@ class Traffic(NamedTuple):
   bytes: float  # of the whole arrays on one device: gathered, scattered or summed
 
   def received(self, shape: MeshShape) -> float:
-    """Returns the bytes that a device receives; those of a sum arrive twice."""
+    """Returns the bytes that a device receives; the bytes of a sum count twice."""
     times = 2 if self.kind == 'all-reduce' else 1
     return times * self.bytes * (1 - 1 / shape[self.axis])
 

@@ -179,7 +179,7 @@ def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
     few = f'the fewest slots that divide over {shards} shards'
     raise TooLarge('decoding', few, needed, memory)
   raise ValueError(
-    f'sampler.max_num_seqs is no multiple of {shards} device shards; change it'
+    f'sampler.max_num_seqs must be a multiple of the {shards} device shards'
   )
 
 

@@ -1,12 +1,12 @@
-"""Loads a user's own functions by place, and makes knobs of their keyword arguments.
+"""Loads a user's functions by their paths, and makes knobs of their arguments.
 
-1. A place is `path/to/file.py:function`. `load` runs the file once, and returns the
-   function; `register` gives a place to a function of a running Python program.
-2. `declare` states what an own rule needs, such as `bounds='ignored'`.
+1. A path is `path/to/file.py:function`. `load` runs the file once, and returns the
+   function; `register` gives a function of a running Python program a path.
+2. `declare` states what a custom rule needs, such as `bounds='ignored'`.
 3. `section` makes a section of the config from the keyword-only arguments of a
-   function, so that they are set as --config.<slot>.own.<name> and refused like all
-   other knobs.
-4. `digest` changes with the text of the file; a run is resumed with the same digest.
+   function. These knobs are set and validated like all others.
+4. `digest` changes with the text of the file. A run can only be resumed with the same
+   digest.
 """
 
 import functools
@@ -30,7 +30,7 @@ from bapo_jax.knobs import Section, shown, validate
 Function = Callable[..., Any]
 AnyFunction = TypeVar('AnyFunction', bound=Function)
 
-PLACE = re.compile(rf'({knobs_lib.PLACE})')
+PATH = re.compile(rf'({knobs_lib.PATH})')
 OBJECTS = 'python'  # the "file" of functions that a Python program registers
 EXAMPLE = 'path/to/file.py:function'
 _registered: dict[str, Function] = {}
@@ -38,18 +38,18 @@ _sections: dict[Any, type[Any]] = {}
 _modules: dict[tuple[str, str], types.ModuleType] = {}  # by path and digest
 
 
-class OwnKnobs(Section):
-  """Base of the sections `own`; a class variable states what a rule of the slot needs.
+class CustomKnobs(Section):
+  """Base of the sections `custom`, whose knobs are arguments of custom functions.
 
-  A built-in rule overrides it in its section, an own rule by `declare`.
+  Its class variables are what a function may `declare`.
   """
 
-  # The arguments with which the function is called; (): they are not checked.
+  # The arguments with which the function is called; () skips the check.
   arguments: ClassVar[tuple[str, ...]] = ()
 
 
 def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
-  """Returns a decorator that states what an own function needs.
+  """Returns a decorator that states what a custom function needs.
 
   >>> @declare(bounds='ignored', needs_proximal=True)
   ... def my_loss(logp_BT, batch, find): ...
@@ -65,17 +65,17 @@ def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def declares(function: Function) -> dict[str, Any]:
-  """Returns what an own function declares."""
+  """Returns what a custom function declares."""
   return next((x.declares for x in _inner(function) if hasattr(x, 'declares')), {})
 
 
 def is_async(function: Function) -> bool:
-  """Returns whether calls of an own function must be awaited."""
+  """Returns whether calls of a custom function must be awaited."""
   return any(map(inspect.iscoroutinefunction, _inner(function)))
 
 
 def _inner(function: Any) -> tuple[Any, Any]:
-  """Returns the function of a functools.partial, and how an object is called."""
+  """Unwraps a functools.partial; returns the function, and its `__call__`."""
   while isinstance(function, functools.partial):
     function = function.func
   return function, function.__call__
@@ -90,14 +90,14 @@ def described(error: BaseException, path: str) -> str:
   return f'{type(error).__name__}: {error}{where}'
 
 
-def is_place(rule: str) -> bool:
-  """Returns whether a rule is the place of a function rather than a name."""
-  return PLACE.fullmatch(rule) is not None
+def is_path(rule: str) -> bool:
+  """Returns whether a rule is the path of a function rather than a name."""
+  return PATH.fullmatch(rule) is not None
 
 
-def placed(rules: str) -> list[str]:
-  """Returns the places in a list of rules that are separated by commas."""
-  return [rule for rule in rules.split(',') if is_place(rule)]
+def paths_in(rules: str) -> list[str]:
+  """Returns the paths of functions in a comma-separated list of rules."""
+  return [rule for rule in rules.split(',') if is_path(rule)]
 
 
 def register(function: Function) -> str:
@@ -112,13 +112,13 @@ def register(function: Function) -> str:
   return f'{OBJECTS}:{name}'
 
 
-def is_registered(place: str) -> bool:
-  """Returns whether a place is that of a function in this Python program."""
-  return place.startswith(f'{OBJECTS}:')
+def is_registered(path: str) -> bool:
+  """Returns whether a path names a function that `register` received."""
+  return path.startswith(f'{OBJECTS}:')
 
 
-def load(place: str) -> Function:
-  """Returns the function at a place. Runs its file unless it has run before.
+def load(path: str) -> Function:
+  """Returns the function at a path. Runs its file unless it has run before.
 
   The folder of the file is added to the end of sys.path, so that the file can import
   its neighbours.
@@ -126,28 +126,26 @@ def load(place: str) -> Function:
   Raises:
     ValueError: the file or the function does not exist, or the file raises an error.
   """
-  path, _, name = place.rpartition(':')
-  if is_registered(place):
+  file, _, name = path.rpartition(':')
+  if is_registered(path):
     if name not in _registered:
       raise ValueError(
-        f'{place}: this function was an object of a Python program; start the run '
+        f'{path}: this function was an object of a Python program; start the run '
         'again by bapo_jax.train from that program'
       )
     return _registered[name]
-  module = _module(path, digest(place))
+  module = _module(file, digest(path))
   function = getattr(module, name, None)
   if not callable(function):
     has = [n for n, x in vars(module).items() if inspect.isfunction(x)]
     names = ', '.join(has) or 'none'
-    raise ValueError(
-      f'{place}: the file has no function {name}; its functions: {names}'
-    )
+    raise ValueError(f'{path}: the file has no function {name}; its functions: {names}')
   return function
 
 
-def bind(place: str, knobs: OwnKnobs) -> Function:
-  """Returns the function at a place, bound to those of the knobs that it takes."""
-  function = load(place)
+def bind(path: str, knobs: CustomKnobs) -> Function:
+  """Returns the function at a path, bound to the knobs that are its arguments."""
+  function = load(path)
   values, own = knobs.model_dump(), inspect.signature(function).parameters
   return functools.partial(function, **{x: values[x] for x in values if x in own})
 
@@ -156,9 +154,9 @@ def _module(path: str, of_text: str) -> types.ModuleType:
   """Runs a file, or returns the module of an earlier run of the same text."""
   key = os.path.abspath(path), of_text
   if key not in _modules:
-    name = f'own_{os.path.basename(path)[:-3]}_{of_text}'
+    name = f'custom_{os.path.basename(path)[:-3]}_{of_text}'
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # PLACE demands .py
+    assert spec is not None and spec.loader is not None  # PATH demands .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     folder = os.path.dirname(key[0])
@@ -173,61 +171,60 @@ def _module(path: str, of_text: str) -> types.ModuleType:
   return _modules[key]
 
 
-def file_of(place: str) -> str:
-  """Returns the file of a place, or the whole place of a registered function."""
-  return place if is_registered(place) else place.rpartition(':')[0]
+def file_of(path: str) -> str:
+  """Returns the file of a function's path; the path itself if it is registered."""
+  return path if is_registered(path) else path.rpartition(':')[0]
 
 
-def digest(place: str) -> str:
-  """Returns 12 hexadecimal digits of the text of a place's file or function.
+def digest(path: str) -> str:
+  """Returns a digest of the file at a path, 12 hexadecimal digits long.
 
-  Files that the file imports do not count.
+  For a registered function it is the digest of the function's source. Files that the
+  file imports are not included.
 
   Raises:
     ValueError: the file cannot be read.
   """
-  path, _, _ = place.rpartition(':')
-  if is_registered(place):
-    function = load(place)
+  file, _, _ = path.rpartition(':')
+  if is_registered(path):
+    function = load(path)
     try:
       text = inspect.getsource(function).encode()
     except (OSError, TypeError):  # typed into an interpreter, or a callable object
       text = getattr(getattr(function, '__code__', None), 'co_code', b'')
   else:
     try:
-      with open(path, 'rb') as file:
-        text = file.read()
+      with open(file, 'rb') as stream:
+        text = stream.read()
     except OSError as error:
       raise ValueError(
-        f'{path} cannot be read ({error.strerror}); a place is {EXAMPLE}, relative to '
-        'the current directory'
+        f'{file} cannot be read ({error.strerror}); give {EXAMPLE}, relative to the '
+        'current directory'
       ) from error
   return hashlib.sha256(text).hexdigest()[:12]
 
 
 def section(
-  places: Sequence[str], base: type[Section], rule: type[Section] | None = None
+  paths: Sequence[str], base: type[Section], rule: type[Section] | None = None
 ) -> type[Any]:
-  """Returns a subclass of `base` with a knob per keyword-only argument of functions.
+  """Returns a subclass of `base` whose knobs are arguments of custom functions.
 
-  With `rule`, which is `parts.Custom`, a section of this class calls the function.
-
-  The annotation, or else the default, gives the type of a knob. Functions that share
-  the name of an argument share the knob. Class variables of `base` take the values that
-  the functions declare.
+  Every keyword-only argument becomes a knob, whose type is the argument's annotation or
+  else the type of its default. Arguments of the same name share one knob. Declarations
+  become class variables. With `rule`, which is `parts.Custom`, the section is callable.
 
   Raises:
     ValueError: a function cannot be loaded or called with base.arguments, an argument
-      has no usable type or default, or the slot does not know what it declares.
+      has no usable type or default, or a declaration is not one that `base` accepts.
   """
   # One class for equal knobs, so that two equal configs compare equal.
-  key = base, tuple(places), tuple(map(digest, places))
-  if not places or key in _sections:
+  key = base, tuple(paths), tuple(map(digest, paths))
+  if not paths or key in _sections:
     return _sections.get(key, base)
   knobs: dict[str, Any] = {}
   needs: dict[str, Any] = {}
-  for place in places:
-    function = load(place)
+  for path in paths:
+    function = load(path)
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -238,27 +235,29 @@ def section(
     except TypeError as error:
       names = ', '.join(arguments)
       raise ValueError(
-        f'{place} cannot be called with ({names}): {error}; define it as '
-        f'{place.rpartition(":")[2]}({names}, *, knob=default)'
+        f'{path} cannot be called with ({names}): {error}; define it as '
+        f'{path.rpartition(":")[2]}({names}, *, knob=default)'
       ) from None
     for p in own:
       taken = p.name in base.model_fields or hasattr(base, p.name)
       if p.name.startswith('_') or taken:
-        raise ValueError(f'{place}: the argument {p.name} cannot be a knob; rename it')
-      new = _knob(place, p, _hint(function, p))
+        raise ValueError(
+          f'{path}: the argument {p.name} has a reserved name; rename it'
+        )
+      new = _knob(path, p, _hint(function, p))
       kind, field = knobs.setdefault(p.name, new)
       if (kind, field.default) != (new[0], new[1].default):
         raise ValueError(
-          f'{place}: the argument {p.name}={shown(p.default)} has another type or '
-          'default in another function of this knob; rename one of them'
+          f'{path}: the argument {p.name}={shown(p.default)} has another type or '
+          'default in another function; rename one of the two arguments'
         )
-    needs |= _declared(place, function, base)
+    needs |= _declared(path, function, base)
   if rule is None:
     made: Any = pydantic.create_model('Custom', __base__=base, **knobs)
   else:
-    knobs['rule'] = str, places[0]
+    knobs['rule'] = str, paths[0]
     made = pydantic.create_model('Custom', __base__=(rule, base), **knobs)
-    made.function = staticmethod(load(places[0]))
+    made.function = staticmethod(load(paths[0]))
     made.keywords = tuple(name for name in knobs if name != 'rule')
   for name, value in needs.items():
     setattr(made, name, value)
@@ -266,7 +265,7 @@ def section(
 
 
 def _hint(function: Function, parameter: inspect.Parameter) -> Any:
-  """Returns the type of an argument; None if only a type checker can know it."""
+  """Returns the type of an argument; None if it is imported for type checkers only."""
   if parameter.annotation is parameter.empty:
     return None
   holder = types.SimpleNamespace(__annotations__={'hint': parameter.annotation})
@@ -277,30 +276,30 @@ def _hint(function: Function, parameter: inspect.Parameter) -> Any:
     return None
 
 
-def _knob(place: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any]:
+def _knob(path: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any]:
   """Returns (type, field) of the knob of a keyword-only argument."""
   name, default = parameter.name, parameter.default
   if default is parameter.empty:
-    raise ValueError(f'{place}: the argument {name} has no default; give it a default')
+    raise ValueError(f'{path}: the argument {name} has no default; give it a default')
   kind = kind or type(default)
   if kind is tuple and default:
     kind = tuple.__class_getitem__((type(default[0]), ...))
-  field = knobs_lib.knob(default, f'{name} of {place}.', infinite=True)
+  field = knobs_lib.knob(default, f'{name} of {path}.', infinite=True)
   try:
     knobs_lib.kind(kind)
     adapter: Any = pydantic.TypeAdapter
     adapter(kind).validate_python(default, strict=True)
   except (KeyError, TypeError, ValueError):
     raise ValueError(
-      f'{place}: the argument {name}={shown(default)} cannot be a knob; annotate it as '
+      f'{path}: the argument {name}={shown(default)} cannot be a knob; annotate it as '
       'int, float, bool, str, a Literal, or a tuple of one of them, with a default of '
       'this type'
     ) from None
   return kind, field
 
 
-def _declared(place: str, function: Function, base: type[Section]) -> dict[str, Any]:
-  """Returns what a function declares; raises ValueError if the slot knows no such."""
+def _declared(path: str, function: Function, base: type[Section]) -> dict[str, Any]:
+  """Returns what a function declares; raises ValueError if `base` rejects it."""
   kinds = {
     name: typing.get_args(kind)[0]
     for name, kind in typing.get_type_hints(base).items()
@@ -312,30 +311,30 @@ def _declared(place: str, function: Function, base: type[Section]) -> dict[str, 
     if name not in known:
       names = ', '.join(known) or 'nothing'
       raise ValueError(
-        f'{place} declares {name}={shown(value)}; this part accepts {names}'
+        f'{path} declares {name}={shown(value)}; this part accepts {names}'
       )
     choices = typing.get_args(kinds[name]) or (True, False)
     if value not in choices:
-      raise ValueError(f'{place} declares {name}={shown(value)}; give one of {choices}')
+      raise ValueError(f'{path} declares {name}={shown(value)}; give one of {choices}')
   return needs
 
 
-class Slot(Section):
+class CustomSection(Section):
   """A section whose knobs may name custom functions; `custom` has their knobs."""
 
   # The fields that may be paths of functions; `custom` follows them.
-  places: ClassVar[tuple[str, ...]] = ('rule',)
+  path_fields: ClassVar[tuple[str, ...]] = ('rule',)
 
   @classmethod
-  def custom_type(cls, values: Mapping[str, Any]) -> type[OwnKnobs]:
+  def custom_type(cls, values: Mapping[str, Any]) -> type[CustomKnobs]:
     """Returns the section of the custom functions that these values name.
 
     Raises:
       ValueError: a function cannot be used.
     """
     base = cls.model_fields['custom'].annotation
-    assert isinstance(base, type) and issubclass(base, OwnKnobs)
-    named = {name: placed(str(values.get(name, ''))) for name in cls.places}
+    assert isinstance(base, type) and issubclass(base, CustomKnobs)
+    named = {name: paths_in(str(values.get(name, ''))) for name in cls.path_fields}
     paths = list(dict.fromkeys(path for paths in named.values() for path in paths))
     try:
       return section(paths, base)
@@ -347,12 +346,12 @@ class Slot(Section):
   @pydantic.field_validator('custom', mode='before', check_fields=False)
   @classmethod
   def _custom(cls, values: Any, info: pydantic.ValidationInfo) -> Any:
-    if isinstance(values, OwnKnobs):
+    if isinstance(values, CustomKnobs):
       values = values.model_dump()
     return validate(cls.custom_type(info.data), values, 'custom')
 
 
-def custom_knobs(base: type[OwnKnobs]) -> Any:
+def custom_knobs(base: type[CustomKnobs]) -> Any:
   """Makes the field `custom` of a section; it follows the fields that may be paths."""
   sentence = 'Knobs of custom functions: their keyword arguments.'
   return pydantic.Field(

@@ -1,4 +1,4 @@
-"""Own functions by place: their knobs, their declarations and what is refused."""
+"""Custom functions by path: their knobs, their declarations and what is refused."""
 
 import json
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from runs import plain, tiny
 
-from bapo_jax import own_code
+from bapo_jax import custom_code
 from bapo_jax.training import config, refusals
 from bapo_jax.training.config import from_json, overrides
 
@@ -27,11 +27,11 @@ def test_keyword_arguments_are_knobs():
   made = tiny(**SAPO, **{'loss.tau': 2})
   assert made.loss.tau == 2.0 and made.loss.bounds == 'ignored'
   stored = json.loads(json.dumps(made.model_dump()))
-  assert from_json(stored) == made  # tuples, own knobs and all
+  assert from_json(stored) == made  # tuples, custom knobs too
   assert tiny(**SAPO).loss.tau == 1.0
 
 
-def test_command_line_arguments_set_own_knobs_in_any_order():
+def test_command_line_arguments_set_custom_knobs_in_any_order():
   given = ['--config.loss.tau=2', f'--config.loss.rule={MY}:sapo']
   assert overrides(given)['loss.tau'] == 2.0
   values = {'buffer': {'thresholds': {'rule': f'{MY}:rate'}}}
@@ -47,9 +47,7 @@ def test_command_line_arguments_set_own_knobs_in_any_order():
       {**SAPO, 'loss.low': 1.0},
       r'^loss\.low is not a knob; rule=.* has aggregate, kl, kl_direction, tau$',
     ),
-    ({'loss.tau': 1.0}, r"^loss\.tau is not a knob; rule='clipped' has"),
     ({'loss.rule': f'{MY}:nothing'}, r'loss\.rule=.*: .* no function nothing; its'),
-    ({'loss.rule': 'none.py:f'}, r'^loss\.rule=none\.py cannot be read \(No such file'),
     (
       {'loss.rule': f'{MY}:signs'},
       r'called with \(logp_BT, batch, find\): .* signs\(logp_BT, b',
@@ -57,7 +55,6 @@ def test_command_line_arguments_set_own_knobs_in_any_order():
     ({'loss.rule': f'{MY}:sapo'}, r"clip\.rule='balanced' has no effect, because"),
     ({'loss.rule': 'mine'}, r'one of .* or path/to/file\.py:function$'),
     ({'rewards.rule': f'exact,{MY}:brief', 'rewards.weights': (1.0,)}, 'give 2 numb'),
-    ({'rewards.rule': f'{MY}:brief,mine'}, r'^rewards\.rule=.*: give one of'),
   ],
 )
 def test_what_cannot_work_is_refused_by_name(knobs, message):
@@ -69,7 +66,6 @@ def test_what_cannot_work_is_refused_by_name(knobs, message):
   ('text', 'message'),
   [
     ('def f(logp_BT, batch, find, *, x): ...', 'x has no default; give it a default'),
-    ('def f(logp_BT, batch, find, *, x=None): ...', 'x=None cannot be a knob'),
     ('raise KeyError(3)', r'raises KeyError: 3 \(own\.py, line \d+\)$'),
     (
       'import bapo_jax\n@bapo_jax.declare(bounds="cuts")\n'
@@ -95,15 +91,16 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
   [
     (
       'logp_BT.sum(1), find(logp_BT)',
-      r'an array of shape \(4,\) for an array',
+      r'an array of shape \(4,\), not an array',
     ),
-    ('logp_BT', r'an array of shape \(4, 8\) for \(an array of shape \(4, 8\), Bounds'),
-    ('(logp_BT, None)', r'NoneType for Bounds'),
+    (
+      'logp_BT',
+      r'an array of shape \(4, 8\), not \(an array of shape \(4, 8\), Bounds',
+    ),
     (
       '(batch.x, find(logp_BT))',
       r"raises AttributeError: 'Batch' .* \(own\.py, line \d+\)$",
     ),
-    ('(logp_BT, batch.adv_B)', r'an array of shape \(4,\) for Bounds'),
   ],
 )
 def test_a_rule_is_traced_once_before_anything_is_compiled(tmp_path, body, message):
@@ -133,7 +130,7 @@ def test_every_slot_takes_a_function_that_fits():
   }
   made = tiny(**{f'{slot}.rule': f'{MY}:{name}' for slot, name in own.items()})
   check(made)
-  assert made.code == (f'{MY} {own_code.digest(f"{MY}:sapo")}',)
+  assert made.code == (f'{MY} {custom_code.digest(f"{MY}:sapo")}',)
   assert made.clip.gives == 'mask'
 
 
@@ -141,23 +138,23 @@ def test_the_digest_follows_the_text(tmp_path):
   path = tmp_path / 'own.py'
   path.write_text('def f(reward_PG): return reward_PG')
   place = f'{path}:f'
-  first, function = own_code.digest(place), own_code.load(place)
-  assert own_code.load(place) is function
+  first, function = custom_code.digest(place), custom_code.load(place)
+  assert custom_code.load(place) is function
   path.write_text('def f(reward_PG): return -reward_PG')
-  assert own_code.digest(place) != first and own_code.load(place)(1) == -1
+  assert custom_code.digest(place) != first and custom_code.load(place)(1) == -1
 
 
-def test_a_registered_function_has_a_place():
+def test_a_registered_function_has_a_path():
   def f(reward_PG, *, scale: float = 2.0):
     return reward_PG * scale
 
-  place = own_code.register(f)
+  place = custom_code.register(f)
   values = plain(**{'advantage.rule': place, 'advantage.scale': 3.0})
   assert config.parse(values).advantage.scale == 3.0
   with pytest.raises(ValueError, match='has no name; define it by `def'):
-    own_code.register(lambda reward_PG: reward_PG)
+    custom_code.register(lambda reward_PG: reward_PG)
   with pytest.raises(ValueError, match=r'python:gone: .* by bapo_jax\.train'):
-    own_code.load('python:gone')
+    custom_code.load('python:gone')
 
 
 FORMS = """
@@ -207,16 +204,6 @@ def test_whatever_can_be_called_is_a_function(tmp_path, name):
 def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
   path = tmp_path / 'own.py'
   path.write_text(f'def f(logp_BT, batch, find, *, {name}: float = 1.0): ...')
-  message = rf'^loss\.rule=.*:f: the argument {name} cannot be a knob; rename it$'
+  message = rf'^loss\.rule=.*:f: the argument {name} has a reserved name; rename it$'
   with pytest.raises(ValueError, match=message):
     tiny(**{'loss.rule': f'{path}:f'})
-
-
-@pytest.mark.parametrize('name', ['cls', 'k', 'own', 'values', 'keywords_'])
-def test_other_names_are_knobs(tmp_path, name):
-  path = tmp_path / 'own.py'
-  text = f'def f(logp_BT, batch, find, *, {name}: float = 1.0):\n'
-  path.write_text(f'{text}  return {name} * logp_BT, find(logp_BT)')
-  made = tiny(**{'loss.rule': f'{path}:f', f'loss.{name}': 3.0})
-  check(made)
-  assert made.loss(2.0, None, lambda r: r)[0] == 6.0
