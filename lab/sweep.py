@@ -14,6 +14,7 @@ changes, and stored results of another config or code version, raise an error.
 """
 
 import argparse
+import functools
 import os
 import pathlib
 import shutil
@@ -193,14 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--only', default='', help='one run, in this process')
   parser.add_argument('--core', type=int, default=0, help='core of the --only run')
   parser.add_argument('--table', action='store_true', help='only prints the table')
-  given = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
-  args = parser.parse_args([arg for arg in argv if arg not in given])
+  settings = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
+  args = parser.parse_args([arg for arg in argv if arg not in settings])
   made = experiments.load(args.experiment)
-  found = overrides(given)
-  made = made._replace(values=merged(made.values, found))
-  specs, name = experiments.runs(made), args.experiment.rpartition(':')[2]
-  needs.refuse(found, [spec.config for spec in specs.values()])
-  folder, results = (os.path.join(path, name) for path in (args.runs, args.results))
+  knobs = overrides(settings)
+  made = made._replace(values=merged(made.values, knobs))
+  specs = experiments.runs(made)
+  needs.refuse(knobs, [spec.config for spec in specs.values()])
+  name = args.experiment.rpartition(':')[2]
+  folder = f'{args.runs}/{name}'
+  results = f'{args.results}/{name}'
   if args.workers < 1:
     raise ValueError(f'--workers={args.workers}: give at least 1')
   if args.only and args.only not in specs:
@@ -216,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with locked(folder), writable(folder):
       failed, signal = drive(
         waiting,
-        lambda run, core: launch(command, folder, run, core),
-        lambda run, start: share(folder, run, start),
+        functools.partial(launch, command, folder),
+        functools.partial(share, folder),
         args.workers,
       )
     for run, status in failed.items():
