@@ -156,7 +156,7 @@ def test_every_module_and_file_in_prose_exists():
         known = name == 'bapo_jax.train' or name.endswith(('.md', '.py'))
         assert known or exists(name), f'{page}: {name}'
   assert not exists('lab.nothing') and not exists('lab.sweep.nothing')
-  assert exists('lab.sweep.share') and exists('benchmarks.training.learner')
+  assert exists('lab.sweep.table') and exists('benchmarks.training.learner')
 
 
 def test_every_metric_in_prose_is_in_the_glossary():

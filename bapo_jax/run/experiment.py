@@ -97,7 +97,7 @@ def claim(workdir: str, config: Config) -> None:
   workdirs.open_workdir(workdir, values, free)
 
 
-def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
+def _train(r: Resolved, workdir, timer: PhaseTimer):
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.tabulate(r)

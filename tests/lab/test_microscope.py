@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from scipy import stats
 
 from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
@@ -85,11 +86,13 @@ def expected(rule, task, tables):
   The advantage of a response depends on how many of the others in its group of 8 are
   right, which is binomial.
   """
-  chance_QG = microscope.binomial(microscope.rates(task, tables))
-  right, wrong = microscope.advantages(rule.advantage)
+  rate_Q = microscope.rates(task, tables)[:, None]
+  chance_QG = stats.binom.pmf(np.arange(8), 7, rate_Q)
   index_N, total_NT = jnp.arange(len(task.right_N)), 0.0
   for k in range(8):
-    adv_N = jnp.where(task.right_N, right[k], wrong[k])
+    others = [1.0] * k + [0.0] * (7 - k)
+    right, wrong = rule.advantage(jnp.asarray([[1.0, *others], [0.0, *others]]))[:, 0]
+    adv_N = jnp.where(task.right_N, right, wrong)
     batch = microscope.batch_of(task, tables, index_N, adv_N)
     weight_NT = jax.jit(microscope.weights_of, static_argnums=0)(
       rule, tables.logp_NT, batch

@@ -122,7 +122,7 @@ def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
   assert count.total() <= 45
 
 
-def test_a_refused_run_leaves_no_workdir(tmp_path):
+def test_a_run_is_refused_before_it_writes_results(tmp_path):
   """The weights are read in a start, after the workdir was claimed."""
   knobs = {'model.path': runs.source(tmp_path / 'model')}
   weights = tmp_path / 'model' / 'model.safetensors'
@@ -131,7 +131,7 @@ def test_a_refused_run_leaves_no_workdir(tmp_path):
   save_file(tensors, weights)
   with pytest.raises(ValueError, match='NaN'):
     runs.train(tiny(**knobs), tmp_path / 'runs' / 'nan')
-  assert not (tmp_path / 'runs').exists()
+  assert not workdir_lib.has_begun(str(tmp_path / 'runs' / 'nan'))
 
 
 def test_other_problems_are_refused_on_resume_and_can_be_accepted(

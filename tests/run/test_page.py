@@ -182,35 +182,13 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
   assert len(step_N) <= 2 * charts.STRIPS and step_N[value_N.argmax()] == 1234
 
 
-def test_the_timeline_has_the_times_of_both_sides(tmp_path):
-  def row(sampling, sampled, ended, wait):
-    times = dict(sampling=sampling, sampled=sampled, ended=ended, sampler_idle=0.25)
-    times |= dict(learner_idle=0.5)
-    return {f'overlap/{name}': x for name, x in times.items()} | {'time/wait': wait}
-
-  def bars(page):
-    return re.findall(r'<title>(\w+, step .*?) s</title>', page.text)
-
-  # Step 2 is sampled from 9 to 11 s, and trains from 10 + 1 to 14 s.
-  rows = [row(7, 8, 10, 0), row(9, 11, 14, 1)]
-  page = made(workdir(tmp_path, rows))
-  assert bars(page) == [
-    'sampling, step 2: 0.00 to 2.00',
-    'training, step 2: 2.00 to 5.00',
-  ]
-  assert (
-    'idle for 25.0% of the steps, the learner waited for groups for 50.0%' in page.text
-  )
-  # A new process, whose clock begins at 0, resumes with step 3: its times of step 2 are
-  # unknown. Step 4 trains from 3 to 5 s.
-  for path in tmp_path.iterdir():
-    path.unlink()
-  page = made(workdir(tmp_path, [*rows, row(1, 2, 3, 0), row(2, 4, 5, 0)]))
-  assert bars(page) == [
-    'sampling, step 4: 0.00 to 2.00',
-    'training, step 4: 1.00 to 3.00',
-  ]
-  assert bars(made(workdir(tmp_path, rows[:1]))) == []
+def test_idle_shares_are_drawn_where_others_sample(tmp_path):
+  title = '<b>Time without work</b>'
+  assert title not in made(workdir(tmp_path / 'here', [{'time/step': 2.0}])).text
+  shares = {'overlap/sampler_idle': 0.25, 'overlap/learner_idle': 0.5}
+  page = made(workdir(tmp_path / 'beside', [{'overlap/ended': 3.0, **shares}]))
+  figure = page.text.partition(title)[2].partition('</figure>')[0]
+  assert 'step 1: sampler 0.25, learner 0.5' in figure
 
 
 def test_every_panel_draws_metrics_of_the_glossary():

@@ -131,7 +131,7 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path):
     'warmstart/k/old/weights': 2,
     'warmstart/k/old/digests': 1,
     'xla/cpu/new': 4,
-    'xla/cpu/deep/old': 3,
+    'xla/cpu/old': 3,
     'beside': 0,  # no entry
   }
   for name, used in files.items():

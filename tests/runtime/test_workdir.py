@@ -41,28 +41,6 @@ def test_a_directory_belongs_to_one_config(tmp_path):
   workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
 
 
-def test_a_refused_start_leaves_nothing(tmp_path):
-  path = tmp_path / 'runs' / 'one'
-
-  def refuse(*files):
-    with pytest.raises(ValueError, match='refused'), workdir.locked(str(path)):
-      workdir.open_workdir(str(path), values())
-      (path / 'checkpoints').mkdir()
-      for file in files:
-        (path / file).touch()
-      raise ValueError('refused')
-
-  refuse()
-  assert not list(tmp_path.iterdir())
-  path.mkdir(parents=True)
-  (path / 'notes.md').touch()
-  refuse()
-  assert os.listdir(path) == ['notes.md'], 'files of others stay'
-  refuse('metrics.jsonl')  # results
-  written = {'notes.md', '.lock', 'config.json', 'checkpoints', 'metrics.jsonl'}
-  assert set(os.listdir(path)) == written
-
-
 def test_a_second_run_is_refused_while_the_first_is_alive(tmp_path):
   source = 'import sys; from bapo_jax.runtime.workdir import locked\n'
   source += 'with locked(sys.argv[1]): print("held", flush=True); sys.stdin.read()'
