@@ -206,7 +206,9 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'knobs': knobs_of(),
     'sentences': sentences,
     'refused': {key: sentences.index(text) for key, text in refused.items()},
-    'bounds': {name: kind.bounds for name, kind in LossRule.rules.names.items()},
+    'bounds': {
+      name: getattr(kind, 'bounds', '') for name, kind in LossRule.rules.names.items()
+    },
     'recipe': clip.Recipe.settings._asdict(),
     'tolerance': clip.TOLERANCE,
     'methods': methods(),
