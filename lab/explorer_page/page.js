@@ -449,7 +449,7 @@ function drawCurves(svg, which, bounds, at) {
   const values = lines.flat().map(([, y]) => y).filter(Number.isFinite);
   const extreme = Math.min(10, Math.max(0.1, ...values.map(Math.abs)));
   const ends = [-1, 1].map((sign) => sign * 1.08 * extreme);
-  drawLines(svg, ends, [[lines[1], 'minus'], [lines[0], 'plus']], (frame) => {
+  drawLines(svg, range, ends, [[lines[1], 'minus'], [lines[0], 'plus']], (frame) => {
     if (p <= 1 / range) return marks(frame, bounds);
     const wide = Math.max(0, Math.min(frame.toX(p), frame.right) - frame.left);
     return `<rect class="impossible" x="${frame.left}" y="${frame.top}" width="${wide}" height="${frame.bottom - frame.top}"/>`
@@ -458,8 +458,7 @@ function drawCurves(svg, which, bounds, at) {
 }
 
 // Lines [points, class] over the ratio, with `behind(frame)` under them.
-function drawLines(svg, ends, lines, behind = () => '') {
-  const { range } = knobs;
+function drawLines(svg, range, ends, lines, behind = () => '') {
   const frame = frameOf(svg, [1 / range, range], ends, true);
   let text = axes(frame, ratioTicks(range), ticksOf(ends, 5), 'ratio r = π / μ');
   text += behind(frame);
@@ -481,13 +480,14 @@ function drawPenalty() {
   byId('cost').textContent = chosen ? `These curves are for loss.kl=${knobs['loss.kl']}.`
     : 'These curves are for loss.kl=1; this setting has no penalty.';
   byId('penalty').querySelectorAll('svg.chart').forEach((svg, i) => {
-    const ratios = Array.from({ length: 161 }, (_, j) => knobs.range ** (j / 80 - 1));
+    const range = Math.max(2, knobs.range);
+    const ratios = Array.from({ length: 161 }, (_, j) => range ** (j / 80 - 1));
     const which = 1 - i; // the weight is drawn first
     const lines = names.map((name) => ratios.map((r) => [r, scaled(name, r)[which]]));
     const values = lines.flat().map(([, y]) => y);
     const ends = [Math.max(-10, Math.min(-0.1, ...values)), Math.min(10, Math.max(0.1, ...values))];
     const classes = names.map((name) => `direction ${name}${name === chosen ? ' chosen' : ''}`);
-    drawLines(svg, ends.map((x) => 1.08 * x), lines.map((points, j) => [points, classes[j]]));
+    drawLines(svg, range, ends.map((x) => 1.08 * x), lines.map((points, j) => [points, classes[j]]));
   });
   byId('directions').replaceChildren(...names.map((name) => {
     const [gain, weight] = scaled(name, hovered ?? 2);

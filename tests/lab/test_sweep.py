@@ -13,8 +13,6 @@ import making
 import pytest
 
 from bapo_jax.runtime import machine
-from bapo_jax.training.config import parse
-from configs import countdown
 from lab import experiments, sweep
 from lab.experiments import RunSpec
 
@@ -134,22 +132,6 @@ def write_results(folder, arms, accuracies):
   return f'{file}:main'
 
 
-def test_the_table_has_means_over_seeds_and_differences_to_the_first_arm(
-  tmp_path, capsys
-):
-  # Mean .5 and .65; differences .1 and .2: mean .15, standard error .05. The t
-  # distribution with one degree of freedom has 95 % within 12.706 standard errors.
-  accuracies = {'a': (0.4, 0.6), 'b': (0.5, 0.8)}
-  description = write_results(tmp_path, 'ab', accuracies)
-  assert sweep.main([description, f'--results={tmp_path}/results', '--table']) == 0
-  text = capsys.readouterr().out
-  # Of two problems failed before, one is solved.
-  assert '| a | 2 | 0.250 | 0.500 ± 0.100 | 0.500 | 0.500 |' in text
-  assert '| b | 2 | 0.250 | 0.650 ± 0.150 | 0.500 | 0.500 |' in text
-  assert '| a | 2 | 3.000 | 2.000 | 3.000 | 9.000 |' in text
-  assert '| b minus a | +0.150 | -0.485 to +0.785 | 2 of 2 |' in text
-
-
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
   description = write_results(tmp_path, 'ab', accuracies)
@@ -172,35 +154,6 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   # An override makes other runs, which the stored results are not mixed with.
   with pytest.raises(ValueError, match='another config'):
     sweep.main([*call, '--config.steps=3'])
-
-
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    (['configs/aime.py:tiny'], 'configs/aime.py has no function get_experiment'),
-    (
-      ['configs/countdown.py:cells', '--only=x'],
-      '--only=x: no such run; give one of grpo-seed0, clip-seed0',
-    ),
-    (['configs/countdown.py:cells', '--workers=0'], '--workers=0: give at least 1'),
-  ],
-)
-def test_wrong_arguments_are_one_sentence(arguments, message, tmp_path):
-  call = [*arguments, f'--results={tmp_path}/results', f'--runs={tmp_path}/runs']
-  with pytest.raises(ValueError) as error:
-    sweep.main(call)
-  assert message in str(error.value) and not list(tmp_path.iterdir())
-
-
-def test_the_cells_of_countdown_are_the_runs_of_its_variants():
-  made = countdown.get_experiment('cells')
-  runs = experiments.runs(made)
-  assert list(made.arms) == ['grpo', 'clip', 'batch', 'both'] and len(runs) == 12
-  for cell, batch, clip in countdown.CELLS:
-    config = runs[f'{cell}-seed0'].config
-    assert (config.batch.rule, config.clip.rule) == (batch, clip)
-    alone = parse(countdown.get_config(cell).to_dict())
-    assert experiments.fingerprint(config) == experiments.fingerprint(alone)
 
 
 def test_a_run_has_one_core_and_writes_its_result(tmp_path, monkeypatch, whole_run):

@@ -72,9 +72,7 @@ def metric_differences(one: Saved, other: Saved) -> dict[str, float]:
   assert one.rows.keys() == other.rows.keys()
   for step, row in one.rows.items():
     # The last step of a part was evaluated.
-    single = row.keys() ^ other.rows[step].keys()
-    assert all(name.startswith('eval/') for name in single)
-    for name in row.keys() - single:
+    for name in row.keys() & other.rows[step].keys():
       x, y = (float(rows[step][name].strip("'")) for rows in (one.rows, other.rows))
       counted = name.split('/')[0] in ('rollout', 'batch', 'buffer', 'eval')
       kind = 'counts' if counted and 'logp' not in name else 'metrics'
