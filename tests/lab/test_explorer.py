@@ -13,6 +13,8 @@ import pytest
 
 from bapo_jax import custom_code
 from bapo_jax.algorithms import bound_search, loss
+from bapo_jax.algorithms.advantage import AdvantageRule
+from bapo_jax.learner.objective import Objective
 from bapo_jax.training import refusals
 from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
@@ -29,7 +31,7 @@ COMPUTE = """
   const k = { ...DEFAULTS, ...knobs };
   const applied = apply(DATA.batch, k);
   const { bounds, before, after, weights } = applied;
-  const at = curveOf(k, applied);
+  const at = penalised(curveOf(k, applied), k);
   const { low, high, dual, index = 0, met = true } = bounds;
   const found = { low, high, dual, index, met, before: before.share, after: after.share,
     cut: weights.map((w) => Number(w === 0)), weights,
@@ -243,6 +245,96 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   assert len({values['index'] for values in found}) >= 5
 
 
+def objective_of_row(objective, logp_T, row):
+  """Returns the objective of a run for a batch of one row."""
+  logp_BT, batch = logp_T[None], jax.tree.map(lambda x: x[None], row)
+  find = objective.search(logp_BT, batch, jnp.ones(1))
+  return -objective.loss(logp_BT, batch, jnp.ones(1), find)[0]
+
+
+def test_the_penalty_is_that_of_a_run(drawn):
+  rng = np.random.default_rng(11)
+  cases = []
+  for direction in explorer.knobs_of()['loss.kl_direction']['choices']:
+    knobs = {'clip.rule': 'fixed', 'mask.rule': 'icepop', 'mask.icepop.high': 2.0}
+    knobs |= {'loss.kl': float(rng.uniform(0.1, 3)), 'loss.kl_direction': direction}
+    # Cut, masked and other tokens.
+    ratio_N = np.exp2(np.linspace(-3, 3, POINTS))
+    sign_N = np.resize([1.0, -1.0, -1.0], POINTS)
+    points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
+    cases.append({'knobs': knobs, 'points': points.tolist()})
+  for case, found in zip(cases, computed(drawn, cases), strict=True):
+    rules = rules_of(case['knobs'])
+    objective = Objective(
+      rules['clip'],
+      rules['loss'],
+      spec=None,
+      temperature=1.0,
+      kl=rules['loss'].kl,
+      kl_direction=rules['loss'].kl_direction,
+      mask_rule=rules['mask'],
+    )
+    gain = functools.partial(objective_of_row, objective)
+    with jax.enable_x64(True):
+      tokens = rule_curves.single(*np.asarray(case['points']).T)
+      gain_N, weight_N1 = jax.vmap(jax.value_and_grad(gain))(*tokens)
+    close(found, {'points': np.stack([gain_N, weight_N1[:, 0]], 1)}, case)
+  # By hand: at r = 2, KL(mu || pi) is 1 - log 2, and its slope is 1.
+  at_2 = drawn.evaluate('PENALTIES.behavior_policy(Math.log(2))')
+  np.testing.assert_allclose(at_2, [math.log(2) - 1, -1])
+
+
+def test_advantages_are_those_of_a_run(drawn):
+  rules = AdvantageRule.rules.names
+  assert drawn.evaluate('Object.keys(ADVANTAGES)') == list(rules)
+  for right in range(9):
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    for name, kind in rules.items():
+      found = drawn.evaluate(f'ADVANTAGES.{name}({rewards})')
+      wanted = kind()(jnp.asarray([rewards]))[0]
+      np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+  # By hand: 2 of 8 have mean 1/4 and variance 3/16; the mean of the others is 1/7.
+  drawn.evaluate('(set({ right: 2 }), 0)')
+  numbers = "[...document.querySelectorAll('#advantages .number')]"
+  numbers += '.map((x) => x.textContent)'
+  assert drawn.evaluate(numbers) == [
+    *('+1.73', '\u22120.577'),
+    *('+0.857', '\u22120.286'),
+    *('+0.75', '\u22120.25'),
+  ]
+  drawn.evaluate('(set({ right: 8 }), 0)')
+  assert drawn.evaluate(numbers) == ['0', 'none'] * 3
+  assert 'equal' in drawn.evaluate("byId('advantage-note').textContent")
+
+
+def test_a_refused_pair_is_named_and_offers_pairs_that_fit(drawn):
+  names = ['loss.rule', 'clip.rule', 'loss.aggregate']
+  names += ['clip.balanced.contribution', 'clip.balanced.weight']
+  shown = "[byId('refusal').querySelector('p').textContent, byId('refusal').hidden]"
+  sentences = explorer.refusals()
+  for key in list(sentences)[:: len(sentences) // 12]:
+    values = dict(zip(names, key.split('|'), strict=True))
+    start = f'(set({{ ...DEFAULTS, ...{json.dumps(values)} }}), 0)'
+    drawn.evaluate(start)
+    assert drawn.evaluate(shown) == [refused(values), False]
+    # Each button changes one knob, to rules that a run accepts.
+    offers = drawn.evaluate('offers()')
+    assert any('clip.rule' in offer for offer in offers)
+    for i, offer in enumerate(offers):
+      drawn.evaluate(start)
+      drawn.evaluate(f"byId('refusal').querySelectorAll('button')[{i}].click()")
+      chosen = drawn.evaluate(f'{json.dumps(names)}.map((x) => knobs[x])')
+      assert chosen == [(values | offer)[name] for name in names]
+      assert drawn.evaluate(shown)[1] and not refused(values | offer)
+  # A range and a step that do not fit.
+  narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
+  with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
+    rules_of(narrow)
+  drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
+  assert drawn.evaluate(shown) == [f'clip.{error.value}', False]
+  assert {'clip.balanced.resolution': 'continuous'} in drawn.evaluate('offers()')
+
+
 def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, fragment='clip.rule=fixed') as page:
     assert page.evaluate("byId('method').value") == 'PPO, GRPO'
@@ -280,6 +372,38 @@ def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, width=390, touch=True, fragment=address) as page:
     assert page.evaluate("[knobs['loss.rule'], knobs.stale]") == ['tis', 2]
     assert page.evaluate('document.documentElement.scrollWidth') == 390
+
+
+def test_unknown_parts_of_the_address_are_named(browser):
+  fragment = 'foo=1&clip.high=1.3&clip.rule=fixd&clip.fixed.low=x&stale=2&50%'
+  fragment += '&loss.rule=tis'
+  with browser.open(explorer.PAGE, width=390, touch=True, fragment=fragment) as page:
+    assert not page.evaluate("byId('refusal').hidden")  # tis has no bounds
+    assert page.evaluate('document.documentElement.scrollWidth') == 390
+    assert page.evaluate("byId('unknown').innerText") == (
+      'Unknown in the address, and ignored: foo; '
+      'clip.high (write clip.balanced.high, clip.fixed.high or clip.dcpo.high); '
+      'clip.rule=fixd (choose balanced, fixed, unclipped, recipe or dcpo); '
+      'clip.fixed.low=x (choose a number); 50%.'
+    )
+    assert page.evaluate('knobs.stale') == 2
+    page.evaluate("(set({ 'clip.rule': 'fixed' }), 0)")  # writes another address
+    assert page.evaluate("byId('unknown').hidden")
+    assert page.errors == []
+
+
+def test_the_legend_explains_the_lines_that_are_drawn(browser):
+  legend = "[...document.querySelectorAll('#reading li')].filter("
+  legend += "(x) => x.checkVisibility()).map((x) => x.innerText.split(' ')[0])"
+  with browser.open(explorer.PAGE) as page:
+    for setting, names in {
+      "'clip.rule': 'unclipped'": [],
+      "'clip.rule': 'fixed'": ['Dashed:'],
+      "'clip.rule': 'balanced', 'clip.balanced.target': 0.47": ['Dashed:', 'Dotted:'],
+      "'clip.rule': 'fixed', p: 0.5": ['Dashed:', 'Grey:'],
+    }.items():
+      page.evaluate(f'(set({{ ...DEFAULTS, {setting} }}), 0)')
+      assert page.evaluate(legend) == names
 
 
 OWN = '''
@@ -385,6 +509,8 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
         'after': share(weight_BT, recorded[1].adv_B),
       }
       close(found, wanted, case)
+    about = page.evaluate("byId('about').innerText")
+    assert about.startswith(f'{place}. {rule.__doc__}')
     first, values = next(iter(axes.items()))
     page.evaluate(f"({SLIDE})('{first}', 0)")
     assert page.evaluate(f"knobs['{first}']") == values[0]
@@ -480,6 +606,9 @@ def test_every_rule_and_every_method_is_on_the_page(drawn):
         f"!!byId('formula-texts').content.getElementById('formula-{part}-{rule}')"
       )
       assert formula or rule == 'none'
+      sentence = drawn.evaluate(f"sentenceOf('{part}-{rule}')")
+      assert rule == 'none' or len(sentence) > 20
+      assert not set('`_') & set(sentence)  # for readers, without words of the code
       for knob in explorer.PARTS[part].rules.names[rule].model_fields:
         keys = {f'{part}.{knob}', f'{part}.{rule}.{knob}'}
         assert keys & (described.keys() | explorer.LEFT_OUT)
