@@ -129,8 +129,8 @@ class MovingThresholds(ThresholdRule):
     for c2, c3 in zip(self.low, self.high, strict=True):
       if c2 > c3:
         raise ValueError(
-          f'low={self.low} and high={self.high}: the least pass rate {c2} of a reusable '
-          f'group is above the largest, {c3}; lower the value in low or raise that in high'
+          f'low={self.low} and high={self.high}: the least pass rate of a reusable '
+          f'group, {c2}, is above the largest, {c3}; lower low or raise high'
         )
     return self
 

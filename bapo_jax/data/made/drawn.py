@@ -10,7 +10,7 @@ The worked solution reads the quantities off, in the order of the question:
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
 A slip misreads a quantity; the digits that were read are nevertheless added correctly.
-Problems for the embedded policy have the terse wording of problems.drawn.wording=short.
+`problems.drawn.wording`='short' is the terse wording, for the embedded policy.
 
 In a `Problem`, `numbers` are the quantities shown, and `terms` are the indices of the
 quantities asked for, counted from 1 and negative if subtracted. Axes: H and W are rows
