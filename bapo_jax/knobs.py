@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -39,9 +39,10 @@ class Section(pydantic.BaseModel):
 
   # Runs before the validators of a section, which may then rely on every range.
   @pydantic.model_validator(mode='after')
-  def _ranges(self) -> Self:
+  def _ranges(self):
     for name, field in type(self).model_fields.items():
-      value, limits = getattr(self, name), _limits(field)
+      value = getattr(self, name)
+      limits = _limits(field)
       values = value if isinstance(value, tuple) else (value,)
       falls = limits.get('rising') and list(values) != sorted(values)
       if falls or not all(_inside(x, limits) for x in values):
@@ -103,13 +104,13 @@ def validate(
 
 
 def restore(section: type[AnySection], values: Any) -> AnySection:
-  """Returns the section of values that were JSON, in which tuples are lists.
+  """Rebuilds a section from values of JSON, in which tuples have become lists.
 
   Raises:
     pydantic.ValidationError: a value is invalid.
   """
 
-  def tuples(value: Any) -> Any:
+  def tuples(value: Any):
     if isinstance(value, dict):
       return {key: tuples(x) for key, x in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value
@@ -140,7 +141,8 @@ def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, 
 
 def expected(field: FieldInfo) -> str:
   """Describes the accepted values: 'an integer from 1 to 2147483647'."""
-  words, limits = kind(field.annotation), _limits(field)
+  words = kind(field.annotation)
+  limits = _limits(field)
   range_ = _range(limits, 'integer' in words)
   words += ' that do not fall' if limits.get('rising') else ''
   link = ', each' if words.startswith('a tuple') else ''
@@ -161,7 +163,7 @@ def shorten(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def _range(limits: dict[str, Any], whole: bool) -> str:
+def _range(limits: dict[str, Any], whole):
   """Describes the limits in words; '' without limits."""
   if whole and 'below' not in limits:
     limits = {'most': LARGEST} | limits
@@ -176,13 +178,15 @@ def _range(limits: dict[str, Any], whole: bool) -> str:
 
 def kind(annotation: Any) -> str:
   """Describes the type of a knob in words."""
-  origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+  origin = typing.get_origin(annotation)
+  args = typing.get_args(annotation)
   if origin in (types.UnionType, typing.Union):  # a rule by name or by place
     return f'{kind(args[0])}, or path/to/file.py:function'
   if origin is typing.Literal:
     return 'one of ' + ', '.join(repr(arg) for arg in args)
   if origin is tuple:
-    inner, count = args[0], '' if args[-1] is ... else f'{len(args)} '
+    inner = args[0]
+    count = '' if args[-1] is ... else f'{len(args)} '
     plural = {int: 'integers', float: 'numbers', str: 'strings', Any: 'values'}
     if inner in plural:
       return f'a tuple of {count}{plural[inner]}'
@@ -199,12 +203,12 @@ def needed(field: FieldInfo) -> tuple[str, ...]:
   return _limits(field).get('needs', ())
 
 
-def _limits(field: FieldInfo) -> dict[str, Any]:
+def _limits(field: FieldInfo):
   extra = field.json_schema_extra
   return dict(extra) if isinstance(extra, dict) else {}
 
 
-def _inside(value: Any, limits: dict[str, Any]) -> bool:
+def _inside(value: Any, limits: dict[str, Any]):
   """Returns whether a number is in its range; True for everything else."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return True
@@ -219,9 +223,10 @@ def _inside(value: Any, limits: dict[str, Any]) -> bool:
   )
 
 
-def _sentence(section: type[Section], values: Any, error: Any, name: str) -> str:
+def _sentence(section: type[Section], values: Any, error: Any, name):
   """Turns pydantic's first error into one sentence."""
-  path, field = [name] if name else [], None
+  path = [name] if name else []
+  field = None
   for key in map(str, error['loc']):  # down to a knob, not to an element of its tuple
     path.append(key)
     values = values.get(key)  # None: a default

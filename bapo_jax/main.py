@@ -325,7 +325,8 @@ def sweep(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace, config: 'Config') -> int:
   """Runs a mode that needs a config; returns the exit status."""
-  mode, workdir = args.mode, args.workdir
+  mode = args.mode
+  workdir = args.workdir
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
@@ -345,7 +346,8 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    which, adapter = args.checkpoint, args.adapter
+    which = args.checkpoint
+    adapter = args.adapter
     return export.export(config, workdir, args.to, args.dtype, size, which, adapter)
   if mode == 'plan':
     from bapo_jax.tools.plan import plan

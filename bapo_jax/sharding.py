@@ -151,7 +151,7 @@ def spec_of(
 def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> Tree:
   """Returns the NamedShardings of a tree of parameters or of optimiser moments."""
 
-  def place(path: tuple[Any, ...], x: jax.Array) -> NamedSharding:
+  def place(path: tuple[Any, ...], x: jax.Array):
     spec = spec_of(path_name(path), x.shape, mesh, layout) if x.ndim else P()
     return named(mesh, *spec)
 
@@ -228,7 +228,7 @@ def under(
   """Wraps a function so that it always runs with this ambient mesh."""
 
   @functools.wraps(function)
-  def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+  def call(*args: Args.args, **kwargs: Args.kwargs):
     with current(mesh):
       return function(*args, **kwargs)
 

@@ -2,9 +2,9 @@
 
   python examples/minimal.py
 
-A policy of 0.1 M parameters learns to solve ax + c = b (mod m) by trial. It is first
-taught by worked solutions, with slips, until it solves about a third of the problems.
-Then it learns from its own responses:
+A policy of 0.1 M parameters learns to solve ax + c = b (mod m) by trial. It first
+imitates worked solutions (700 steps on clean ones, 100 on ones with slips), after which
+it solves a third of the problems. Then it learns from its own responses:
 
 1. `sample` draws 8 responses to each of 64 problems;
 2. `verify` compares the answer in \\boxed{} with the solution: reward 1 or 0;
@@ -14,7 +14,9 @@ Then it learns from its own responses:
    gradient (arXiv:2510.18927, Algorithm 1).
 
 This is the loop of bapo_jax.main on one device, without replay, checkpoints, packing
-or records. Axes: P problems, G responses to each, B responses, T tokens.
+or records. Axes: P problems, G responses to each, B responses, T tokens. A row has the
+prompt, then the response, then zeros; column t of an array is about the token in
+column t.
 """
 
 import functools
@@ -51,6 +53,10 @@ GROUP = 8  # G
 MINIBATCHES = 8  # updates per step
 HELD_OUT = 512  # problems that are never trained on
 PROMPT, RESPONSE = 17, 40  # most tokens of a problem and of a response
+# (start, end) of each bound. The search raises the upper bound in steps of .05 to its
+# end, then the lower bound in steps of .02, and takes the first pair that gives tokens
+# with A > 0 the target share of the gradient; if none does, it takes both ends
+# (bapo_jax/algorithms/bound_search.py).
 CLIP = Balanced(target=0.42, low=(0.6, 0.9), high=(1.2, 3.0))
 OPTIMIZER = optax.chain(
   optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.0)
@@ -94,7 +100,7 @@ def make_policy() -> Policy:
 
 
 def warm_start(policy: Policy, problems: list, knobs: ProblemsConfig) -> dict:
-  """Returns weights that imitate worked solutions, which have slips at the end."""
+  """Returns weights that imitate worked solutions; see SftConfig."""
   imitated, solve = synthetic.to_imitate(knobs, tuple(problems))
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
   length = PROMPT + RESPONSE
@@ -108,16 +114,19 @@ def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
 
   The log-probabilities are those of the sampling policy, mu.
   """
-  prompts = encode(policy.tokenizer, [f'{p.text}\n' for p in problems])
+  template = policy.tokenizer.template
+  texts = [template.format(problem=p.text) for p in problems]
+  prompts = encode(policy.tokenizer, texts)
   tokens_PT = np.zeros((len(prompts), PROMPT), np.int32)
   for row, prompt in zip(tokens_PT, prompts, strict=True):
     row[: len(prompt)] = prompt
   length_P = np.array([len(prompt) for prompt in prompts], np.int32)
   rollouts = PartialRollouts(policy.engine, places=len(problems))
-  uid_B = np.arange(len(problems) * GROUP, dtype=np.uint32)  # names the noise
+  # The noise of a token depends on the key, the uid of its response and its column.
+  uid_B = np.arange(len(problems) * GROUP, dtype=np.uint32)
   rollouts.submit(Prompts(np.arange(len(prompts)), tokens_PT, length_P), uid_B)
   rollouts.decode(decoder.actor(params, policy.spec), key)
-  rows = rollouts.read(np.arange(len(problems)), len(problems))
+  rows = rollouts.read(np.arange(len(problems)), seats=len(problems))
   tokens_BT, logp_BT, mask_BT = (
     np.asarray(x).reshape(len(uid_B), -1)
     for x in (rows.tokens_BT, rows.logp_BT, rows.response_mask_BT)
@@ -129,7 +138,10 @@ def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
 
 
 def verify(problems: list, texts: list[str]) -> np.ndarray:
-  """Returns the reward [P, G] of each response: 1 if its boxed answer is right."""
+  """Returns the reward [P, G] of each response: 1 if its boxed answer is right.
+
+  The rule `aime` reads integers from 0 to 999 in \\boxed{}.
+  """
   answers = np.repeat([p.row.answer for p in problems], GROUP)
   right = [check('aime', *pair).earned for pair in zip(answers, texts, strict=True)]
   return np.reshape(right, (-1, GROUP)).astype(np.float32)
@@ -144,16 +156,19 @@ def advantages(reward_PG: np.ndarray) -> np.ndarray:
 def objective(params: dict, batch: Batch, spec: ModelSpec) -> tuple[Array, tuple]:
   """Returns (loss, (low, high)) of a minibatch: PPO's surrogate with searched bounds.
 
-  The gradient of a token is its advantage times its ratio pi / mu, and 0 once the ratio
-  has left the bounds in the direction of the advantage.
+  A token's log-probability has the weight A pi / mu in the gradient, and the weight 0
+  once the ratio pi / mu has left the bounds in the direction of A.
   """
-  logp_BT = logprobs.sequence_stats(params, batch.tokens_BT, spec, 1.0).logp_BT
+  logp_BT = logprobs.sequence_stats(
+    params, batch.tokens_BT, spec, temperature=1.0
+  ).logp_BT
   mask_BT = batch.loss_mask_BT
   ratio_BT = jnp.exp(jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0))
   adv_B1 = batch.adv_B[:, None]
 
-  # The weight of each token in the gradient without bounds: the search sums it over
-  # the tokens that each pair of bounds would keep.
+  # A clip rule asks for the weight of each token under given bounds. The search asks
+  # once, without bounds, and sums the weights that each pair of bounds would keep,
+  # inside the loss mask; here the weights are those of PPO for any bounds.
   def weigh(bounds):
     return jax.lax.stop_gradient(ratio_BT * adv_B1)
 
@@ -181,9 +196,9 @@ def batch_of(sampled: dict, adv_B: np.ndarray, rows: np.ndarray) -> Batch:
     tokens_BT=tokens_BT,
     loss_mask_BT=mask_BT,
     behavior_logp_BT=logp_BT,
-    prox_BT=logp_BT,
+    prox_BT=logp_BT,  # this and the last two fields are for other rules
     adv_B=jnp.asarray(adv_B[rows], jnp.float32),
-    source_B=jnp.zeros(len(rows), jnp.int32),  # all fresh
+    source_B=jnp.zeros(len(rows), jnp.int32),  # 0: fresh
     on_policy_BT=mask_BT,
   )
 
@@ -191,9 +206,10 @@ def batch_of(sampled: dict, adv_B: np.ndarray, rows: np.ndarray) -> Batch:
 def accuracy(policy: Policy, params: dict, problems: list) -> float:
   """Returns the share of right responses to held-out problems."""
   right = []
+  # Every evaluation has the same noise, so that two of them differ by the weights.
   for start in range(0, len(problems), PROBLEMS):
     part = problems[start : start + PROBLEMS]
-    texts = sample(policy, params, part, jax.random.key(start))['texts']
+    texts = sample(policy, params, part, jax.random.key(10**6 + start))['texts']
     right.append(verify(part, texts).mean())
   return float(np.mean(right))
 
@@ -210,15 +226,17 @@ def main(steps: int = STEPS) -> list[float]:
   curve = [accuracy(policy, params, held_out)]
   began = time.monotonic()
   print(f'before: held-out accuracy {curve[0]:.3f}')
-  low, high = CLIP.low[0], CLIP.high[0]
   for step in range(1, steps + 1):
     chosen = [problems[i] for i in rng.choice(len(problems), PROBLEMS, replace=False)]
     sampled = sample(policy, params, chosen, jax.random.key(step))
     reward_PG = verify(chosen, sampled['texts'])
     adv_B = advantages(reward_PG)
+    searched = []
     for rows in np.split(rng.permutation(len(adv_B)), MINIBATCHES):
       batch = batch_of(sampled, adv_B, rows)
-      params, opt, (low, high) = update(params, opt, batch, policy.spec)
+      params, opt, bounds = update(params, opt, batch, policy.spec)
+      searched.append(bounds)
+    low, high = np.mean(searched, 0)  # over the updates of the step
     bar = '#' * round(60 * reward_PG.mean())
     print(f'{step:3} {reward_PG.mean():.3f} [{low:.2f}, {high:.2f}] {bar}', flush=True)
     if step % 10 == 0 or step == steps:

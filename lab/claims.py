@@ -45,10 +45,9 @@ def read_page(module: Any, folder: str) -> dict[str, dict[str, Result]]:
   results = {}
   for name in module.NAMES:
     experiment = module.get_experiment(name)
-    results[name] = experiments.read(experiment, f'{folder}/results/{name}')
-    partial = len(results[name]) < len(experiments.runs(experiment))
-    if partial and module.SHOWN[name].whole:
-      results[name] = {}
+    stored = experiments.read(experiment, f'{folder}/results/{name}')
+    partial = len(stored) < len(experiments.runs(experiment))
+    results[name] = {} if partial and module.SHOWN[name].whole else stored
   return results
 
 
@@ -71,8 +70,8 @@ def page(
       content = section(by_run, planned, shown)
     text = between(text, f'results of {name}', content)
   if hasattr(module, 'RECORDED'):
-    stored = counterfactual.read_summaries(folder)
-    content = counterfactual.recorded_table(stored) if stored else EMPTY
+    stored = experiments.read_runs(f'{folder}/results/recorded')
+    content = counterfactual.recorded_table([*stored.values()]) if stored else EMPTY
     text = between(text, 'results of recorded', content)
   return text
 
@@ -116,10 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   module = load(flags.folder)
   if flags.runs:
     counterfactual.store_summaries(module, flags.folder, flags.runs)
-  path, results = (
-    pathlib.Path(flags.folder, 'README.md'),
-    read_page(module, flags.folder),
-  )
+  results = read_page(module, flags.folder)
+  path = pathlib.Path(flags.folder, 'README.md')
   before = path.read_text(encoding='utf-8')
   text = page(before, module, results, flags.folder)
   if flags.check:

@@ -20,7 +20,6 @@ are left out.
 """
 
 import functools
-import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +44,8 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import inputs, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_and_error
-from bapo_jax.types import CUTS, SOURCES, Batch, Bounds, Tree
-from lab import experiments, neutral_record
+from bapo_jax.types import CUTS, SOURCES, Bounds, Tree
+from lab import experiments, neutral_record, rule_curves
 from lab.experiments import Knobs
 
 COLUMNS = {  # key of `summary` -> heading
@@ -122,36 +121,21 @@ def read(path: str | os.PathLike[str]) -> Recorded:
   """
   path = pathlib.Path(path)
   if path.is_file():
-    groups, step, where = neutral_record.read(path), 0, str(path)
+    step = 0
+    groups = neutral_record.read(path)
     longest = max(len(r['ids']) for group in groups for r in group['responses'])
     changed = {'sampler.max_new_tokens': max(longest, 1)}
     config = config_lib.parse(config_lib.merged(Config().model_dump(), changed))
   else:
     config = config_lib.from_json(read_config(str(path)))
-    newest = step_record.newest(str(path))
-    if newest is None:
+    step = step_record.newest(str(path))
+    if step is None:
       raise ValueError(f'{path} has no recorded step; wait for its first checkpoint')
-    step, where = newest, f'{path}, step {newest}'
     groups = step_record.read(str(path), step)
-  responses = [(group, response) for group in groups for response in group['responses']]
-  # A row has log-probabilities of the learner only if it had an advantage.
-  rows = [
-    (i, group, response)
-    for i, (group, response) in enumerate(responses)
-    if response['learner_logp'] and response['taught']
-  ]
+  rows = rule_curves.computed(groups)
   if not rows:
-    raise ValueError(f'{where}: no recorded response has an advantage')
-  length_B = np.asarray([len(response['sampler_logp']) for _, _, response in rows])
-  filled_BT = np.arange(length_B.max()) < length_B[:, None]
-
-  def padded(name: str, otherwise: float = 0.0) -> np.ndarray:
-    full_BT = np.zeros(filled_BT.shape, np.float32)
-    values = [r.get(name, [otherwise] * len(r['pieces'])) for _, _, r in rows]
-    full_BT[filled_BT] = np.concatenate(values)
-    return full_BT
-
-  recorded_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
+    raise ValueError(f'{path}: no recorded response has an advantage')
+  has_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
   return Recorded(
     config,
     step,
@@ -159,11 +143,11 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     np.asarray([i for i, _, _ in rows]),
     np.asarray([SOURCES.index(group['source']) for _, group, _ in rows]),
     np.asarray([r.get('update', g.get('update')) or 0 for _, g, r in rows]),
-    padded('sampler_logp'),
-    padded('learner_logp'),
-    padded('mask', 1) > 0,
+    rule_curves.padded([response['sampler_logp'] for _, _, response in rows]),
+    rule_curves.padded([response['learner_logp'] for _, _, response in rows]),
+    rule_curves.padded([r.get('mask', [1] * len(r['pieces'])) for _, _, r in rows]) > 0,
     [response['pieces'] for _, _, response in rows],
-    [(g['prompt_ids'], r['ids']) for _, g, r in rows] if recorded_ids else None,
+    [(g['prompt_ids'], r['ids']) for _, g, r in rows] if has_ids else None,
   )
 
 
@@ -187,57 +171,35 @@ def staler(recorded: Recorded, times: float) -> Recorded:
 
 def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
-  of_source = [getattr(config.batch.weights, source) for source in SOURCES]
-  bounds, *arrays = _program(config)(
-    recorded.logp_BT,
-    recorded.behavior_logp_BT,
-    recorded.loss_mask_BT,
-    recorded.reward_PG,
-    recorded.row_B,
-    recorded.source_B,
-    jnp.asarray(of_source, jnp.float32),
+  others: dict[str, Any] = dict.fromkeys(('config', 'step', 'pieces', 'ids'))
+  arrays = recorded._replace(**others)
+  bounds, *weights = _apply(config, arrays)
+  return Applied(bounds, *map(np.asarray, weights))
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def _apply(config: Config, rows: Any) -> tuple[Any, ...]:
+  """Applies the rules to the arrays of a Recorded."""
+  weight_S = jnp.asarray([getattr(config.batch.weights, x) for x in SOURCES])
+  adv_B = config.advantage(rows.reward_PG).reshape(-1)[rows.row_B]
+  adv_B *= weight_S[rows.source_B]
+  mask_BT = rows.loss_mask_BT
+  old_BT = rows.behavior_logp_BT
+  batch = rule_curves.batch_of(mask_BT, old_BT, old_BT, adv_B, rows.source_B)
+  scale_B = loss.row_scale(
+    mask_BT, config.loss.aggregate, config.sampler.max_new_tokens
   )
-  return Applied(bounds, *map(np.asarray, arrays))
-
-
-@functools.cache
-def _program(config: Config) -> Callable[..., tuple[Any, ...]]:
-  """Returns the compiled rules of a config: a notebook applies them many times."""
-  longest = config.sampler.max_new_tokens
-
-  @jax.jit
-  def run(
-    logp_BT: Array,
-    old_BT: Array,
-    mask_BT: Array,
-    reward_PG: Array,
-    row_B: Array,
-    source_B: Array,
-    weight_S: Array,
-  ) -> tuple[Any, ...]:
-    batch = Batch(
-      tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
-      loss_mask_BT=mask_BT,
-      behavior_logp_BT=old_BT,
-      prox_BT=old_BT,
-      adv_B=config.advantage(reward_PG).reshape(-1)[row_B] * weight_S[source_B],
-      source_B=source_B,
-      on_policy_BT=mask_BT,
-    )
-    scale_B = loss.row_scale(mask_BT, config.loss.aggregate, longest)
-    rules = config.loss, config.clip, config.mask
-    find = loss.finder(rules, logp_BT, batch, scale_B)
-    _, bounds = config.loss(logp_BT, batch, find)
-    start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
-    start_BT, weight_BT = (
-      loss.weights(config.loss, logp_BT, batch, b) * scale_B[:, None]
-      for b in (start, bounds)
-    )
-    cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
-    ratio_BT = loss.ratio(logp_BT, batch)
-    return bounds, ratio_BT, batch.adv_B, weight_BT, cut_BT, start_BT
-
-  return run
+  rules = config.loss, config.clip, config.mask
+  _, bounds = config.loss(
+    rows.logp_BT, batch, loss.finder(rules, rows.logp_BT, batch, scale_B)
+  )
+  start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
+  start_BT, weight_BT = (
+    loss.weights(config.loss, rows.logp_BT, batch, b) * scale_B[:, None]
+    for b in (start, bounds)
+  )
+  cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
+  return bounds, loss.ratio(rows.logp_BT, batch), adv_B, weight_BT, cut_BT, start_BT
 
 
 def searches(recorded: Recorded, config: Config) -> list[Search]:
@@ -245,33 +207,34 @@ def searches(recorded: Recorded, config: Config) -> list[Search]:
 
   The minibatch of an update had more rows if not all of its groups were recorded.
   """
-  found = []
-  for update in np.unique(recorded.update_B).tolist():
-    rows = only(recorded, np.flatnonzero(recorded.update_B == update))
-    applied = apply(rows, config)
-    low, high = (float(bound.mean()) for bound in applied.bounds[:2])
-    found.append(
-      Search(
-        update,
-        len(rows.row_B),
-        int(rows.loss_mask_BT.sum()),
-        _share(applied.start_BT),
-        _share(applied.weight_BT),
-        low,
-        high,
-        _stopped(config.clip, (low, high)),
-      )
-    )
-  return found
+  return [
+    _search(update, only(recorded, np.flatnonzero(recorded.update_B == update)), config)
+    for update in np.unique(recorded.update_B).tolist()
+  ]
+
+
+def _search(update: int, rows: Recorded, config: Config) -> Search:
+  applied = apply(rows, config)
+  low, high = (float(bound.mean()) for bound in applied.bounds[:2])
+  return Search(
+    update,
+    len(rows.row_B),
+    int(rows.loss_mask_BT.sum()),
+    _share(applied.start_BT),
+    _share(applied.weight_BT),
+    low,
+    high,
+    _stopped(config.clip, (low, high)),
+  )
 
 
 def only(recorded: Recorded, index_N: np.ndarray) -> Recorded:
   """Returns some of the rows; rewards of their groups stay whole."""
   of_rows = (name for name in Recorded._fields if name.endswith(('_B', '_BT')))
   kept = {name: getattr(recorded, name)[index_N] for name in of_rows}
-  kept['pieces'] = [recorded.pieces[i] for i in index_N]
-  if recorded.ids is not None:
-    kept['ids'] = [recorded.ids[i] for i in index_N]
+  for name in ('pieces', 'ids'):
+    if values := getattr(recorded, name):
+      kept[name] = [values[i] for i in index_N]
   return recorded._replace(**kept)
 
 
@@ -315,8 +278,7 @@ def moved_by(recorded: Recorded, one: Applied, other: Applied) -> Iterator[Token
   """Yields the tokens that `one` moves and `other` cuts, by decreasing |log-ratio|."""
   freed_BT = (other.cut_BT > 0) & (one.weight_BT != 0)
   distance_BT = np.abs(recorded.logp_BT - recorded.behavior_logp_BT)
-  places = sorted(np.argwhere(freed_BT).tolist(), key=lambda bt: -distance_BT[*bt])
-  for b, t in places:
+  for b, t in sorted(np.argwhere(freed_BT).tolist(), key=lambda bt: -distance_BT[*bt]):
     pieces = recorded.pieces[b]
     yield Token(
       ''.join(pieces[:t]),
@@ -363,11 +325,10 @@ def _functions_of(recorded: Recorded, spec: ModelSpec) -> tuple[Callable, Callab
     )
     return logp_BT, (entropy_BT * mask_BT).sum() / mask_BT.sum()
 
-  @jax.jit
-  def direction(params: Tree, weight_BT: Array) -> Tree:
-    return jax.grad(lambda p: (weight_BT * stats(p)[0]).sum())(params)
+  def objective(params: Tree, weight_BT: Array) -> Array:
+    return (weight_BT * stats(params)[0]).sum()
 
-  return stats, direction
+  return stats, jax.jit(jax.grad(objective))
 
 
 def rescored(recorded: Recorded, model: tuple[ModelSpec, Tree]) -> Recorded:
@@ -398,8 +359,7 @@ def cosines(
   spec, params = model
   _, direction = _functions_of(recorded, spec)
   rows = [
-    ravel_pytree(direction(params, jnp.asarray(rule.weight_BT)))[0]
-    for rule in applied.values()
+    ravel_pytree(direction(params, rule.weight_BT))[0] for rule in applied.values()
   ]
   gradient_NW = np.asarray(jnp.stack(rows), np.float64)
   gradient_NW /= np.linalg.norm(gradient_NW, axis=1, keepdims=True)
@@ -431,18 +391,14 @@ def entropy_changes(
   """
   spec, start = model
   stats, direction = _functions_of(recorded, spec)
-
-  @jax.jit
-  def entropy(params: Tree) -> tuple[Array, Tree]:
-    return jax.value_and_grad(lambda p: stats(p)[1])(params)
-
+  entropy = jax.jit(jax.value_and_grad(lambda params: stats(params)[1]))
   before, slope = entropy(start)
-  change, rate = {}, None
-  for name, rule in applied.items():
-    gradient = direction(start, jnp.asarray(rule.weight_BT))
-    if rate is None:
-      rate = step * float(optax.tree.norm(start) / optax.tree.norm(gradient))
-    moved = jax.tree.map(lambda x, g, rate=rate: x + rate * g, start, gradient)
+  gradients = {n: direction(start, rule.weight_BT) for n, rule in applied.items()}
+  first = next(iter(gradients.values()))
+  rate = step * float(optax.tree.norm(start) / optax.tree.norm(first))
+  change = {}
+  for name, gradient in gradients.items():
+    moved = jax.tree.map(lambda x, g: x + rate * g, start, gradient)
     measured = float(entropy(moved)[0]) - float(before)
     predicted = rate * float(jnp.asarray(optax.tree.vdot(slope, gradient)))
     change[name] = predicted, measured
@@ -458,20 +414,16 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
   Returns:
     the number of tokens, and the share inside all bounds of the search; a `summary` for
     each arm, and for each factor of the log-ratios under the rules of the run; and the
-    number of recorded updates by the point where the search stopped (all 0 unless the
-    clip rule is `balanced`).
+    number of recorded updates by the point where the search stopped (all 0 if the clip
+    rule has no search).
 
   Raises:
     ValueError: no step is recorded.
   """
   recorded = read(workdir)
-  counts = dict.fromkeys(ENDS, 0)
-  clip = recorded.config.clip
-  if clip.rule == 'balanced':
-    groups = step_record.read(workdir, recorded.step)
-    bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
-    for pair in bounds.values():
-      counts[_stopped(clip, pair)] += 1
+  groups = step_record.read(workdir, recorded.step)
+  bounds = {g['update']: (g['low'], g['high']) for g in groups if g['update']}
+  stopped = [_stopped(recorded.config.clip, pair) for pair in bounds.values()]
 
   def numbers(name: str, rows: Recorded) -> dict[str, float]:
     row = summary(rows, apply(rows, config_of(rows, arms[name])))
@@ -482,7 +434,7 @@ def summarise(workdir: str, arms: Mapping[str, Knobs], arm: str) -> dict[str, An
     'inside': numbers(arm, recorded)['inside'],
     'arms': {name: numbers(name, recorded) for name in arms},
     'staler': {str(times): numbers(arm, staler(recorded, times)) for times in STALER},
-    'searches': counts,
+    'searches': {end: stopped.count(end) for end in ENDS},
   }
 
 
@@ -494,33 +446,34 @@ def recorded_table(stored: Sequence[Mapping[str, Any]]) -> str:
   mean, error = mean_and_error([run['inside'] for run in stored])
   tokens = sum(run['tokens'] for run in stored)
   low, high = INSIDE
-  inside = (
+  text = (
     f'{len(stored)} recorded steps, {tokens} tokens with an advantage: '
     f'{mean:.1%} ± {error:.1%} of them have a ratio between {low} and {high}.'
   )
-  count = {at: sum(run['searches'][at] for run in stored) for at in ENDS}
+  count = {end: sum(run['searches'][end] for run in stored) for end in ENDS}
   if total := sum(count.values()):
-    inside += (
+    text += (
       f' Of their {total} recorded updates {count["start"]} have the bounds of the '
       f'start, {count["ends"]} those of both ends, {count["between"]} others.'
     )
-  texts = [inside]
-  for part, corner, columns in (
-    ('arms', 'rules of', COLUMNS),
-    ('staler', 'log-ratios times', COLUMNS | {'inside': 'inside'}),
-  ):
-    rows = [[name] for name in stored[0][part]]
-    for row, column in itertools.product(rows, columns):
-      mean, error = mean_and_error([run[part][row[0]][column] for run in stored])
+  arms = _means([run['arms'] for run in stored], 'rules of', COLUMNS)
+  columns = COLUMNS | {'inside': 'inside'}
+  staler = _means([run['staler'] for run in stored], 'log-ratios times', columns)
+  return f'{text}\n\n{arms}\n\n{staler}'
+
+
+def _means(
+  runs: Sequence[Mapping[str, Any]], corner: str, columns: Mapping[str, str]
+) -> str:
+  rows = []
+  for name in runs[0]:
+    row = [name]
+    for column in columns:
+      mean, error = mean_and_error([run[name][column] for run in runs])
       row.append(f'{mean:.3f} ± {error:.3f}')
-    header = [corner, *columns.values()]
-    texts.append(markdown.table(rows, header, 'l' + 'r' * len(columns)))
-  return '\n\n'.join(texts)
-
-
-def read_summaries(folder: str) -> list[dict[str, Any]]:
-  """Returns the stored summaries, ordered by run name."""
-  return [*experiments.read_runs(f'{folder}/results/recorded').values()]
+    rows.append(row)
+  header = [corner, *columns.values()]
+  return markdown.table(rows, header, 'l' + 'r' * len(columns))
 
 
 def store_summaries(module: Any, folder: str, runs: str) -> None:

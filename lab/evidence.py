@@ -155,8 +155,8 @@ def difference_table(
   """
   if not pairs:
     return ''
-  header = [f'difference in {OUTCOMES[outcome][0]}', 'mean', '95 % interval']
-  header.append('seeds above 0')
+  heading = f'difference in {OUTCOMES[outcome][0]}'
+  header = [heading, 'mean', '95 % interval', 'seeds above 0']
   rows = []
   for text, difference_S in pairs.items():
     low, high = t_interval(difference_S)
@@ -220,7 +220,7 @@ def judge(
   claim: Claim,
   results: Mapping[str, Result],
   seeds: Sequence[int],
-  checked: Mapping[str, bool] | None = None,
+  checked: Mapping[str, bool] = {},
 ) -> tuple[str, list[list[str]]]:
   """Returns the verdict on a claim, and (effect, p, seeds) of each part as text.
 
@@ -241,18 +241,17 @@ def judge(
     p = sign_flip(difference_S)
     low, high = t_interval(difference_S)
     agreeing = int((part.sign * difference_S > 0).sum())
-    verdict = NOT_SEEN
     if tested and p < SIGNIFICANT:
-      verdict = SEEN if part.sign * difference_S.mean() > 0 else OPPOSITE
-    elif not tested and agreeing == len(seeds):
-      verdict = SUGGESTED
-    verdicts_of.add(verdict)
+      verdicts_of.add(SEEN if part.sign * difference_S.mean() > 0 else OPPOSITE)
+    else:
+      alike = not tested and agreeing == len(seeds)
+      verdicts_of.add(SUGGESTED if alike else NOT_SEEN)
     effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
     shown = relation(p).removeprefix('= ') if tested and claim.measurable else ''
     effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
   if not claim.measurable:
     return NOT_MEASURABLE, effects
-  if not all((checked or {})[name] for name in claim.checks):
+  if not all(checked[name] for name in claim.checks):
     return PREMISE_ABSENT, effects
   if OPPOSITE in verdicts_of:
     return OPPOSITE, effects
@@ -299,6 +298,14 @@ def verdicts(module: Any, results: Mapping[str, Mapping[str, Result]]) -> str:
       rows.append([*first, *part, *effect, link])
       first = ['', '']
       link = ''
-  header = ['claim', 'verdict', 'comparison', 'in the paper', 'here', 'p']
-  header += ['seeds as claimed', 'experiment']
+  header = (
+    'claim',
+    'verdict',
+    'comparison',
+    'in the paper',
+    'here',
+    'p',
+    'seeds as claimed',
+    'experiment',
+  )
   return '\n\n'.join(filter(None, [table, markdown.table(rows, header, 'lllllrrl')]))

@@ -36,14 +36,14 @@ Knobs = Mapping[str, Any]  # dotted name -> value
 Result = Mapping[str, Any]  # as returned by `outcome`
 
 # Metrics whose value after every step is part of a result.
-STEP_METRICS = (
-  'rollout/accuracy', 'rollout/length_right', 'rollout/length_wrong',
-  'rollout/truncated', 'rollout/responses', 'batch/learnable', 'batch/filled',
-  'batch/reevaluated', 'batch/reused', 'clip/share_start', 'clip/share', 'clip/low',
-  'clip/high', 'clip/moved', 'clip/target_met', 'clip/no_evidence', 'clip/fraction',
-  'loss/entropy', 'loss/ratio_max', 'learner/grad_norm', 'learner/skipped',
-  'learner/updates',
-)  # fmt: skip
+METRICS = """
+  rollout/accuracy rollout/length_right rollout/length_wrong rollout/truncated
+  rollout/responses batch/learnable batch/filled batch/reevaluated batch/reused
+  clip/share_start clip/share clip/low clip/high clip/moved clip/target_met
+  clip/no_evidence clip/fraction loss/entropy loss/ratio_max learner/grad_norm
+  learner/skipped learner/updates
+"""
+STEP_METRICS = METRICS.split()
 DETAILS = ('right', 'steps', 'versions')  # fields of a result in details.zip
 WAY_OUT = 'remove the file and run the experiment again'
 
@@ -211,15 +211,15 @@ def pack(results: str) -> None:
 
   The lines are ordered by run name, so that equal results give equal files.
   """
-  lines = []
-  details = []
+  lines = ''
+  details = ''
   for name, result in sorted(read_runs(results).items()):
     long = {field: x for field, x in result.items() if field in DETAILS}
     short = {field: x for field, x in result.items() if field not in DETAILS}
-    lines.append(_line({'run': name} | short))
-    details.append(_line({'run': name} | long))
+    lines += _line({'run': name} | short)
+    details += _line({'run': name} | long)
   path = pathlib.Path(results)
-  texts = _unzip(path.parent) | {f'{path.name}.jsonl': ''.join(details)}
+  texts = _unzip(path.parent) | {f'{path.name}.jsonl': details}
   buffer = io.BytesIO()
   with zipfile.ZipFile(buffer, 'w') as archive:
     for name, text in sorted(texts.items()):
@@ -227,7 +227,7 @@ def pack(results: str) -> None:
       archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_LZMA)
   # The lines need the archive, and the runs' files are removed when both are complete.
   files.write(path.parent / 'details.zip', buffer.getvalue())
-  files.write(f'{results}.jsonl', ''.join(lines))
+  files.write(f'{results}.jsonl', lines)
   for file in path.glob('*.json'):
     file.unlink()
   with contextlib.suppress(OSError):  # without the folder, or with other files in it

@@ -10,9 +10,10 @@
 2. `page` puts these, the recorded batch, the table of a rule of yours (own_table.py)
    and the files of explorer_page/ into one file.
 
-The page shows the rules whose formulas are in explorer_page/rules.js. It names the
-knobs of a rule by part, rule and knob, `clip.fixed.high`, because two rules may have a
-knob of the same name.
+The page shows the rules whose formulas are in explorer_page/rules.js; what it says
+about them is in explorer_page/formulas.html, and about a rule of yours in its
+docstring. It names the knobs of a rule by part, rule and knob, `clip.fixed.high`,
+because two rules may have a knob of the same name.
 """
 
 import argparse
@@ -48,6 +49,7 @@ PARTS: dict[str, type[Part]] = {'loss': LossRule, 'clip': ClipRule, 'mask': Mask
 # more position at the end. `loss.cap` is for all rules without an entry of their own,
 # and `_slider` gives the sliders of other knobs.
 SLIDERS = {
+  'loss.kl': (0.0, 1.0, 0.01),
   'loss.clipped.limit': (0.1, 3.0, 0.1),
   'loss.cap': (0.1, 5.0, 0.1),
   'loss.positive': (0.1, 6.0, 0.1),
@@ -76,13 +78,8 @@ SLIDERS = {
   'mask.limit': (0.01, 1.0, 0.01),
   'mask.m2po.limit': (0.002, 0.2, 0.002),
 }
-# The penalty is no part of a rule; the batch of the page has rows of one source.
-LEFT_OUT = {
-  'loss.kl',
-  'loss.kl_direction',
-  'clip.balanced.sources',
-  'clip.balanced.reused_high',
-}
+# The batch of the page has rows of one source.
+LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high'}
 RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
 LIMITS = ('least', 'most', 'above', 'below', 'infinite', 'rising')  # that the page uses
 
@@ -182,17 +179,6 @@ def _choices(section: type[Part], name: str) -> tuple[str, ...]:
   return typing.get_args(section.model_fields[name].annotation)
 
 
-def rules() -> dict[str, dict[str, dict[str, str]]]:
-  """Returns part -> rule -> docstring and what it does with the clip bounds."""
-  return {
-    part: {
-      name: {'about': own_table.about(kind), 'bounds': getattr(kind, 'bounds', '')}
-      for name, kind in base.rules.names.items()
-    }
-    for part, base in PARTS.items()
-  }
-
-
 def recorded_of(path: pathlib.Path) -> dict[str, Any]:
   """Returns the tokens of a recorded batch, row by row."""
   logp_BT, batch = rule_curves.recorded(path)
@@ -220,7 +206,9 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'knobs': knobs_of(),
     'sentences': sentences,
     'refused': {key: sentences.index(text) for key, text in refused.items()},
-    'rules': rules(),
+    'bounds': {
+      name: getattr(kind, 'bounds', '') for name, kind in LossRule.rules.names.items()
+    },
     'recipe': clip.Recipe.settings._asdict(),
     'tolerance': clip.TOLERANCE,
     'methods': methods(),

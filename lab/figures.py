@@ -6,11 +6,12 @@ levels of a factor differ in the line style.
 """
 
 import itertools
-import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import stats
 
 from lab import plots
 from lab.evidence import Drawn, differences_of, relation
@@ -19,6 +20,7 @@ from lab.outcomes import (
   FEWEST,
   OUTCOMES,
   Cell,
+  by_seed,
   cells,
   finite_pairs,
   sign_flip,
@@ -40,50 +42,49 @@ PANELS = (
 DPI = 90
 POINTS = 41  # of a curve
 PROMISED = (0.40, 0.33, 0.25)  # positive shares of the levels of imbalance
-BLACK = '#000000'  # the method of a page
-COLOURS = {
-  'balanced': BLACK,
-  'adapted': BLACK,
-  'grpo': '#D55E00',
-  'clip_higher': '#E69F00',
-  'start': '#56B4E9',
-  'own_mean': '#009E73',
-  'widest': '#CC79A7',
-  'recipe': '#0072B2',
-  'recipe_mean': '#6CC26C',
-  'both': '#0072B2',
-  'grpo_slow': '#8C564B',
-  'high': '#8C564B',
-  'low': '#7F7F7F',
-  # Rules of the bench and of the microscope.
-  'balanced_50': '#7F7F7F',
-  'dual_clip': '#0072B2',
-  'gspo': '#9467BD',
-  'dcpo': '#2CA02C',
-  'decoupled': '#556B2F',
-  'unclipped': '#17BECF',
-  'opsm': '#E377C2',
-  'm2po': '#BCBD22',
-  'icepop': '#1F77B4',
-  'kpop': '#8FB7DE',
-  'dppo_tv': '#8C564B',
-  'dppo_kl': '#C49C94',
-  'reinforce': '#6CC26C',
-  'tis': '#2F4B7C',
-  'cispo': '#FF7F7F',
-  'sapo': '#A05195',
-  'vespo': '#00A087',
-  'aspo': '#B15928',
-  'fipo': '#6A8F00',
-  # Batch rules.
-  'dapo': '#8C564B',
-  'dapo_more': '#C49C94',
-  'replay': '#7F7F7F',
-  'without_x2': '#BCBD22',
-  'without_x3': '#17BECF',
-  'grpo_fresh': '#9467BD',
-  'grpo_epochs': '#2CA02C',
-}
+# Arms: black is the method of a page.
+COLOUR_TABLE = """
+  balanced #000000
+  adapted #000000
+  grpo #D55E00
+  clip_higher #E69F00
+  start #56B4E9
+  own_mean #009E73
+  widest #CC79A7
+  recipe #0072B2
+  recipe_mean #6CC26C
+  both #0072B2
+  grpo_slow #8C564B
+  high #8C564B
+  low #7F7F7F
+  balanced_50 #7F7F7F
+  dual_clip #0072B2
+  gspo #9467BD
+  dcpo #2CA02C
+  decoupled #556B2F
+  unclipped #17BECF
+  opsm #E377C2
+  m2po #BCBD22
+  icepop #1F77B4
+  kpop #8FB7DE
+  dppo_tv #8C564B
+  dppo_kl #C49C94
+  reinforce #6CC26C
+  tis #2F4B7C
+  cispo #FF7F7F
+  sapo #A05195
+  vespo #00A087
+  aspo #B15928
+  fipo #6A8F00
+  dapo #8C564B
+  dapo_more #C49C94
+  replay #7F7F7F
+  without_x2 #BCBD22
+  without_x3 #17BECF
+  grpo_fresh #9467BD
+  grpo_epochs #2CA02C
+"""
+COLOURS = dict(re.findall(r'(\w+) (#\w+)', COLOUR_TABLE))
 STYLES = ('-', '--', ':', '-.')
 
 
@@ -91,11 +92,10 @@ def write(
   module: Any, results: Mapping[str, Mapping[str, Result]], folder: str
 ) -> None:
   """Draws the figures of all experiments with results as PNG files; see claims.page."""
-  os.makedirs(os.path.join(folder, 'figures'), exist_ok=True)
   for name, shown in module.SHOWN.items():
     for title, drawn in shown.figures.items() if results[name] else ():
       figure = DRAWN[drawn.kind](results[name], drawn)
-      plots.save(figure, os.path.join(folder, 'figures', f'{title}.png'), DPI)
+      plots.save(figure, f'{folder}/figures/{title}.png', DPI)
 
 
 def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
@@ -113,13 +113,13 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws the accuracy over the responses: a panel per level, a line per arm."""
-  ordered = _ordered(results, drawn)
-  levels_of = list(dict.fromkeys(cell[1] for cell in ordered))
-  axes = _axes(1, len(levels_of), (5 * len(levels_of), 4))
-  for level, ax in zip(levels_of, axes, strict=True):
-    of_level = {cell: runs for cell, runs in ordered.items() if cell[1] == level}
+  by_level: dict[str, dict[Cell, list[Result]]] = {}
+  for cell, runs in _ordered(results, drawn).items():
+    by_level.setdefault(cell[1], {})[cell] = runs
+  axes = _axes(1, len(by_level), (5 * len(by_level), 4))
+  for (level, grouped), ax in zip(by_level.items(), axes, strict=True):
     title = f'Accuracy on held-out problems, {level}'
-    _draw_cells(ax, of_level, 'evaluations', title)
+    _draw_cells(ax, grouped, 'evaluations', title)
     ax.set(ylim=(0, 1))
   return _with_legend(axes[0])
 
@@ -128,16 +128,22 @@ def _with_legend(ax: Any) -> 'Figure':
   """Adds the legend of one panel beside all panels; returns their figure."""
   handles, labels = ax.get_legend_handles_labels()
   if labels:
-    style = {'fontsize': 9, 'frameon': False, 'handlelength': 3}
-    ax.figure.legend(handles, labels, loc='outside right upper', **style)
+    where = 'outside right upper'
+    ax.figure.legend(
+      handles, labels, loc=where, fontsize=9, frameon=False, handlelength=3
+    )
   return ax.figure
 
 
 def _ordered(results: Mapping[str, Result], drawn: Drawn) -> dict[Cell, list[Result]]:
   """Returns cell -> results by seed of the drawn arms, in the order of these arms."""
-  grouped = cells(results)
-  order = [cell for arm in drawn.arms for cell in grouped if cell[0] == arm]
-  return {cell: list(grouped[cell].values()) for cell in order}
+  grouped = cells(results).items()
+  return {
+    cell: [*runs.values()]
+    for arm in drawn.arms
+    for cell, runs in grouped
+    if cell[0] == arm
+  }
 
 
 def _draw_cells(
@@ -158,7 +164,7 @@ def _draw_cells(
       low_N, middle_N, high_N = np.quantile(y_SN, (0.25, 0.5, 0.75), axis=0)
     else:
       middle_N = y_SN.mean(0)
-      error_N = y_SN.std(0, ddof=1) / len(y_SN) ** 0.5 if len(y_SN) > 1 else 0.0
+      error_N = stats.sem(y_SN) if len(y_SN) > 1 else 0.0
       low_N = middle_N - error_N
       high_N = middle_N + error_N
     colour = COLOURS.get(cell[0], GREY)
@@ -179,14 +185,13 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     other = name.removeprefix(f'{arm} minus ').split(' at ')[0]
     row_S = np.full(len(difference_S), row)
     ax.plot(difference_S, row_S, 'o', ms=4, alpha=0.5, color=COLOURS.get(other, GREY))
-    low, high = t_interval(difference_S)
-    ax.plot([low, high], [row, row], color='black', lw=1.5)
-    ax.plot([difference_S.mean()], [row], 'D', color='black', ms=5)
+    ax.plot(t_interval(difference_S), [row, row], color='black', lw=1.5)
+    ax.plot(difference_S.mean(), row, 'D', color='black', ms=5)
     text = f'n = {len(difference_S)}'
     if len(difference_S) >= FEWEST:
       text = f'p {relation(sign_flip(difference_S))}, {text}'
-    at = {'transform': ax.get_yaxis_transform(), 'va': 'center', 'fontsize': 8}
-    ax.text(1.02, row, text, **at)
+    beside = ax.get_yaxis_transform()
+    ax.text(1.02, row, text, transform=beside, va='center', fontsize=8)
   ax.axvline(0, color=GREY, lw=0.8)
   ax.set_yticks(range(len(pairs)), [name.removeprefix(f'{arm} ') for name in pairs])
   ax.invert_yaxis()
@@ -197,19 +202,16 @@ def differences(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
 
 def slopes(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   """Draws an outcome against the level of a factor: seeds joined, the mean bold."""
-  grouped = cells(results)
-  levels_of = list(dict.fromkeys(cell[1] for cell in grouped))
+  levels_of = list(dict.fromkeys(level for _, level in cells(results)))
   (ax,) = _axes(1, 1, (7, 4))
-  compute = OUTCOMES[drawn.outcome][1]
   for arm in drawn.arms:
     colour = COLOURS.get(arm, GREY)
-    by_level = [grouped.get((arm, level), {}) for level in levels_of]
-    shared = sorted(set.intersection(*map(set, by_level)))
-    y_SL = np.asarray([[compute(by[seed]) for by in by_level] for seed in shared])
+    compared = [(arm, level) for level in levels_of]
+    y_SL = [*by_seed(results, compared, drawn.outcome).values()]
     for y_L in y_SL:
       ax.plot(levels_of, y_L, 'o-', color=colour, lw=0.7, ms=3, alpha=0.4)
-    if len(shared):
-      ax.plot(levels_of, y_SL.mean(0), color=colour, lw=2.5, label=arm)
+    if y_SL:
+      ax.plot(levels_of, np.mean(y_SL, 0), color=colour, lw=2.5, label=arm)
   plots.dress(ax, f'{OUTCOMES[drawn.outcome][0].capitalize()}, seeds joined')
   return _with_legend(ax)
 
@@ -233,8 +235,7 @@ def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndar
   Steps of runs of one arm may use different numbers of responses. The common range ends
   where the shortest run ends.
   """
-  points = [_points(result, metric) for result in results]
-  points = [(x, y) for x, y in points if len(x)]
+  points = [(x, y) for x, y in (_points(r, metric) for r in results) if len(x)]
   begin = max((x[0] for x, _ in points), default=0.0)
   end = min((x[-1] for x, _ in points), default=0.0)
   x_N = np.linspace(begin, end, POINTS)

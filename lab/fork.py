@@ -3,7 +3,6 @@ r"""Continues a run from one of its checkpoints under several rules, and compare
   python -m lab.fork runs/x --step=20 --steps=10 --arms=run --arms=clip.rule=fixed
   python -m lab.fork runs/x --step=20 --steps=10 --seeds=4 \
     --arms=run --arms='clip.rule=balanced,clip.target=0.3'
-  python -m lab.fork runs/x --bisect='loss/entropy < 0.1'
 
 1. An arm is named by its overrides, separated by commas; `run` is the run unchanged.
    A fork is a workdir with a copy of the checkpoint and the config of an arm.
@@ -14,15 +13,11 @@ r"""Continues a run from one of its checkpoints under several rules, and compare
    checkpoint on: run/comparison.py pairs every arm with the first one, over noise seeds
    if there are several, else over held-out problems. Ctrl-C stops after a step; the
    same command resumes.
-
-`--bisect` instead prints the first step at which a metric satisfies the inequality, and
-the last checkpoint before this step: the place to fork from.
 """
 
 import argparse
 import itertools
 import math
-import operator
 import os
 import re
 import shutil
@@ -31,9 +26,8 @@ from typing import NamedTuple
 
 from bapo_jax.run import comparison, experiment, look
 from bapo_jax.run.page import page
-from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import files
 from bapo_jax.runtime import workdir as workdirs
-from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.tools import compare
@@ -43,12 +37,22 @@ from bapo_jax.training.config import Config
 from lab import experiments
 
 RUN = 'run'  # the arm without overrides
-# Sections and knobs in which arms may differ. Prompts, sampling noise and the arrays of
-# the checkpoint depend on the others.
-FREE = ('advantage', 'clip', 'mask', 'loss', 'learner', 'batch.weights')
-FREE += ('rewards.shaping', 'optimizer.lr', 'optimizer.b1', 'optimizer.b2')
-FREE += ('optimizer.weight_decay', 'optimizer.max_norm')
-BOUND = re.compile(r'\s*([\w/]+)\s*([<>])\s*([-+.\deE]+)\s*')
+# Beginnings of the knobs in which arms may differ. Prompts, sampling noise and the
+# arrays of the checkpoint depend on the others.
+FREE = (
+  'advantage.',
+  'clip.',
+  'mask.',
+  'loss.',
+  'learner.',
+  'batch.weights.',
+  'rewards.shaping.',
+  'optimizer.lr',
+  'optimizer.b1',
+  'optimizer.b2',
+  'optimizer.weight_decay',
+  'optimizer.max_norm',
+)
 EXAMPLE = '--arms=run --arms=clip.rule=fixed'
 
 
@@ -93,19 +97,16 @@ def plan(
       f'--step={first}: {workdir} has no such checkpoint; give one of {saved or "none"}'
       ' (checkpoint.keep sets how many a run keeps)'
     )
-  if not 2 <= len(arms) <= len(look.LIGHT):
+  names = {re.sub(r'[^\w.=+-]+', '-', arm)[:80]: arm for arm in arms}
+  if not 2 <= len(names) <= len(look.LIGHT):
     raise ValueError(
-      f'--arms: {len(arms)} given; give 2 to {len(look.LIGHT)}, such as {EXAMPLE}'
+      f'--arms: {len(names)} different arms; give 2 to {len(look.LIGHT)}, such as '
+      f'{EXAMPLE}'
     )
-  if steps < 1 or seeds < 1:
-    raise ValueError(f'--steps={steps} and --seeds={seeds}: give 1 or more')
   to = to or os.path.join(workdir, 'forks', str(first))
   last = first + steps
-  names = [re.sub(r'[^\w.=+-]+', '-', arm)[:80] for arm in arms]
-  if len(set(names)) < len(names):
-    raise ValueError(f'--arms: two arms have the same name: {", ".join(arms)}')
   forks = []
-  for (arm, name), i in itertools.product(zip(arms, names, strict=True), range(seeds)):
+  for (name, arm), i in itertools.product(names.items(), range(seeds)):
     config = config_of(run, arm, {'seed': run.seed + i, 'steps': last})
     forks.append(Fork(os.path.join(to, name, f'seed{config.seed}'), config))
   if forks[0].config.code != run.code:
@@ -127,7 +128,7 @@ def config_of(run: Config, arm: str, knobs: experiments.Knobs) -> Config:
   parts = [] if arm == RUN else re.split(r',(?=\s*[\w.]+=)', arm)
   changes = config_lib.overrides([f'--config.{part.strip()}' for part in parts], values)
   for name in changes:
-    if not any(name == free or name.startswith(f'{free}.') for free in FREE):
+    if not name.startswith(FREE):
       raise ValueError(
         f'--arms={arm}: {name} cannot differ between forks, because prompts, sampling '
         f'noise or the arrays of the checkpoint depend on it; change {", ".join(FREE)}'
@@ -145,13 +146,14 @@ def copy(workdir: str, step: int, fork: Fork) -> None:
   shutil.rmtree(part, ignore_errors=True)
   os.makedirs(os.path.join(part, 'eval'))
   # The training resumes after `step`, and then removes the rows of later steps.
-  names = ['metrics.jsonl', *(f'eval/{n}.json' for n in {0, step})]
-  for name in ('warmstart', f'checkpoints/{step}', *names):
+  parts = ('warmstart', f'checkpoints/{step}', 'eval/0.json', f'eval/{step}.json')
+  for name in ('metrics.jsonl', *parts):
     path = os.path.join(workdir, name)
+    copied = os.path.join(part, name)
     if os.path.isdir(path):
-      shutil.copytree(path, os.path.join(part, name))
+      shutil.copytree(path, copied)
     elif os.path.exists(path):
-      shutil.copy(path, os.path.join(part, name))
+      shutil.copy(path, copied)
   files.write_json(os.path.join(part, 'config.json'), fork.config.model_dump())
   os.replace(part, fork.path)  # a kill leaves a complete fork or none
 
@@ -195,45 +197,14 @@ def write(plan: Plan) -> str:
   return '\n'.join(comparison.console(comparison.grouped(runs)))
 
 
-def bisect(workdir: str, bound: str) -> str:
-  """Returns a sentence on the first step whose metric satisfies an inequality.
-
-  Args:
-    bound: such as 'loss/entropy < 0.1'.
-
-  Raises:
-    ValueError: the inequality or its metric is unknown, or no step satisfies it.
-  """
-  match = BOUND.fullmatch(bound)
-  name, sign, limit = match.groups() if match else ('', '', '')
-  if name not in GLOSSARY:
-    raise ValueError(
-      f"--bisect={bound}: give a metric, < or >, and a number, such as 'loss/entropy < "
-      "0.1'; bapo_jax/runtime/glossary.py lists the metrics"
-    )
-  value = float(limit)
-  beyond = operator.lt if sign == '<' else operator.gt
-  rows = [row for row in metrics.read(workdir) if name in row]
-  broken = next((row for row in rows if beyond(row[name], value)), None)
-  if broken is None:
-    raise ValueError(f'--bisect={bound}: no step of {workdir}, {len(rows)} with {name}')
-  step = int(broken['step'])
-  before = [n for n in checkpoint_steps(workdir) if n < step]
-  text = f'{name} {sign} {value:g} first at step {step} ({broken[name]:.4g}); '
-  if not before:
-    return f'{text}no checkpoint before it is kept (checkpoint.keep, checkpoint.every)'
-  ask = f'--step={before[-1]} --steps={step - before[-1]}'
-  return f'{text}fork before it: python -m lab.fork {workdir} {ask} {EXAMPLE}'
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-  """Forks a run, or finds the step to fork at.
+  """Forks a run and compares the forks.
 
   Returns:
     0, or 128 + signal number after a signal.
 
   Raises:
-    ValueError: see `plan`, `train` and `bisect`.
+    ValueError: see `plan` and `train`.
   """
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('workdir', help='directory of a run')
@@ -241,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--steps', type=int, default=10, help='learner steps of a fork')
   parser.add_argument('--seeds', type=int, default=1, help='noise seeds per arm')
   parser.add_argument('--to', default='', help='directory of the forks')
-  parser.add_argument('--bisect', help="such as 'loss/entropy < 0.1'; trains nothing")
   parser.add_argument(
     '--arms',
     action='append',
@@ -249,9 +219,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     help=f'repeated: KNOB=VALUE,KNOB=VALUE or {RUN}; the first arm is the base',
   )
   args = parser.parse_args(argv)
-  if args.bisect is not None:
-    log(bisect(args.workdir, args.bisect))
-    return 0
   forks = plan(args.workdir, args.step, args.steps, args.arms, args.seeds, args.to)
   status = train(forks)
   if status:

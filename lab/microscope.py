@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from scipy import stats
 
 from bapo_jax.algorithms import advantage, clip, loss, masks
 from bapo_jax.learner import learner, optimizer
@@ -64,11 +65,6 @@ class Task(NamedTuple):
   right_N: Array  # the verdicts
   mask_NT: Array  # False for the prompt
   place_NT: Array  # number of the token after its prefix, below K; 0 for the prompt
-
-  @property
-  def responses(self) -> int:
-    """The number of responses per prompt."""
-    return SYMBOLS**POSITIONS
 
 
 class Rule(NamedTuple):
@@ -115,11 +111,11 @@ def enumerate_task() -> Task:
   prefix_NT = number_N[:, None] // (len(symbols) // sizes)
   place_NT = prompt_N[:, None] * sizes.sum() + np.cumsum(sizes) - sizes + prefix_NT
   return Task(
-    jnp.asarray(tokens_NT, jnp.int32),
-    jnp.asarray(prompt_N, jnp.int32),
+    jnp.int32(tokens_NT),
+    jnp.int32(prompt_N),
     jnp.asarray(right_N),
     jnp.asarray(mask_NT),
-    jnp.asarray(np.pad(place_NT, ((0, 0), (1, 0))), jnp.int32),
+    jnp.int32(np.pad(place_NT, ((0, 0), (1, 0)))),
   )
 
 
@@ -148,13 +144,11 @@ def slopes(params: Tree, task: Task) -> Array:
 
   @jax.jit
   def compute(flat_P: Array, tokens_KT: Array, column_K: Array) -> Array:
-    def one(token: tuple[Array, Array]) -> Array:
-      def logp(flat_P: Array) -> Array:
-        return logp_of(unflatten(flat_P), token[0][None])[0, token[1]]
+    def logp(flat_P: Array, tokens_T: Array, column: Array) -> Array:
+      return logp_of(unflatten(flat_P), tokens_T[None])[0, column]
 
-      return jax.grad(logp)(flat_P)
-
-    return jax.lax.map(one, (tokens_KT, column_K), batch_size=256)
+    slope = functools.partial(jax.grad(logp), flat_P)
+    return jax.lax.map(lambda x: slope(*x), (tokens_KT, column_K), batch_size=256)
 
   return compute(flat_P, task.tokens_NT[row_K], jnp.asarray(column_K + 1))
 
@@ -187,30 +181,6 @@ def true_gradient(slopes_KP: Array, logp_NT: Array, task: Task) -> Array:
   return gradient(slopes_KP, task, (seen_N * task.right_N)[:, None] / PROMPTS)
 
 
-def advantages(rule: AdvantageFunction) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the advantage [G] of a right and of a wrong response.
-
-  Entry k is for k right responses among the G - 1 others.
-  """
-  others = np.arange(GROUP)
-  right, wrong = [], []
-  for k in others:
-    reward = np.zeros((2, GROUP), np.float32)
-    reward[0, : k + 1] = 1  # the first response is right, and k others
-    reward[1, 1 : k + 1] = 1  # the first response is wrong
-    adv = np.asarray(rule(jnp.asarray(reward)))[:, 0]
-    right.append(adv[0])
-    wrong.append(adv[1])
-  return np.asarray(right), np.asarray(wrong)
-
-
-def binomial(rate_Q: np.ndarray, n: int = GROUP - 1) -> np.ndarray:
-  """Returns the probability [Q, n + 1] of k right responses among n."""
-  ways = np.asarray([math.comb(n, k) for k in range(n + 1)])
-  k, rate = np.arange(n + 1), np.asarray(rate_Q, np.float64)[:, None]
-  return ways * rate**k * (1 - rate) ** (n - k)
-
-
 def batch_of(task: Task, tables: Tables, index_B: Array, adv_B: Array) -> Batch:
   """Returns these responses as a minibatch with these advantages."""
   mask_BT = task.mask_NT[index_B]
@@ -240,65 +210,67 @@ def rates(task: Task, tables: Tables) -> np.ndarray:
   return np.where(task.right_N, seen_N, 0).reshape(PROMPTS, -1).sum(1)
 
 
-class Moments(NamedTuple):
-  """The update of one group of GROUP responses to a random prompt, over rules R."""
-
-  mean_RP: Array  # of any number of groups
-  square_R: np.ndarray  # mean of |update|^2
-
-
 def moments(
-  rules: Sequence[Rule],
-  task: Task,
-  tables: Tables,
-  slopes_KP: Array,
-  inner_NTT: Array | None = None,
-) -> Moments:
+  rules: Sequence[Rule], task: Task, tables: Tables, slopes_KP: Array
+) -> tuple[Array, np.ndarray]:
   """Returns the exact moments of the update of one group under each of the rules.
 
-  The weights of a token are those of an advantage of 1 or -1 times the size of the
-  advantage, as in every rule here. So an update is a sum over the right and the wrong
-  responses of a group, and of two responses only the verdicts matter beside the mean
-  update of a response with this verdict, `side`:
+  A group has GROUP responses to a random prompt.
 
-    E |g|^2 = (G E[a_i^2 |d_i|^2] + G (G - 1) E[a_i a_j d_i . d_j]) / G^2, i != j.
-
-  Args:
-    inner_NTT: `inner(task, slopes_KP)`, if it is known.
+  Returns:
+    The mean update [R, P], which is that of any number of groups, and the mean of
+    |update|^2 [R].
 
   Raises:
     ValueError: the bounds depend on the minibatch: use `sampled`.
   """
   if any(rule.whole_batch for rule in rules):
     raise ValueError('a rule reads the whole minibatch: use sampled()')
-  inner_NTT = inner(task, slopes_KP) if inner_NTT is None else inner_NTT
-  units = [_unit(rule, task, tables, inner_NTT) for rule in rules]
-  side_RVQP = _sides(jnp.stack([place_VK for place_VK, _ in units]), slopes_KP)
-  inner_RQVW = np.asarray(jnp.einsum('rvqp,rwqp->rqvw', side_RVQP, side_RVQP))
-  own_RVQ = np.asarray([own_VQ for _, own_VQ in units], np.float64)
+  inner_NTT = _inner(task, slopes_KP)
+  pairs = [_moments(rule, task, tables, slopes_KP, inner_NTT) for rule in rules]
+  mean_RP, square_R = zip(*pairs, strict=True)
+  return jnp.stack(mean_RP), np.asarray(square_R)
+
+
+def _moments(
+  rule: Rule, task: Task, tables: Tables, slopes_KP: Array, inner_NTT: Array
+) -> tuple[Array, float]:
+  """Returns the mean update [P] and the mean of |update|^2.
+
+  The weights of a token are those of an advantage of 1 or -1 times the size of the
+  advantage, as in every rule here. With n_v responses of verdict v and advantages of
+  size a_v, the update is sum_v a_v sum_i d_i / G. Of responses with equal verdicts, d_i
+  are independent and have the mean `side`, so
+
+    E |sum_i d_i|^2 = n_v (E |d|^2 - |side|^2) + n_v^2 |side|^2.
+  """
   rate_Q = rates(task, tables)
-  others_QG, pairs_QG = binomial(rate_Q), binomial(rate_Q, GROUP - 2)
-  size_RVG = np.asarray([advantages(rule.advantage) for rule in rules])
-  size_RVG *= np.asarray([1, -1])[:, None]  # right, wrong
-  mean_RVQ = np.einsum('qg,rvg->rvq', others_QG, size_RVG)
-  square_RVQ = np.einsum('qg,rvg->rvq', others_QG, size_RVG**2)
-  total_R = GROUP * (square_RVQ * own_RVQ).sum((1, 2))
-  for v, w in itertools.product((0, 1), (0, 1)):
-    # A right response (0) is one more among the others of its partner.
-    first_RG = size_RVG[:, v, 1 - w :][:, : GROUP - 1]
-    second_RG = size_RVG[:, w, 1 - v :][:, : GROUP - 1]
-    both_RQ = np.einsum('qg,rg->rq', pairs_QG, first_RG * second_RG)
-    total_R += GROUP * (GROUP - 1) * (both_RQ * inner_RQVW[:, :, v, w]).sum(1)
-  mean_RVQ = jnp.asarray(mean_RVQ / PROMPTS, slopes_KP.dtype)
-  mean_RP = jnp.einsum('rvq,rvqp->rp', mean_RVQ, side_RVQP)
-  return Moments(mean_RP, total_R / GROUP**2 / PROMPTS)
+  right_K = np.arange(GROUP + 1)  # right responses of a group
+  chance_QK = stats.binom.pmf(right_K, GROUP, rate_Q[:, None])
+  reward_KG = jnp.float32(right_K[:, None] > np.arange(GROUP))
+  adv_KG = np.asarray(rule.advantage(reward_KG))
+  number_VK = np.stack([right_K, GROUP - right_K])
+  size_VK = np.stack([adv_KG[:, 0], -adv_KG[:, -1]])  # without effect if n_v is 0
+  total_VK = number_VK * size_VK
+
+  share_VQ = np.stack([rate_Q, 1 - rate_Q])
+  side_VQP, square_VQ = _sides(rule, task, tables, slopes_KP, inner_NTT)
+  side_VQP /= share_VQ[..., None]
+  square_VQ = np.asarray(square_VQ, np.float64) / share_VQ
+  inner_QVW = np.asarray(jnp.einsum('vqp,wqp->qvw', side_VQP, side_VQP), np.float64)
+  spread_VQ = square_VQ - np.einsum('qvv->vq', inner_QVW)
+  mean_VQ = np.einsum('qk,vk->vq', chance_QK, total_VK) / GROUP / PROMPTS
+  square = np.einsum('qk,vk,wk,qvw->', chance_QK, total_VK, total_VK, inner_QVW)
+  square += np.einsum('qk,vk,vq->', chance_QK, total_VK * size_VK, spread_VQ)
+  mean_P = jnp.einsum('vq,vqp->p', jnp.asarray(mean_VQ, slopes_KP.dtype), side_VQP)
+  return mean_P, square / GROUP**2 / PROMPTS
 
 
 @functools.partial(jax.jit, static_argnames='rule')
-def _unit(
-  rule: Rule, task: Task, tables: Tables, inner_NTT: Array
+def _sides(
+  rule: Rule, task: Task, tables: Tables, slopes_KP: Array, inner_NTT: Array
 ) -> tuple[Array, Array]:
-  """Returns (mean weights by place [2, K], mean of |d|^2 [2, Q]): right, wrong.
+  """Returns the means [2, Q, P] of d and [2, Q] of |d|^2: right, wrong.
 
   d is the update of one response with an advantage of 1 if it is right, else -1; means
   over mu, where a response with the other verdict counts 0.
@@ -306,17 +278,19 @@ def _unit(
   seen_N, index_N = tables.seen(task), jnp.arange(len(task.right_N))
   batch = batch_of(task, tables, index_N, jnp.where(task.right_N, 1.0, -1.0))
   weight_NT = weights_of(rule, tables.logp_NT, batch)
-  seen_VN = jnp.stack([task.right_N, ~task.right_N]) * seen_N[None]
+  seen_VN = jnp.stack([task.right_N, ~task.right_N]) * seen_N
   place_VK = jax.vmap(functools.partial(_by_place, task))(
-    seen_VN[..., None] * weight_NT[None]
+    seen_VN[..., None] * weight_NT
   )
+  place_VQK = place_VK.reshape(2, PROMPTS, -1)
+  slopes_QKP = slopes_KP.reshape(PROMPTS, -1, slopes_KP.shape[1])
+  side_VQP = jnp.einsum('vqk,qkp->vqp', place_VQK, slopes_QKP)
   square_N = jnp.einsum('nt,nts,ns->n', weight_NT, inner_NTT, weight_NT)
-  own_VN = seen_VN * square_N[None]
-  return place_VK, own_VN.reshape(2, PROMPTS, -1).sum(2)
+  return side_VQP, (seen_VN * square_N).reshape(2, PROMPTS, -1).sum(2)
 
 
 @jax.jit
-def inner(task: Task, slopes_KP: Array) -> Array:
+def _inner(task: Task, slopes_KP: Array) -> Array:
   """Returns the inner products [N, T, T] of the slopes of the tokens of a response."""
 
   def one(row: tuple[Array, Array]) -> Array:
@@ -324,14 +298,6 @@ def inner(task: Task, slopes_KP: Array) -> Array:
     return slopes_TP @ slopes_TP.T
 
   return jax.lax.map(one, (task.place_NT, task.mask_NT), batch_size=256)
-
-
-@jax.jit
-def _sides(place_RVK: Array, slopes_KP: Array) -> Array:
-  """Returns the mean update [R, V, Q, P] of right and wrong responses by prompt."""
-  slopes_QKP = slopes_KP.reshape(PROMPTS, -1, slopes_KP.shape[1])
-  place_RVQK = place_RVK.reshape(*place_RVK.shape[:2], PROMPTS, -1)
-  return jnp.einsum('rvqk,qkp->rvqp', place_RVQK, slopes_QKP)
 
 
 class Sampled(NamedTuple):
@@ -358,14 +324,15 @@ def sampled(
     responses: responses per minibatch, a multiple of GROUP; prompts are drawn.
   """
   keys_M = jax.random.split(jax.random.key(seed), minibatches)
-  found = _some(
+  weight_RNT, *others = _sampled(
     tuple(rules), task, tables, slopes_KP, directions_VP, keys_M, responses // GROUP
   )
-  return [Sampled(*x) for x in zip(found[0], *map(np.asarray, found[1:]), strict=True)]
+  along_RMV, square_RM = map(np.asarray, others)
+  return list(map(Sampled, weight_RNT, along_RMV, square_RM))
 
 
 @functools.partial(jax.jit, static_argnames=('rules', 'groups'))
-def _some(
+def _sampled(
   rules: tuple[Rule, ...],
   task: Task,
   tables: Tables,
@@ -417,7 +384,7 @@ def drawn(
   row_PG = jax.vmap(functools.partial(jnp.searchsorted, side='right'))(
     up_to_PR, point_PG
   )
-  index_B = (prompt_P[:, None] * task.responses + row_PG).reshape(-1)
+  index_B = (prompt_P[:, None] * SYMBOLS**POSITIONS + row_PG).reshape(-1)
   reward_PG = task.right_N[index_B].astype(jnp.float32).reshape(groups, GROUP)
   return batch_of(task, tables, index_B, rule(reward_PG).reshape(-1)), index_B
 

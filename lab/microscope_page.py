@@ -15,8 +15,9 @@ computes the expected update and how it relates to the true gradient of the accu
 """
 
 import functools
-import json
+import itertools
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -29,18 +30,19 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.algorithms.clip import Fixed
-from bapo_jax.algorithms.loss import LossRule
-from bapo_jax.algorithms.masks import MaskRule, NoMask
+from bapo_jax.methods import METHODS
 from bapo_jax.models import transformer
 from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
+from bapo_jax.training import config as config_lib
+from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
 from lab import experiments, figures, microscope, plots, sweep
 from lab.microscope import GROUP, GRPO, Rule, Tables, Task
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
+RESULTS = FOLDER / 'results' / 'microscope'
 SEEDS = (0, 1, 2, 3)
 STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
 UPDATES, LR, WARM = 64, 5e-4, 300
@@ -48,40 +50,35 @@ UPDATES, LR, WARM = 64, 5e-4, 300
 MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
 
 
-def balanced(target: float) -> Rule:
-  """Returns Balanced PO with this target share."""
-  return Rule(clip=clip.Balanced(target=target), whole_batch=True)
-
-
-def free(rule: LossRule, mask: MaskRule = NoMask(), whole_batch: bool = False) -> Rule:
-  """Returns a rule without clip bounds."""
-  return Rule(rule, clip.Unclipped(), mask, whole_batch=whole_batch)
-
-
-UNCAPPED = loss.Tis(cap=math.inf)
-RULES = {
-  'GRPO': GRPO,
-  'clip-higher': Rule(clip=Fixed(high=1.28)),
-  'dual clip': Rule(clip=Fixed(dual=3.0)),
-  'balanced .42': balanced(0.42),
-  'balanced .50': balanced(0.5),
-  'unclipped': free(loss.Clipped()),
-  'REINFORCE': free(loss.Reinforce()),
-  'TIS': free(loss.Tis()),
-  'CISPO': Rule(loss.Cispo(), Fixed(low=0.0)),
-  'GSPO': Rule(loss.SequenceRatio(), Fixed(low=0.9997, high=1.0004)),
-  'SAPO': free(loss.Sapo()),
-  'VESPO': free(loss.Vespo()),
-  'ASPO': Rule(loss.Aspo()),
-  'FIPO': Rule(loss.Fipo()),
-  'DCPO': Rule(clip=clip.Dcpo()),
-  'DPPO-TV': free(UNCAPPED, masks.DppoTv()),
-  'DPPO-KL': free(UNCAPPED, masks.DppoKl()),
-  'IcePop': free(UNCAPPED, masks.IcePop()),
-  'KPop': free(UNCAPPED, masks.KPop()),
-  'M2PO': free(loss.Clipped(), masks.M2po(), whole_batch=True),
-  'OPSM': Rule(mask=masks.Opsm()),
+CHANGED = {  # name -> what differs from the method of this name
+  'balanced .42': {'clip.target': 0.42},
+  'balanced .50': {'clip.target': 0.5},
+  'DPPO-TV': {'loss.cap': math.inf},
+  'DPPO-KL': {'loss.cap': math.inf},
 }
+SEARCHES = ('balanced .42', 'balanced .50')
+NAMES = (
+  'GRPO, clip-higher, dual clip, balanced .42, balanced .50, unclipped, REINFORCE, '
+  'TIS, CISPO, GSPO, SAPO, VESPO, ASPO, FIPO, DCPO, DPPO-TV, DPPO-KL, IcePop, KPop, '
+  'M2PO, OPSM'
+)
+
+
+def arm_of(name: str) -> str:
+  """Returns the name of a rule among the methods and arms of papers/."""
+  return re.sub(r'\W+', '_', name.lower().removesuffix(' .42'))
+
+
+def rule_of(name: str) -> Rule:
+  """Returns a rule of NAMES: a published method, up to CHANGED."""
+  method = METHODS[arm_of(name).removesuffix('_50')]
+  knobs = {**method.overrides, **CHANGED.get(name, {})}
+  config = config_lib.parse(config_lib.merged(Config().model_dump(), knobs))
+  whole_batch = name in (*SEARCHES, 'M2PO')
+  return Rule(config.loss, config.clip, config.mask, whole_batch=whole_batch)
+
+
+RULES = {name: rule_of(name) for name in NAMES.split(', ')}
 # The fixed bounds among which the best is taken, to compare with a search.
 GRID = {
   f'[{low:g}, {high:g}]': Rule(clip=Fixed(low=low, high=high))
@@ -96,7 +93,6 @@ SMALL = FOLDER.parents[1] / 'docs' / 'microscope.png'
 CHOSEN = (
   'GRPO, clip-higher, DCPO, M2PO, IcePop, SAPO, unclipped, balanced .42, balanced .50'
 )
-SEARCHES = ('balanced .42', 'balanced .50')
 CELLS = tuple((k, n) for k in STALENESS if k for n in MINIBATCHES)
 FAMILIES = {
   'Bounds': (
@@ -120,34 +116,27 @@ def measure(
   commit: str,
   staleness: Sequence[int] = STALENESS,
 ) -> None:
-  """Writes staleness -> rule -> figures of a seed; skips what `path` has."""
-  found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-  if all(str(k) in found for k in staleness):
-    return
+  """Writes staleness -> rule -> figures of a seed."""
   task = microscope.enumerate_task()
   weights = policies(task, seed, path.parent.with_suffix('.npz'))
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  inner_NTT = microscope.inner(task, slopes_KP)
-  found |= {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
+  run: Run = {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
-    if str(k) in found:
-      continue
     tables = Tables(logp_NT, microscope.table(weights[k], task))
-    rows = {
-      name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
-      for name, (update_P, alignment) in updates(
-        task, tables, (slopes_KP, inner_NTT), truth_P, seed
-      ).items()
-    }
-    found[str(k)] = {
+    run[str(k)] = {
       'spread of log r': _spread(tables, task),
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
-      'rules': rows,
+      'rules': {
+        name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
+        for name, (update_P, alignment) in updates(
+          task, tables, slopes_KP, truth_P, seed
+        ).items()
+      },
     }
-    files.write(path, json.dumps(found, indent=1) + '\n')
-    print(f'seed {seed}, {k} updates old: {len(rows)} rules', flush=True)
+    print(f'seed {seed}, {k} updates old', flush=True)
+  files.write_json(str(path), run)
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
@@ -162,56 +151,53 @@ def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
   if str(seed) not in stored:
     first = microscope.warm_start(task, WARM, seed)
     kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)
-    flat_SP = np.stack([ravel_pytree(kept[-1 - k])[0] for k in STALENESS])
-    stored[str(seed)] = flat_SP
+    stored[str(seed)] = np.stack([ravel_pytree(kept[-1 - k])[0] for k in STALENESS])
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, allow_pickle=False, **stored)
-  flat_SP = stored[str(seed)]
-  return {k: unflatten(jnp.asarray(x)) for k, x in zip(STALENESS, flat_SP, strict=True)}
+  weights = map(unflatten, jnp.asarray(stored[str(seed)]))
+  return dict(zip(STALENESS, weights, strict=True))
 
 
 def updates(
-  task: Task, tables: Tables, slopes: tuple[Array, Array], truth_P: Array, seed: int
+  task: Task, tables: Tables, slopes_KP: Array, truth_P: Array, seed: int
 ) -> dict[str, tuple[Array, dict[str, float]]]:
-  """Returns rule -> (expected update, alignment by number of responses).
-
-  `slopes` are those of the policy and their inner products.
-  """
-  slopes_KP, _ = slopes
+  """Returns rule -> (expected update, alignment by number of responses)."""
   exact = {n: rule for n, rule in (RULES | GRID).items() if not rule.whole_batch}
-  read = {name: rule for name, rule in RULES.items() if rule.whole_batch}
   unit_P = truth_P / jnp.linalg.norm(truth_P)
-  moments = microscope.moments(list(exact.values()), task, tables, *slopes)
-  found, squares = {}, {}
-  for name, update_P, square in zip(exact, *moments, strict=True):
+  mean_RP, square_R = microscope.moments(list(exact.values()), task, tables, slopes_KP)
+  table = {}
+  squares = {}
+  for name, update_P, square in zip(exact, mean_RP, square_R, strict=True):
     signal = microscope.dot(update_P, update_P)
-    squares[name] = {
-      n: signal + max(0.0, square - signal) * GROUP / n for n in MINIBATCHES
-    }
+    noise = max(0.0, square - signal) * GROUP
+    squares[name] = {n: signal + noise / n for n in MINIBATCHES}
     along = microscope.dot(update_P, unit_P)
-    found[name] = update_P, {str(n): _ratio(along, x) for n, x in squares[name].items()}
-  known_P, aligned = found['GRPO'][0], {name: {} for name in read}
+    table[name] = update_P, {str(n): _ratio(along, x) for n, x in squares[name].items()}
+  # GRPO on the same minibatches has known moments and the same heavy tail: very large
+  # ratios of tokens with A < 0, which no bound of a search cuts.
+  known_P, _ = table['GRPO']
+  known = microscope.dot(known_P, unit_P)
+  sampled = {n: rule for n, rule in RULES.items() if rule.whole_batch}
+  rules = [GRPO, *sampled.values()]
+  alignments: dict[str, dict[str, float]] = {name: {} for name in sampled}
   for n, count in MINIBATCHES.items():
-    # GRPO on the same minibatches has known moments and the same heavy tail: very large
-    # ratios of tokens with A < 0, which no bound of a search cuts.
-    rules, unit_VP = [GRPO, *read.values()], unit_P[None]
-    draw = functools.partial(microscope.sampled, rules, task, tables, slopes_KP)
-    first, *others = draw(unit_VP, n, count, seed)
-    known = microscope.dot(known_P, unit_P)
+    first, *others = microscope.sampled(
+      rules, task, tables, slopes_KP, unit_P[None], n, count, seed
+    )
     drawn_P = microscope.gradient(slopes_KP, task, first.weight_NT)
-    for name, each in zip(read, others, strict=True):
-      along, slope = controlled(each.along_MV[:, 0], first.along_MV[:, 0], known)
-      square, _ = controlled(each.square_M, first.square_M, squares['GRPO'][n])
-      aligned[name][str(n)] = _ratio(along, max(square, along**2))
-      update_P = microscope.gradient(slopes_KP, task, each.weight_NT)
-      found[name] = update_P - slope * (drawn_P - known_P), aligned[name]
-  return found
+    for name, other in zip(sampled, others, strict=True):
+      along, slope = controlled(other.along_MV[:, 0], first.along_MV[:, 0], known)
+      square, _ = controlled(other.square_M, first.square_M, squares['GRPO'][n])
+      alignments[name][str(n)] = _ratio(along, max(square, along**2))
+      update_P = microscope.gradient(slopes_KP, task, other.weight_NT)
+      table[name] = update_P - slope * (drawn_P - known_P), alignments[name]
+  return table
 
 
 def controlled(y_M: np.ndarray, x_M: np.ndarray, mean: float) -> tuple[float, float]:
   """Returns (the mean of y, b): the mean of y - b (x - mean), b of least variance."""
-  spread = float(x_M.var())
-  slope = float(((x_M - x_M.mean()) * (y_M - y_M.mean())).mean()) / (spread or math.inf)
+  covariance = ((x_M - x_M.mean()) * (y_M - y_M.mean())).mean()
+  slope = float(covariance) / (float(x_M.var()) or math.inf)
   return float(y_M.mean()) - slope * (float(x_M.mean()) - mean), slope
 
 
@@ -229,22 +215,16 @@ def _spread(tables: Tables, task: Task) -> float:
 
 def values(runs: Sequence[Run], k: int, name: str, *path: str) -> np.ndarray:
   """Returns a figure of a rule at a staleness, of every seed; 0 without an update."""
-  found = []
-  for run in runs:
-    value = run[str(k)]['rules'][name]
-    for key in path:
-      value = value[key]
-    found.append(value)
-  return np.nan_to_num(np.asarray(found, float))
+  figures = [run[str(k)]['rules'][name] for run in runs]
+  values = [functools.reduce(operator.getitem, path, figure) for figure in figures]
+  return np.nan_to_num(np.asarray(values, float))
 
 
 def best(runs: Sequence[Run], cells: Sequence[Cell]) -> str:
   """Returns the fixed bounds with the largest mean alignment over seeds and cells."""
 
-  def mean(name: str) -> float:
-    return float(
-      np.mean([values(runs, k, name, 'alignment', str(n)) for k, n in cells])
-    )
+  def mean(name: str) -> Any:
+    return np.mean([values(runs, k, name, 'alignment', str(n)) for k, n in cells])
 
   return max(GRID, key=mean)
 
@@ -292,19 +272,19 @@ def conclusion(runs: Sequence[Run]) -> str:
     'other seeds)'
   )
   where = f'a staleness of {k} and {n} responses'
-  size = f'by {signed(*gaps[most])}'
+  size = signed(*gaps[most])
   if not above:
     return (
       'Adaptation of the bounds nowhere brings the update closer to the true gradient '
       f'than the best fixed bounds: in none of {len(gaps)} comparisons (1 to 64 '
       'updates of staleness, 16 to 1024 responses, two targets) is its gain in '
       f'{measure} above 0, in {len(below)} it is below; it is largest, '
-      f'{signed(*gaps[most])}, at {where} ({rule}).'
+      f'{size}, at {where} ({rule}).'
     )
   return (
     'Adaptation of the bounds brings the update closer to the true gradient than the '
     f'best fixed bounds in {len(above)} of {len(gaps)} comparisons, most at {where} '
-    f'({rule}), {size} in {measure}; in {len(below)} it is farther away.'
+    f'({rule}), by {size} in {measure}; in {len(below)} it is farther away.'
   )
 
 
@@ -317,8 +297,8 @@ def rule_table(runs: Sequence[Run], *path: str) -> str:
   """Formats a figure of every rule at every staleness."""
   rows = []
   for name in RULES:
-    found = (interval(values(runs, k, name, *path)) for k in STALENESS)
-    rows.append((name, *(f'{mean:.3f} ± {half:.3f}' for mean, half in found)))
+    pairs = (interval(values(runs, k, name, *path)) for k in STALENESS)
+    rows.append((name, *(f'{mean:.3f} ± {half:.3f}' for mean, half in pairs)))
   head = ('rule', *(f'k = {k}' for k in STALENESS))
   return markdown.table(rows, head, 'l' + 'r' * len(STALENESS))
 
@@ -344,8 +324,6 @@ def contest_table(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
   """Returns the page: the conclusion, the figure, and the tables."""
-  if len(runs) < FEWEST:
-    return f'{TITLE}\n\nNot finished: {len(runs)} of {len(SEEDS)} seeds are measured.'
   spread = ', '.join(
     f'{np.mean([r[str(k)]["spread of log r"] for r in runs]):.3f}' for k in STALENESS
   )
@@ -399,9 +377,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def colour(name: str) -> str:
   """Returns the colour of a rule: that of its arm in the figures of papers/."""
-  known = {'balanced .42': 'balanced'}
-  arm = known.get(name, re.sub(r'\W+', '_', name.lower()))
-  return figures.COLOURS[arm]
+  return figures.COLOURS[arm_of(name)]
 
 
 def draw(
@@ -418,44 +394,40 @@ def draw(
     len(shown), len(families), sharex=True, sharey='row', squeeze=False
   )
   x = np.arange(len(STALENESS))
-  for r, (title, path) in enumerate(shown.items()):
-    for (family, listed), ax in zip(families.items(), axes[r], strict=True):
-      names = listed.split(', ')
-      for i, name in enumerate(names):
-        found = [interval(values(runs, k, name, *path)) for k in STALENESS]
-        mean, half = np.asarray(found).T
-        moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
-        style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
-        width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
-        ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
-      ax.axhline(0, color='#777777', lw=0.6)
-      ax.set_xticks(x, [str(k) for k in STALENESS])
-      ax.spines[['top', 'right']].set_visible(False)
-      if r == 0:
-        ax.set_title(family, fontsize=12)
-      if r == len(shown) - 1:
-        ax.set_xlabel('updates between mu and pi')
-        place = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
-        ax.legend(fontsize=9, ncols=3, frameon=False, **place)
-    axes[r, 0].set_ylabel(title)
+  panels = itertools.product(shown.values(), families.values())
+  for (path, family), ax in zip(panels, axes.flat, strict=True):
+    names = family.split(', ')
+    for i, name in enumerate(names):
+      pairs = [interval(values(runs, k, name, *path)) for k in STALENESS]
+      moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
+      style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
+      width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
+      mean, half = np.transpose(pairs)
+      ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
+    ax.axhline(0, color='#777777', lw=0.6)
+    ax.set_xticks(x, [str(k) for k in STALENESS])
+    ax.spines[['top', 'right']].set_visible(False)
+  for family, first, last in zip(families, axes[0], axes[-1], strict=True):
+    first.set_title(family, fontsize=12)
+    last.set_xlabel('updates between mu and pi')
+    below = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
+    last.legend(fontsize=9, ncols=3, frameon=False, **below)
+  for title, ax in zip(shown, axes[:, 0], strict=True):
+    ax.set_ylabel(title)
   return figure
 
 
 def main(*flags: str) -> None:
-  """Measures if asked to, then writes page and figure of the complete seeds."""
-  results = FOLDER / 'results' / 'microscope'
+  """Measures if asked to, then writes page and figures of the stored seeds."""
   if '--write' not in flags:
     commit = sweep.commit()
-    runs_of = experiments.read_runs(str(results))
+    stored = experiments.read_runs(str(RESULTS))
     for seed in SEEDS:
-      if not set(map(str, STALENESS)) <= set(runs_of.get(str(seed), ())):
-        measure(seed, results / f'{seed}.json', commit)
-    experiments.pack(str(results))
+      if str(seed) not in stored:
+        measure(seed, RESULTS / f'{seed}.json', commit)
+    experiments.pack(str(RESULTS))
   runs = read()
   files.write(FOLDER / 'microscope.md', page(runs) + '\n')
-  if len(runs) < FEWEST:
-    return
-  (FOLDER / 'figures').mkdir(exist_ok=True)
   plots.save(draw(runs), FOLDER / 'figures' / 'microscope.png', 100)
   shown = {'cosine with the true gradient': ('cosine',)}
   small = draw(runs, shown, {'Expected update of a rule': CHOSEN})
@@ -463,9 +435,8 @@ def main(*flags: str) -> None:
 
 
 def read() -> list[Run]:
-  """Returns the stored results of the seeds that are complete."""
-  runs = experiments.read_runs(str(FOLDER / 'results' / 'microscope')).values()
-  return [dict(run) for run in runs if all(str(k) in run for k in STALENESS)]
+  """Returns the stored results, a run per seed."""
+  return [*experiments.read_runs(str(RESULTS)).values()]
 
 
 if __name__ == '__main__':

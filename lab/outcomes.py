@@ -10,6 +10,7 @@ writes papers/results.csv, a row per run with the outcomes in LISTED.
 import csv
 import functools
 import io
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from scipy import stats
 
+from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files
 from lab import experiments
 from lab.experiments import Result
@@ -25,15 +27,13 @@ PAPERS = pathlib.Path(__file__).parents[1] / 'papers'
 Cell = tuple[str, ...]  # (arm, level, ...)
 COLLAPSE = 2 / 3  # share of the best accuracy of a run
 SPIKE = 5.0  # multiple of the median gradient norm of a run
-LEVEL = 0.95  # of intervals
-ROUNDING, DIGITS = 1e-12, 12  # smaller differences of outcomes are rounding
+DIGITS = 12  # smaller differences of outcomes are rounding
 FEWEST = 6  # seeds of a test; with five seeds the smallest two-sided p is 1/16
 # Outcomes in papers/results.csv.
-LISTED = (
-  'before', 'final', 'area', 'newly_solved', 'newly_failed', 'accuracy_of_failed',
-  'collapsed', 'entropy', 'grad_norm', 'share', 'clipped', 'steps', 'updates',
-  'responses', 'seconds',
-)  # fmt: skip
+LISTED = """
+  before final area newly_solved newly_failed accuracy_of_failed collapsed entropy
+  grad_norm share clipped steps updates responses seconds
+"""
 
 
 def area(result: Result) -> float:
@@ -88,9 +88,7 @@ def solved_by_chance(result: Result) -> float:
   """
   right_P, size = _right(result)[0], result['group_size']
   half = size // 2
-  none_P = np.asarray(
-    [math.comb(size - k, half) / math.comb(size, half) for k in right_P]
-  )
+  none_P = stats.hypergeom.pmf(0, size, right_P, half)
   failed = none_P.sum()
   return float(none_P[right_P > 0].sum() / failed) if failed else math.nan
 
@@ -221,26 +219,26 @@ def contrast(
   plus: Sequence[Cell],
   minus: Sequence[Cell],
   outcome: str,
-  seeds: Sequence[int] | None = None,
+  seeds: Sequence[int] = (),
 ) -> np.ndarray:
   """Sums an outcome over the cells `plus` minus the cells `minus`, by seed.
 
   Args:
-    seeds: seeds that every cell must have; None for the seeds that all cells share.
+    seeds: seeds that every cell must have; () for the seeds that all cells share.
 
   Returns:
     f64 [S] without nan outcomes; empty if a cell lacks one of `seeds`.
   """
-  by_seed = _by_seed(results, (*plus, *minus), outcome)
-  if seeds is not None and set(seeds) - set(by_seed):
+  of_seeds = by_seed(results, (*plus, *minus), outcome)
+  if set(seeds) - set(of_seeds):
     return np.zeros(0)
   signs = [1] * len(plus) + [-1] * len(minus)
-  values = [by_seed[seed] for seed in (sorted(by_seed) if seeds is None else seeds)]
+  values = [of_seeds[seed] for seed in seeds or of_seeds]
   total_S = np.reshape(values, (-1, len(signs))) @ signs
   return total_S[~np.isnan(total_S)]
 
 
-def _by_seed(
+def by_seed(
   results: Mapping[str, Result], compared: Sequence[Cell], outcome: str
 ) -> dict[int, list[float]]:
   """Returns seed -> outcome of each cell, for the seeds that all cells share."""
@@ -248,41 +246,28 @@ def _by_seed(
   of_cells = [grouped.get(cell, {}) for cell in compared]
   shared = set.intersection(*map(set, of_cells))
   compute = OUTCOMES[outcome][1]
-  return {seed: [compute(x[seed]) for x in of_cells] for seed in shared}
+  return {seed: [compute(x[seed]) for x in of_cells] for seed in sorted(shared)}
 
 
 def t_interval(difference_S: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % t interval of the mean over seeds; the mean twice if all agree."""
-  mean = float(np.mean(difference_S))
-  if np.ptp(difference_S) < ROUNDING:
-    return mean, mean
-  interval = stats.ttest_1samp(difference_S, 0.0).confidence_interval(LEVEL)
-  return float(interval.low), float(interval.high)
+  """Returns the 95 % t interval of the mean over seeds."""
+  mean, half = interval(difference_S)
+  return mean - half, mean + half
 
 
 def sign_flip(difference_S: np.ndarray) -> float:
   """Returns the exact two-sided p-value of the mean over all 2^n sign patterns."""
-
-  def size(signed: np.ndarray, axis: int) -> np.ndarray:
-    # Rounded, so that patterns with equal means are equal.
-    return np.round(np.abs(signed.mean(axis)), DIGITS)
-
-  test = stats.permutation_test(
-    (np.asarray(difference_S),),
-    size,
-    permutation_type='samples',
-    vectorized=True,
-    n_resamples=np.inf,
-    alternative='greater',
-  )
-  return float(test.pvalue)
+  sign_NS = np.asarray([*itertools.product((1, -1), repeat=len(difference_S))])
+  # Rounded, so that patterns with equal sums are equal.
+  size_N = np.round(np.abs(sign_NS @ difference_S), DIGITS)
+  return float((size_N >= size_N[0]).mean())
 
 
 def friedman(
   results: Mapping[str, Result], compared: Sequence[Cell], name: str
 ) -> float:
   """Returns the p-value of Friedman's test that an outcome is alike in all cells."""
-  values = _by_seed(results, compared, name).values()
+  values = by_seed(results, compared, name).values()
   if len(values) < 2:
     return 1.0
   return float(stats.friedmanchisquare(*zip(*values, strict=True)).pvalue)
@@ -290,18 +275,16 @@ def friedman(
 
 def kendall(one: Mapping[str, float], other: Mapping[str, float]) -> float:
   """Returns Kendall's rank correlation of two values by the same names."""
-  test = stats.kendalltau([*one.values()], [other[name] for name in one])
-  return float(test.statistic)
+  values = [other[name] for name in one]
+  return float(stats.kendalltau([*one.values()], values).statistic)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
   """Returns p-values adjusted for their number (Holm, 1979), in the given order."""
-  adjusted = [0.0] * len(p_values)
-  largest = 0.0
-  for rank, i in enumerate(np.argsort(p_values, kind='stable')):
-    largest = max(largest, (len(p_values) - rank) * p_values[i])
-    adjusted[i] = min(1.0, largest)
-  return adjusted
+  order_N = np.argsort(p_values, kind='stable')
+  adjusted_N = np.arange(len(p_values), 0, -1) * np.asarray(p_values)[order_N]
+  largest_N = np.minimum(1, np.maximum.accumulate(adjusted_N))
+  return largest_N[np.argsort(order_N)].tolist()
 
 
 def results_csv(papers: pathlib.Path) -> str:
@@ -317,9 +300,9 @@ def results_csv(papers: pathlib.Path) -> str:
           continue
         row = {'paper': folder.parent.name, 'experiment': experiment, 'run': run}
         row |= {name: result[name] for name in ('arm', 'seed', 'diverged')}
-        row |= {'levels': ' '.join(result['levels'].values())}
-        row |= {'commit': result['commit'][:12]}
-        for name in LISTED:
+        row['levels'] = ' '.join(result['levels'].values())
+        row['commit'] = result['commit'][:12]
+        for name in LISTED.split():
           value = OUTCOMES[name][1](result)
           row[name] = '' if math.isnan(value) else f'{value:.5g}'
         rows.append(row)

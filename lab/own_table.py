@@ -34,7 +34,7 @@ from lab import rule_curves
 RATIOS = np.exp2(np.arange(-48, 49) / 16).astype(np.float32)
 PROBABILITIES = np.linspace(0.05, 0.95, 10).astype(np.float32)
 BOUNDS = {'clip.fixed.low': [0.6, 0.8, 0.9], 'clip.fixed.high': [1.2, 1.28, 2.0]}
-STALE = np.linspace(0, 4, 17).tolist()  # factors of the recorded log-ratios
+STALE = np.linspace(0, 4, 9).tolist()  # factors of the recorded log-ratios
 COUNTS = (17, 9, 5, 3)  # values of each knob, as many as fit
 LARGEST_TABLE = 200_000  # numbers; 1.1 MB of the page
 MOST_COMBINATIONS = 17  # of the knobs of a clip rule: each compiles a program
@@ -133,18 +133,14 @@ def _of_clip(make: Make, defaults: dict[str, float], recorded: Tokens) -> Entrie
   grid = _grid(PROBABILITIES)
   size = _size(grid, recorded) if by_token else len(OF_BOUNDS)
   largest = min(LARGEST_TABLE // size, MOST_COMBINATIONS * len(STALE))
-  fewest = COUNTS[-1] ** len(defaults)
-  fitting = [x for x in (STALE, STALE[::2]) if len(x) * fewest <= largest]
-  stale = [*fitting, STALE[::4]][0]
-
-  others = {'stale': stale}
+  others = {'stale': STALE}
   own = _axes(make, defaults, _bounds, recorded, others, largest)
   compute = _weighed if by_token else _scalars
   tables: list[Any] = []
   for values in itertools.product(*own.values()):
     rule = make(**dict(zip(own, values, strict=True)))
     at = jax.jit(functools.partial(compute, rule))
-    tables += [jax.device_get(at(recorded, grid, factor)) for factor in stale]
+    tables += [jax.device_get(at(recorded, grid, factor)) for factor in STALE]
   beside = {'loss.rule': 'clipped', 'loss.aggregate': 'token', 'mask.rule': 'none'}
   if by_token:
     entries = _packed(tables, PROBABILITIES, recorded)
@@ -288,18 +284,18 @@ def _uses(
 
   A knob at its default may hide a difference, so the knobs have other values as well.
   """
-  grid = _grid(PROBABILITIES)
-  uses_bounds = uses_probability = False
-  some = [_around(x, COUNTS[-1]) for x in defaults.values()]
-  for values in zip(*some, strict=True) if some else [()]:
-    rule = make(**dict(zip(defaults, values, strict=True)))
-    open_BT = loss.weights(rule, *recorded, rule_curves.constant())
-    closed_BT = loss.weights(rule, *recorded, rule_curves.constant(1.0, 1.0))
-    uses_bounds |= bool((open_BT != closed_BT).any())
-    for x_N in rule_curves.curve(rule, *grid, rule_curves.constant(0.8, 1.2)):
-      x_SPR = x_N.reshape(2, -1, len(RATIOS))
-      uses_probability |= bool((x_SPR != x_SPR[:, :1]).any())
-  return uses_bounds, uses_probability
+  settings = zip(*(_around(x, COUNTS[-1]) for x in defaults.values()), strict=True)
+  rules = [make(**dict(zip(defaults, x, strict=True))) for x in settings] or [make()]
+  unbounded = rule_curves.constant()
+  closed = rule_curves.constant(1.0, 1.0)
+  around = rule_curves.constant(0.8, 1.2)
+  pairs = [
+    [loss.weights(rule, *recorded, x) for x in (unbounded, closed)] for rule in rules
+  ]
+  uses_bounds = any(bool((x_BT != y_BT).any()) for x_BT, y_BT in pairs)
+  curves = [rule_curves.curve(x, *_grid(PROBABILITIES), around) for x in rules]
+  curve_NPR = np.reshape(curves, (-1, len(PROBABILITIES), len(RATIOS)))
+  return uses_bounds, bool((curve_NPR != curve_NPR[:, :1]).any())
 
 
 def _grid(probabilities: np.ndarray) -> Tokens:

@@ -15,7 +15,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from bapo_jax.parts import OneOf
 from bapo_jax.runtime import files
 from bapo_jax.training.config import PARTS
 
@@ -26,21 +25,16 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
   for path, rules in PARTS.items():
     *sections, name = path.split('.')
     section = functools.reduce(lambda x, key: x.get(key, {}), sections, new)
-    if name in section:  # a part that older configs lack
-      section[name] = _flat(section[name], rules)
+    part = section.get(name, {})  # older configs lack some parts
+    levels = {x for x in (*rules.names, 'own') if isinstance(part.get(x), dict)}
+    if levels:
+      chosen = part['rule'] if part['rule'] in rules.names else 'own'
+      shared = {key: value for key, value in part.items() if key not in levels}
+      section[name] = shared | part.get(chosen, {})
   for name in ('rewards', 'problems'):
     if 'own' in new.get(name, {}):
       new[name]['custom'] = new[name].pop('own')
   return new
-
-
-def _flat(part: dict[str, Any], rules: OneOf) -> dict[str, Any]:
-  levels = {name for name in (*rules.names, 'own') if isinstance(part.get(name), dict)}
-  if not levels:
-    return part
-  shared = {name: value for name, value in part.items() if name not in levels}
-  rule = part['rule']
-  return shared | part.get(rule if rule in rules.names else 'own', {})
 
 
 def main() -> None:

@@ -6,14 +6,17 @@
 3. `recorded` reads the tokens of a recorded step or of notebooks/2_batch.npz.
 """
 
+import itertools
 import math
 import os
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.run import step_record
@@ -43,12 +46,11 @@ def single(
   logp_BT, log_ratio_BT = (
     jnp.log(jnp.asarray(x))[:, None] for x in (probability_N, ratio_N)
   )
-  old_BT, mask_BT = logp_BT - log_ratio_BT, jnp.ones(logp_BT.shape, bool)
-  zero_BT = jnp.zeros(logp_BT.shape, jnp.int32)
+  old_BT = logp_BT - log_ratio_BT
+  mask_BT = jnp.ones(logp_BT.shape, bool)
   prox_BT = old_BT + moved * log_ratio_BT
-  adv_B, source_B = jnp.asarray(adv_N), zero_BT[:, 0]
-  batch = Batch(zero_BT, mask_BT, old_BT, prox_BT, adv_B, source_B, ~mask_BT)
-  return logp_BT, batch
+  source_B = jnp.zeros(len(logp_BT), jnp.int32)
+  return logp_BT, batch_of(mask_BT, old_BT, prox_BT, adv_N, source_B)
 
 
 def curve(
@@ -101,54 +103,61 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
     ValueError: the file has no token with an advantage, or is of another kind.
   """
   path = pathlib.Path(path)
-  if path.suffix == '.npz':
-    return _minibatch(path)
-  if path.suffix != '.jsonl' or not path.stem.isdecimal():
+  if path.suffix == '.npz':  # as `notebooks.make batch` writes it
+    saved = np.load(path)
+    mask_BT = saved['loss_mask_BT']
+    token_N = saved['tokens_BT'][mask_BT]
+    logp_BT = np.zeros(mask_BT.shape, np.float32)
+    logp_BT[mask_BT] = saved['logp_NV'][np.arange(len(token_N)), token_N]
+    old_BT = saved['behavior_logp_BT']
+    adv_B = saved['adv_B']
+    source_B = np.zeros(len(adv_B), np.int32)
+  elif path.suffix == '.jsonl' and path.stem.isdecimal():
+    rows = computed(step_record.read(str(path.parents[1]), int(path.stem)))
+    if not rows:
+      raise ValueError(f'{path}: no recorded response has an advantage; {WAY_OUT}')
+    logp_BT, old_BT = (
+      padded([row[name] for _, _, row in rows])
+      for name in ('learner_logp', 'sampler_logp')
+    )
+    mask_BT = padded([[1] * len(row['sampler_logp']) for _, _, row in rows]) > 0
+    adv_B = np.asarray([row['advantage'] for _, _, row in rows], np.float32)
+    source_B = np.asarray([SOURCES.index(group['source']) for _, group, _ in rows])
+  else:
     raise ValueError(f'{path} is no recorded batch; {WAY_OUT}')
-  rows = [
-    (response, SOURCES.index(group['source']))
-    for group in step_record.read(str(path.parents[1]), int(path.stem))
-    for response in group['responses']
+  return jnp.asarray(logp_BT), batch_of(mask_BT, old_BT, old_BT, adv_B, source_B)
+
+
+Row = dict[str, Any]
+
+
+def computed(groups: Sequence[Row]) -> list[tuple[int, Row, Row]]:
+  """Returns (number, group, response) of the recorded responses with an advantage.
+
+  The learner computed the log-probabilities of no other response.
+  """
+  rows = [(group, response) for group in groups for response in group['responses']]
+  return [
+    (i, group, response)
+    for i, (group, response) in enumerate(rows)
     if response['learner_logp'] and response['taught']
   ]
-  if not rows:
-    raise ValueError(f'{path}: no recorded response has an advantage; {WAY_OUT}')
-  length_B = np.asarray([len(response['sampler_logp']) for response, _ in rows])
-  mask_BT = np.arange(length_B.max()) < length_B[:, None]
-  logp_BT, old_BT = np.zeros((2, *mask_BT.shape), np.float32)
-  logp_BT[mask_BT] = np.concatenate([r['learner_logp'] for r, _ in rows])
-  old_BT[mask_BT] = np.concatenate([r['sampler_logp'] for r, _ in rows])
-  adv_B = np.asarray([r['advantage'] for r, _ in rows], np.float32)
-  return _batch(logp_BT, old_BT, mask_BT, adv_B, np.asarray([s for _, s in rows]))
 
 
-def _minibatch(path: pathlib.Path) -> tuple[Array, Batch]:
-  """Reads the file that `notebooks.make batch` writes."""
-  saved = np.load(path)
-  mask_BT = saved['loss_mask_BT']
-  token_N = saved['tokens_BT'][mask_BT]
-  logp_BT = np.zeros(mask_BT.shape, np.float32)
-  logp_BT[mask_BT] = saved['logp_NV'][np.arange(len(token_N)), token_N]
-  adv_B = saved['adv_B']
-  old_BT, source_B = saved['behavior_logp_BT'], np.zeros(len(adv_B))
-  return _batch(logp_BT, old_BT, mask_BT, adv_B, source_B)
+def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+  """Returns rows of numbers as f32 [B, T], with 0 after the end of each."""
+  return np.asarray([*itertools.zip_longest(*rows, fillvalue=0)], np.float32).T
 
 
-def _batch(
-  logp_BT: np.ndarray,
-  old_BT: np.ndarray,
-  mask_BT: np.ndarray,
-  adv_B: np.ndarray,
-  source_B: np.ndarray,
-) -> tuple[Array, Batch]:
-  """Returns (logp_BT, batch); the proximal policy is the one that sampled."""
-  batch = Batch(
+def batch_of(*arrays: ArrayLike) -> Batch:
+  """Returns a batch of (mask_BT, old_BT, prox_BT, adv_B, source_B)."""
+  mask_BT, old_BT, prox_BT, adv_B, source_B = map(jnp.asarray, arrays)
+  return Batch(
     tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
-    loss_mask_BT=jnp.asarray(mask_BT),
-    behavior_logp_BT=jnp.asarray(old_BT),
-    prox_BT=jnp.asarray(old_BT),
-    adv_B=jnp.asarray(adv_B),
-    source_B=jnp.asarray(source_B, jnp.int32),
+    loss_mask_BT=mask_BT,
+    behavior_logp_BT=old_BT,
+    prox_BT=prox_BT,
+    adv_B=adv_B,
+    source_B=source_B,
     on_policy_BT=jnp.zeros(mask_BT.shape, bool),
   )
-  return jnp.asarray(logp_BT), batch

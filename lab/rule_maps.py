@@ -9,6 +9,7 @@ mu would be above 1 a panel is empty. Rules that read the whole minibatch have n
 `draw_recorded` draws what rules cut of a recorded batch: the region, and the tokens.
 """
 
+import itertools
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -55,11 +56,11 @@ def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> tuple[float, fl
   |r A|, the mass in the unclipped gradient.
   """
   mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_B) == sign)[:, None]
-  mass_BT = np.where(mine_BT, applied.ratio_BT * np.abs(applied.adv_B)[:, None], 0)
-  cut_BT = mine_BT & (applied.cut_BT > 0)
-  if not mine_BT.any():
+  mass_N = (applied.ratio_BT * np.abs(applied.adv_B)[:, None])[mine_BT]
+  cut_N = applied.cut_BT[mine_BT] > 0
+  if not len(cut_N):
     return 0.0, 0.0
-  return cut_BT.sum() / mine_BT.sum(), mass_BT[cut_BT].sum() / mass_BT.sum()
+  return cut_N.mean(), mass_N[cut_N].sum() / mass_N.sum()
 
 
 def cut_regions(config: Config, applied: Applied) -> dict[int, np.ndarray]:
@@ -93,13 +94,10 @@ def draw_recorded(
   of the tokens cut, and of their mass in the unclipped gradient.
   """
   from matplotlib.colors import ListedColormap
-  from matplotlib.figure import Figure
 
-  rows = -(-len(applied) // columns)
-  figure = Figure(figsize=(2.9 * columns, 2.6 * rows), layout='constrained')
-  axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+  figure, axes = _panels(len(applied), columns, 2.9, 2.6, 9)
   p_BT, mask_BT = np.exp(recorded.logp_BT), recorded.loss_mask_BT
-  for ax, (name, one) in zip(axes.flat, applied.items(), strict=False):
+  for ax, (name, one) in zip(axes, applied.items(), strict=True):
     kept_BT = mask_BT & (one.cut_BT == 0)
     ax.plot(p_BT[kept_BT], one.ratio_BT[kept_BT], ',', color='#999999', alpha=0.6)
     texts, regions = [], cut_regions(configs[name], one)
@@ -115,11 +113,25 @@ def draw_recorded(
       texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')
     _dress(ax, f'{name}\ncut {",  ".join(texts)}')
     ax.set(xlim=(PROBABILITY[0], 1), ylim=(RATIO[0], RATIO[-1]))
-  for ax in axes.flat[len(applied) :]:
-    ax.set_axis_off()
-  figure.supxlabel('probability of the token under the current policy', fontsize=9)
-  figure.supylabel('ratio', fontsize=9)
   return figure
+
+
+def _panels(
+  count: int, columns: int, width: float, height: float, fontsize: float | str
+) -> tuple['Figure', list['Axes']]:
+  """Returns a figure and its panels; sizes are those of a panel, in inches."""
+  from matplotlib.figure import Figure
+
+  rows = -(-count // columns)
+  figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
+  axes = [*figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat]
+  for ax in axes[count:]:
+    ax.set_axis_off()
+  figure.supxlabel(
+    'probability of the token under the current policy', fontsize=fontsize
+  )
+  figure.supylabel('ratio', fontsize=fontsize)
+  return figure, axes[:count]
 
 
 def _dress(ax: 'Axes', title: str) -> None:
@@ -133,26 +145,16 @@ def draw() -> 'Figure':
   """Returns the figure: two panels per rule, left for A > 0 and right for A < 0."""
   from matplotlib.cm import ScalarMappable
   from matplotlib.colors import Normalize
-  from matplotlib.figure import Figure
 
   norm = Normalize(-LIMIT, LIMIT)
-  columns = 4  # rules per row
-  rows = -(-len(DRAWN) // columns)
-  figure = Figure(figsize=(15, 1.9 * rows), layout='constrained')
-  axes = figure.subplots(rows, 2 * columns, sharex=True, sharey=True)
-  for ax in axes.flat[2 * len(DRAWN) :]:
-    ax.set_axis_off()
-  for i, name in enumerate(DRAWN):
-    for j, sign in enumerate((1, -1)):
-      ax = axes.flat[2 * i + j]
-      ax.pcolormesh(
-        PROBABILITY, RATIO, weights(RULES[name], sign), norm=norm, cmap='RdBu'
-      )
-      _dress(ax, f'{name}, A {"><"[j]} 0')
-  figure.supxlabel('probability of the token under the current policy')
-  figure.supylabel('ratio')
+  drawn = [*itertools.product(DRAWN, (('>', 1), ('<', -1)))]
+  figure, axes = _panels(len(drawn), 8, 15 / 8, 1.9, 'large')
+  for ax, (name, (relation, sign)) in zip(axes, drawn, strict=True):
+    weight_RP = weights(RULES[name], sign)
+    ax.pcolormesh(PROBABILITY, RATIO, weight_RP, norm=norm, cmap='RdBu')
+    _dress(ax, f'{name}, A {relation} 0')
   scale = ScalarMappable(norm, 'RdBu')
-  figure.colorbar(scale, ax=axes, label='weight of grad log pi', shrink=0.5)
+  figure.colorbar(scale, ax=figure.axes, label='weight of grad log pi', shrink=0.5)
   return figure
 
 

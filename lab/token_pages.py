@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 LEAST = 0.12  # opacity of the smallest weight
+CUT = 'border:1px dashed #777;text-decoration:line-through'
 
 
 def coloured(
@@ -39,8 +40,8 @@ def coloured(
   """
   largest = max(float(np.abs(one.weight_BT[rows]).max()) for one in applied.values())
   parts = [_legend()]
+  one = next(iter(applied.values()))
   for b in rows:
-    one = next(iter(applied.values()))
     tokens = int(recorded.loss_mask_BT[b].sum())
     parts.append(
       f'<p style="margin:12px 0 2px"><b>response {b}</b>, A = {one.adv_B[b]:+.2f}, '
@@ -68,7 +69,8 @@ def _token(recorded: Recorded, rule: Applied, b: int, t: int, largest: float) ->
   size = abs(weight) / largest if largest else 0.0
   tip = f'sampled at {q:.3f}, now {p:.3f}, ratio {p / q:.2f}, '
   if rule.cut_BT[b, t]:
-    style, tip = 'border:1px dashed #777;text-decoration:line-through', tip + 'cut'
+    style = CUT
+    tip += 'cut'
   else:
     opacity = LEAST + (1 - LEAST) * size if weight else 0
     style = f'background:{_rgba(BLUE if weight > 0 else ORANGE, opacity)}'
@@ -77,7 +79,7 @@ def _token(recorded: Recorded, rule: Applied, b: int, t: int, largest: float) ->
 
 
 def _rgba(colour: str, opacity: float) -> str:
-  red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+  red, green, blue = bytes.fromhex(colour[1:])
   return f'rgba({red},{green},{blue},{opacity:.2f})'
 
 
@@ -85,7 +87,7 @@ def _legend() -> str:
   samples = (
     (f'background:{_rgba(BLUE, 0.8)}', 'pushed up'),
     (f'background:{_rgba(ORANGE, 0.8)}', 'pushed down'),
-    ('border:1px dashed #777;text-decoration:line-through', 'cut'),
+    (CUT, 'cut'),
   )
   shown = [f'<span style="{style}">{text}</span>' for style, text in samples]
   return f'<p>{" &nbsp; ".join(shown)}</p>'
@@ -99,7 +101,6 @@ def slider(title: str, frames: Mapping[str, str], first: int = 0) -> str:
     frames: label -> HTML, in the order of the slider.
     first: the frame that is shown before the slider moves, and where no script runs.
   """
-  labels = [*frames]
   shown = [
     f'<div style="display:{"block" if i == first else "none"}">'
     f'<p style="margin:4px 0"><b>{html.escape(title)}: {html.escape(label)}</b></p>'
@@ -112,7 +113,7 @@ def slider(title: str, frames: Mapping[str, str], first: int = 0) -> str:
     "for(var i=0;i<f.length;i++)f[i].style.display=i==this.value?'block':'none'"
   )
   return (
-    f'<div><input type="range" min="0" max="{len(labels) - 1}" value="{first}" '
+    f'<div><input type="range" min="0" max="{len(frames) - 1}" value="{first}" '
     f'aria-label="{html.escape(title)}" style="width:320px" oninput="{script}">'
     f'<div>{"".join(shown)}</div></div>'
   )

@@ -247,7 +247,25 @@ def smollm2(workdir: str) -> None:
   groups = [g for g in step_record.read(workdir, step) if step_record.taught(g)]
   path = HERE / '9_smollm2.jsonl'
   path.unlink(missing_ok=True)
-  neutral_record.append(path, **neutral_record.columns(groups))
+  neutral_record.append(path, **columns(groups))
+
+
+def columns(groups: list[dict[str, Any]]) -> dict[str, list[Any]]:
+  """Returns the arguments of `neutral_record.append` for the groups of a step.
+
+  A response without log-probabilities of the learner, or left out of the loss, has no
+  tokens: its reward counts. Groups are numbered, since a step may have two groups of a
+  problem.
+  """
+  names = neutral_record.COLUMNS.items()
+  rows = []
+  for number, group in enumerate(groups):
+    for response in group['responses']:
+      used = response['learner_logp'] and response['taught']
+      row = {name: response[key] if used else [] for name, key in names}
+      row |= {'group': number, 'reward': response['reward']}
+      rows.append(row | {'update': group['update'] or 0})
+  return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def documented(name: str) -> str:

@@ -128,12 +128,11 @@ class Browser:
     height: int = 900,
     *,
     fragment: str = '',
-    dark: bool = False,
     touch: bool = False,
   ) -> Iterator['Page']:
     """Loads a file into a new tab of this size; waits until it has loaded.
 
-    `fragment` is the part of the address after '#'; `dark` asks for dark colours.
+    `fragment` is the part of the address after '#'.
     """
     target = self.call('Target.createTarget', url='about:blank')['targetId']
     attached = self.call('Target.attachToTarget', targetId=target, flatten=True)
@@ -142,8 +141,6 @@ class Browser:
       self.call(f'{domain}.enable', session)
     metrics = {'width': width, 'height': height, 'deviceScaleFactor': 1}
     self.call('Emulation.setDeviceMetricsOverride', session, **metrics, mobile=touch)
-    scheme = {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}
-    self.call('Emulation.setEmulatedMedia', session, features=[scheme])
     uri = pathlib.Path(path).resolve().as_uri()
     self._events.clear()
     url = f'{uri}#{fragment}' if fragment else uri

@@ -32,7 +32,6 @@ FOLDERS = (
 # Rules of one slot know the records and their knobs, and no other slot.
 SLOTS = {'replay_buffer', 'batch_rules', 'advantage', 'clip', 'loss'}
 SLOTS = {f'algorithms.{name}' for name in SLOTS}
-HELPERS = {'algorithms.bound_search'}
 
 # The learner receives its rules; the config lists them, and the judge knows some.
 RULES = {f'algorithms.{m}' for m in ('batch_rules', 'advantage', 'clip')}

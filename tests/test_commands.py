@@ -18,8 +18,6 @@ import pytest
 import recordings
 import runs
 
-from bapo_jax.main import read_config
-from bapo_jax.training.config import OVERRIDE
 from lab import sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -185,25 +183,6 @@ def test_every_benchmark_has_a_smallest_size_and_every_named_module_exists():
     name for page in PAGES for name in re.findall(r'-m ([a-z_.]+)', page.read_text())
   }
   assert named and all(installed(name) for name in named)
-
-
-def test_every_knob_of_a_printed_command_and_of_its_smallest_size_has_an_effect():
-  checked = 0
-  for command in commands():
-    words = shlex.split(command)
-    if 'bapo_jax.main' in words:
-      tiny = small(command, 'folder', 'work')
-      for given in (words, tiny) if '<' not in command else (tiny,):
-        files = [x for x in given if x.startswith('--config=')]
-        if '--mode=compare' in given:  # needs no config
-          continue
-        file = files[0].removeprefix('--config=')
-        read_config(file, [x for x in given if OVERRIDE.fullmatch(x)])
-        checked += 1
-  assert checked > 10
-  for module in SMALLEST:
-    tiny = smallest(module, 'folder', 'work')
-    read_config('configs/aime.py', [x for x in tiny if OVERRIDE.fullmatch(x)])
 
 
 @pytest.mark.nightly

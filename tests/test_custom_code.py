@@ -47,9 +47,7 @@ def test_command_line_arguments_set_custom_knobs_in_any_order():
       {**SAPO, 'loss.low': 1.0},
       r'^loss\.low is not a knob; rule=.* has aggregate, kl, kl_direction, tau$',
     ),
-    ({'loss.tau': 1.0}, r"^loss\.tau is not a knob; rule='clipped' has"),
     ({'loss.rule': f'{MY}:nothing'}, r'loss\.rule=.*: .* no function nothing; its'),
-    ({'loss.rule': 'none.py:f'}, r'^loss\.rule=none\.py cannot be read \(No such file'),
     (
       {'loss.rule': f'{MY}:signs'},
       r'called with \(logp_BT, batch, find\): .* signs\(logp_BT, b',
@@ -57,7 +55,6 @@ def test_command_line_arguments_set_custom_knobs_in_any_order():
     ({'loss.rule': f'{MY}:sapo'}, r"clip\.rule='balanced' has no effect, because"),
     ({'loss.rule': 'mine'}, r'one of .* or path/to/file\.py:function$'),
     ({'rewards.rule': f'exact,{MY}:brief', 'rewards.weights': (1.0,)}, 'give 2 numb'),
-    ({'rewards.rule': f'{MY}:brief,mine'}, r'^rewards\.rule=.*: give one of'),
   ],
 )
 def test_what_cannot_work_is_refused_by_name(knobs, message):
@@ -69,7 +66,6 @@ def test_what_cannot_work_is_refused_by_name(knobs, message):
   ('text', 'message'),
   [
     ('def f(logp_BT, batch, find, *, x): ...', 'x has no default; give it a default'),
-    ('def f(logp_BT, batch, find, *, x=None): ...', 'x=None cannot be a knob'),
     ('raise KeyError(3)', r'raises KeyError: 3 \(own\.py, line \d+\)$'),
     (
       'import bapo_jax\n@bapo_jax.declare(bounds="cuts")\n'
@@ -101,12 +97,10 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, text, message):
       'logp_BT',
       r'an array of shape \(4, 8\), not \(an array of shape \(4, 8\), Bounds',
     ),
-    ('(logp_BT, None)', r'NoneType, not Bounds'),
     (
       '(batch.x, find(logp_BT))',
       r"raises AttributeError: 'Batch' .* \(own\.py, line \d+\)$",
     ),
-    ('(logp_BT, batch.adv_B)', r'an array of shape \(4,\), not Bounds'),
   ],
 )
 def test_a_rule_is_traced_once_before_anything_is_compiled(tmp_path, body, message):
@@ -213,13 +207,3 @@ def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
   message = rf'^loss\.rule=.*:f: the argument {name} has a reserved name; rename it$'
   with pytest.raises(ValueError, match=message):
     tiny(**{'loss.rule': f'{path}:f'})
-
-
-@pytest.mark.parametrize('name', ['cls', 'k', 'own', 'values', 'keywords_'])
-def test_other_names_are_knobs(tmp_path, name):
-  path = tmp_path / 'own.py'
-  text = f'def f(logp_BT, batch, find, *, {name}: float = 1.0):\n'
-  path.write_text(f'{text}  return {name} * logp_BT, find(logp_BT)')
-  made = tiny(**{'loss.rule': f'{path}:f', f'loss.{name}': 3.0})
-  check(made)
-  assert made.loss(2.0, None, lambda r: r)[0] == 6.0

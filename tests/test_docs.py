@@ -82,27 +82,6 @@ def test_every_override_is_a_knob_and_its_config_is_valid(line):
   overridden(line)
 
 
-def test_a_workdir_is_for_one_run_and_is_read_after_it_is_written():
-  # A second run with other settings in the workdir of another example is refused.
-  runs, read = {}, set()
-  for text in DOCS.values():
-    for block in re.findall(r'```bash\n(.*?)```', text, re.S):
-      for line in filter(re.compile('bapo').search, lines(block)):
-        mode = re.search(r'--mode=(\w+)|bin/bapo (\w+)', line)
-        file, workdir = (
-          re.search(rf'--{x}=(\S+)', line) for x in ('config', 'workdir')
-        )
-        if mode and 'train' not in mode.groups():
-          read |= set(re.findall(r' (runs/\S+)', line))
-        elif file and workdir:
-          given = file[1], *sorted(OVERRIDE.findall(line))
-          runs.setdefault(workdir[1], set()).add(given)
-    for file, workdir in re.findall(r"train\(\s*'([^']+)', '([^']+)'", text):
-      runs.setdefault(workdir, set()).add((file, text))
-  assert {workdir for workdir, given in runs.items() if len(given) > 1} == set()
-  assert len(runs) > 5 and read and read <= runs.keys()
-
-
 def test_the_config_file_of_running_is_valid(tmp_path):
   page = DOCS['docs/guide/running.md']
   ((text, command),) = re.findall(
@@ -177,7 +156,7 @@ def test_every_module_and_file_in_prose_exists():
         known = name == 'bapo_jax.train' or name.endswith(('.md', '.py'))
         assert known or exists(name), f'{page}: {name}'
   assert not exists('lab.nothing') and not exists('lab.sweep.nothing')
-  assert exists('lab.sweep.share') and exists('benchmarks.training.learner')
+  assert exists('lab.sweep.table') and exists('benchmarks.training.learner')
 
 
 def test_every_metric_in_prose_is_in_the_glossary():

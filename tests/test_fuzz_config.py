@@ -22,26 +22,19 @@ from bapo_jax.training.config import Config, overrides, parse
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
-NUMBERS = (0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**63, 10**400, -(10**400))
+NUMBERS = (0, 1, -1, 7, 2**31 - 1, 2**31, 10**400, -(10**400))
 NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
 NO_ROWS = sources.Data([], [], {})
 LIMIT_S = 60  # thousands of times what a refusal takes
 CELL = ('a', 'fresh_only', 'fixed')
 OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
 OTHERS += ((), (1,), (0.5, 0.9), (0.9, 0.5), (math.nan, 1.0), (1, 'x'), (10**400,))
-OTHERS += (((),), ((1,),), (CELL,), (CELL, CELL), ('a',) * 10_000, (CELL,) * 1000)
+OTHERS += (((),), ((1,),), (CELL,), ('a',) * 10_000)
 OTHERS += ([], [0.5, 0.9], {}, {'x': 1}, b'x', 1j, object(), math)
 TEXTS = ('', 'abc', '1.5', '-1', '0', '1', 'nan', 'inf', '-inf', '1e400', '9' * 400)
 TEXTS += ('9' * 5000, 'None', 'maybe', '()', '(1,)', '(0.5,0.9)', '((1,2),(3,4))')
 TEXTS += ('(' * 300, '[', '(1if,)', "('a\\d',)", '-' * 9000 + '1', 'x' * 2000, 'a\nb')
-TEXTS += (
-  "('a','fresh_only','fixed')",
-  '(1,)*10**9',
-  '10**10**10',
-  '{1: 2}',
-  '3,',
-  '\\',
-)
+TEXTS += ('(1,)*10**9', '10**10**10', '{1: 2}', '3,', '\\')
 
 
 def value(rng: random.Random, name: str):

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import pathlib
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -96,12 +95,6 @@ def test_a_copied_config_trains_by_command_and_from_python(installed, tmp_path):
   assert '/work cannot be used' in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_python_m_bapo_jax_is_the_same_program(installed):
-  words = 'check', '--config=nope.py'
-  done = python(installed, '-m', 'bapo_jax', *words, status=2)
-  assert done.stderr == bapo(installed, *words, status=2).stderr != ''
-
-
 # --------- installed versions are in range, and both lanes of CI pin every requirement
 
 
@@ -133,55 +126,4 @@ def test_constraints_pin_every_requirement_inside_its_range(name):
     assert pins[canonicalize_name(wanted.name)] in wanted.specifier, wanted
 
 
-def test_the_second_lane_has_the_newest_jax_that_is_allowed():
-  (jax,) = (r for r in requirements('requirements.txt') if r.name == 'jax')
-  limit = re.search(r'<0\.(\d+)', str(jax.specifier))
-  assert limit
-  newest = f'jax==0.{int(limit[1]) - 1}.'
-  assert newest in (ROOT / 'requirements' / 'constraints-newest.txt').read_text()
-
-
 # ----------------- the type checker finds a wrong keyword at every joint of the wiring
-
-
-HEAD = """
-from jax import Array
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.rollout.rollout import Verification, rollout
-from bapo_jax.learner import learner
-from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, Groups, Prompts, Weigh
-
-def f(
-  t: Trainer, s: TrainState, p: PartialRollouts, batch: Batch, groups: Groups, x: Array,
-  now: Prompts, weigh: Weigh, v: Verification
-) -> None:
-""".strip()
-ROLLOUT = 'rollout(p, s.params, now, x, verification=v, step=3, policy_version=3)'
-RIGHT = (
-  't.config.clip(ratio_BT=x, batch=batch, weigh=weigh)',
-  't.config.advantage(reward_PG=x)',
-  't.train_step(params=s.params, opt=s.opt, batch=batch)',
-  's.replace(step=1)',
-  ROLLOUT,
-)
-WRONG = (
-  't.config.clip(ratios_BT=x, batch=batch, weigh=weigh)',
-  't.config.advantage(rewards_PG=x)',
-  't.config.batch(groups, groups, s.buffer, 0, x, seat=3)',
-  't.train_step(s.params, s.opt, batches=batch)',
-  ROLLOUT.replace('step=3', 'stp=3', 1),
-  'learner.update(s.params, s.opt, groups, x, x, epoch=1)',
-  'batch.mask_BT',
-)
-
-
-def test_wrong_keywords_are_errors_and_right_ones_are_none(tmp_path):
-  path = tmp_path / 'snippet.py'
-  path.write_text('\n  '.join([HEAD, *RIGHT, *WRONG, '']))
-  command = [sys.executable, '-m', 'pyrefly', 'check', '--config', 'pyproject.toml']
-  options = '--search-path', ROOT, '--output-format=min-text'
-  done = processes.call(*command, *options, path, status=1)
-  lines = {int(n) for n in re.findall(r'snippet\.py:(\d+)', done.stdout)}
-  found = {path.read_text().splitlines()[n - 1].strip() for n in lines}
-  assert found == set(WRONG), done.stdout + done.stderr

@@ -1,8 +1,6 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
-import importlib.util
 import json
-import pathlib
 import re
 import sys
 
@@ -16,47 +14,34 @@ from refusals import refused
 from bapo_jax import main
 from bapo_jax.training.config import load, overrides
 
-ROOT = pathlib.Path(__file__).parents[1]
 TINY = 'configs/aime.py'
 GOOD = '--config=' + TINY
 COUNTDOWN = [f'--config.problems.{x}=countdown' for x in ('source', 'test_source')]
 CASES = [  # flags, what the sentence must say
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
-  (['--config=configs/nope.py'], 'configs/nope.py: no such file; give one of configs/'),
   (['--config=nope.py:8b'], 'configs/countdown.py[:grpo|:clip|:batch|:both], configs/'),
   (['check'], '--config is missing; give one of configs/aime.py[:tiny|:recipe|'),
-  ([GOOD, '--wrkdir=x'], 'no flag --wrkdir; bapo train --help lists its flags'),
   ([GOOD, '--learning_rate=1'], '--learning_rate; use optimizer.lr; knobs are written'),
   (
     [GOOD, '--steps=3'],
     'bapo train has no flag --steps; a knob is written --config.steps=',
   ),
   ([GOOD, '--output_dir=x'], 'give --workdir=..., the folder of a run'),
-  ([GOOD, 'steps=3'], "'steps=3'"),
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
   (['eval', GOOD], 'names no model; train there first'),
   ([GOOD, '--config.clip.rul=fixed'], 'did you mean rule?'),
-  ([GOOD, '--config.clip=fixed'], 'no knob --config.clip; the nearest are'),
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
   ([GOOD, '--config.steps=' + '9' * 5000], 'steps=' + '9' * 57 + '...: give an int'),
   ([GOOD, '--config.clip.low=3'], 'clip.low=3: give a tuple of 2 numbers'),
-  ([GOOD, '--config.evaluate.k=' + '(' * 5000], 'evaluate.k=((((('),
   ([GOOD, '--config.prompts.count=4096'], 'count=4096 exceeds problems.train=2048'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
   (['export'], 'has no run with a config.json; train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
-  ([GOOD, '--config.problems.test_source=requirements.txt'], 'unknown suffix'),
   ([GOOD, '--mode=exprt'], "invalid choice: 'exprt'"),
-  (['export', '--export_to=x'], 'bapo export has no flag --export_to; bapo export --'),
-  (['export', '--dtype=int8'], "invalid choice: 'int8'"),
-  (['export', GOOD, '--shard_gb=0'], '--shard_gb=0: give a number above 0'),
   (['plan', GOOD, '--mean_share=2'], '--mean_share=2: give a number in (0, 1]'),
   (['eval', GOOD, '--processes=2'], 'bapo eval has no flag --processes'),
-  (['show', '--group=two'], "invalid int value: 'two'"),
-  ([GOOD, '--checkpoint=best'], 'bapo train has no flag --checkpoint'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
-  (['--config=configs/countdown.py:dapo'], "no variant 'dapo'; choose one of ['grpo'"),
   (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
   ([GOOD, *COUNTDOWN], "set wording='short'"),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
@@ -71,17 +56,6 @@ def test_bad_input_is_one_sentence(flags, message, tmp_path):
     flags = [*flags, f'--workdir={tmp_path}']
   assert message in refused(flags)
   assert not list(tmp_path.iterdir()), 'nothing is written before the input is sound'
-
-
-def test_a_folder_without_configs_is_said(monkeypatch, tmp_path):
-  monkeypatch.chdir(tmp_path)
-  assert 'no folder configs/ is here; run in the folder of the' in refused(['check'])
-  (tmp_path / 'configs').mkdir()
-  files = {'a': DICT.format({}), 'b': 'raise SystemExit', 'c': 'helpers = 1'}
-  for name, text in files.items():
-    (tmp_path / 'configs' / f'{name}.py').write_text(text)
-  # Files that raise an error, or that are no configs, are not listed.
-  assert refused(['check']).endswith('give one of configs/a.py')
 
 
 def test_the_variants_listed_are_those_a_config_has():
@@ -112,7 +86,6 @@ def test_a_mode_knows_only_its_flags(capsys):
     assert done.value.code == 0 and f'bapo {mode} {main.MODES[mode]}'[:40] in text
     assert ('--topology' in text) == (mode == 'plan')
     assert ('--dtype' in text) == (mode == 'export')
-    assert ('--processes' in text) == (mode == 'train')
     assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
 
 
@@ -142,8 +115,6 @@ def test_nothing_imports_jax_before_its_environment_is_set():
 FILES = [  # a config file, what the sentence must say
   ("\n\nraise KeyError('boom')", "KeyError: 'boom' (own.py, line 3)"),
   ('def get_config(:', 'SyntaxError: invalid syntax'),
-  ('steps = 3', 'no function get_config; define one that returns'),
-  ('raise SystemExit(0)', 'SystemExit: 0'),
   ('get_config = lambda: None', 'get_config() returns None, not a ConfigDict'),
   ("raise ValueError('two\\nlines')", 'two lines'),
 ]
@@ -159,22 +130,6 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
   assert str(error.value).startswith(f'--config={tmp_path}/own.py: ')
 
 
-@pytest.mark.parametrize(
-  ('values', 'message'),
-  [
-    ({'stps': 3}, 'stps is not a knob; the nearest in its section are steps'),
-    ({'steps': '3'}, "steps='3': give an integer"),
-    ({'clip': 3}, 'is not a section'),
-    ({'clip': {'rule': 'fixed', 'hi': 1.5}}, 'clip.hi is not a knob'),
-  ],
-)
-def test_what_a_config_file_sets_is_checked_like_an_override(values, message, tmp_path):
-  (tmp_path / 'own.py').write_text(DICT.format(values))
-  for given in ([], ['--config.clip.rule=fixed']):
-    with pytest.raises(ValueError, match=re.escape(message)):
-      main.read_config(str(tmp_path / 'own.py'), given)
-
-
 def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   (tmp_path / 'own.py').write_text(DICT.format({'clip': {'rule': 'fixed'}}))
   given = ['--config.clip.high=1.28', '-config.seed=3', '--config.seed=4']
@@ -187,12 +142,10 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   [
     ('--config.steps=10', 10),
     ('--config.title=a=b', 'a=b'),
-    ('--config.metrics.wandb', True),
     ('--noconfig.metrics.wandb', False),
     ('--config.metrics.wandb=False', False),
     ('--config.evaluate.k=(1, 8)', (1, 8)),
     ('--config.evaluate.k=8', (8,)),
-    ('--config.clip.sources=fresh', ('fresh',)),
     ("--config.clip.sources=('fresh','reused')", ('fresh', 'reused')),
   ],
 )
@@ -216,20 +169,6 @@ def test_a_plan_sets_its_environment_before_an_own_file_runs(tmp_path):
   )
   flags = [GOOD, f'--config.loss.rule={tmp_path}/my.py:f', '--mode=plan']
   assert str([*main.PLANNING.values()]) in refused(flags)
-
-
-@pytest.mark.usefixtures('environment')
-@pytest.mark.parametrize(
-  ('topology', 'missing'), [('v5p:2x2x4', 'libtpu'), ('h100:8', "JAX's CUDA plugin")]
-)
-def test_a_plan_without_a_compiler_says_what_to_install(monkeypatch, topology, missing):
-  find_spec = importlib.util.find_spec
-  needed = ('libtpu', 'jax_cuda12_plugin', 'jax_cuda13_plugin')
-  without = lambda name: None if name in needed else find_spec(name)  # noqa: E731
-  monkeypatch.setattr(importlib.util, 'find_spec', without)
-  said = refused([GOOD, '--mode=plan', f'--topology={topology}'])
-  assert f'--topology={topology} needs {missing}' in said
-  assert 'pip install -r requirements/plan.txt' in said
 
 
 # --------- a fine-tuning with something wrong in it is refused, and nothing is written
@@ -262,14 +201,6 @@ def test_a_wrong_path_is_one_sentence(refusal):
   assert '--config.model.path=models/nowhere (no config.json' in line
   line = refusal(**{'problems.source': 'nowhere.jsonl'})
   assert '--config.problems.source=nowhere.jsonl' in line
-
-
-def test_a_broken_row_is_named_by_its_line(refusal, tmp_path):
-  path = tmp_path / 'broken.jsonl'
-  recordings.jsonl(path, foreign.problems(24))
-  with open(path, 'a') as file:
-    file.write('{"problem": "What is 1 + 1?", "answer"\n')
-  assert f'{path}, line 25: not JSON' in refusal(**{'problems.source': path})
 
 
 @pytest.mark.parametrize('knob', ['model.path', 'problems.source'])

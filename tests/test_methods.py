@@ -11,16 +11,14 @@ from bapo_jax.training.config import Config, load, merged, parse
 def config_file(tmp_path):
   """Writes a config file whose get_config has this body; returns its path."""
 
-  def write(body, variants='', arguments=''):
+  def write(body):
     path = tmp_path / 'mine.py'
     path.write_text(f"""
 from ml_collections import ConfigDict
 from bapo_jax.training.config import defaults
 
-{variants}
 
-
-def get_config({arguments}):
+def get_config():
   config = defaults()
 {body}
   return config
@@ -56,28 +54,3 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   assert (config.clip.rule, config.loss.cap, config.loss.kl) == ('unclipped', 2.0, 0.5)
   few = config_file("  config = ConfigDict({'seed': 3})")
   assert parse(load(f'{few}:icepop')).mask.rule == 'icepop'
-
-
-def test_a_variant_of_the_file_comes_first(config_file):
-  body = '  config.title = variant'
-  path = config_file(body, "VARIANTS = 'grpo', 'long'", "variant='long'")
-  assert load(f'{path}:grpo')['title'] == 'grpo'
-  assert load(f'{path}:gspo')['title'] == 'long: GSPO'
-  # A file that lists no variants gets every name.
-  path = config_file(body, arguments='variant')
-  assert load(f'{path}:gspo')['title'] == 'gspo'
-
-
-def test_an_unknown_name_is_refused_with_the_variants_and_the_methods():
-  sentence = (
-    r"no variant 'nope'; choose one of \['ahead', 'beside'\], "
-    'or a method as variant: bala'
-  )
-  with pytest.raises(ValueError, match=sentence):
-    load('configs/async.py:nope')
-  sentence = (
-    r'no variants; give --config=configs/finetune.py alone, '
-    'or a method as variant: .*, icepop,'
-  )
-  with pytest.raises(ValueError, match=sentence):
-    load('configs/finetune.py:nope')

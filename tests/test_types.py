@@ -26,30 +26,6 @@ def test_agree_names_the_array_that_breaks_its_promise(shapes, message):
     types.agree(**{name: np.zeros(shape) for name, shape in shapes.items()})
 
 
-def test_empty_rows_are_empty_in_every_field():
-  groups = types.empty_groups(rows=3, group=2, length=5)
-  assert types.agree(**groups._asdict()) == {'P': 3, 'G': 2, 'T': 5}
-  for name, array in groups._asdict().items():
-    marked = name in ('id_P', 'completed_step_P', 'policy_version_PGT')
-    assert (array == (-1 if marked else name == 'teaches_PG')).all(), name
-  kinds = [x.dtype.name for x in groups]
-  wanted = 'int32 int32 bool float32 int32 bool float32 bool int32'
-  assert kinds == wanted.split()
-
-
-def test_take_and_concat_move_whole_rows():
-  groups = types.empty_groups(4, 2, 3)._replace(
-    id_P=jnp.arange(4), reward_PG=jnp.arange(8.0).reshape(4, 2)
-  )
-  moved = types.concat(
-    types.take(groups, jnp.array([3, 0])), types.take(groups, jnp.array([], int))
-  )
-  moved = types.concat(moved, types.take(groups, groups.id_P == 1))
-  np.testing.assert_array_equal(moved.id_P, [3, 0, 1])
-  np.testing.assert_array_equal(moved.reward_PG, [[6, 7], [0, 1], [2, 3]])
-  assert types.agree(**moved._asdict()) == {'P': 3, 'G': 2, 'T': 3}
-
-
 def test_masked_mean(variant):
   # (1 + 3 + 8) / 3 = 4; the others, one of them infinite, are not read.
   x_B = jnp.array([1.0, 2.0, 3.0, jnp.inf, 8.0, 5.0, 6.0, 7.0])

@@ -39,7 +39,7 @@ Order = Literal['upper', 'lower']
 
 
 class Share(NamedTuple):
-  """Settings of a bound search: which share P / (P + N) to bring to which target.
+  """Settings of a bound search: the share of the gradient to reach, and its terms.
 
   The fields are the knobs of `clip.Balanced`, which explains them.
   """

@@ -129,8 +129,8 @@ class MovingThresholds(ThresholdRule):
     for c2, c3 in zip(self.low, self.high, strict=True):
       if c2 > c3:
         raise ValueError(
-          f'low={self.low} and high={self.high} give c2={c2} above c3={c3}; choose a '
-          'smaller value in low or a larger value in high'
+          f'low={self.low} and high={self.high}: the least pass rate of a reusable '
+          f'group, {c2}, is above the largest, {c3}; lower low or raise high'
         )
     return self
 

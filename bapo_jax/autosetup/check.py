@@ -60,7 +60,8 @@ def check(config: Config, workdir: str) -> int:
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
   cache.share_programs(config.cache)
-  config, known = r.config, facts.gather(r.config, r.inputs, r.mesh)
+  config = r.config
+  known = facts.gather(r.config, r.inputs, r.mesh)
   material = build.tabulate(r)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(described(r, known, material, workdir))
@@ -150,7 +151,8 @@ def quoted(text: str) -> str:
 
 def described(r: Resolved, known: Facts, material: Material, workdir: str) -> str:
   """Describes prompts and knobs, verified right answers, and the disk space."""
-  config, found = r.config, material.problems
+  config = r.config
+  found = material.problems
   verified = known.verified(config.rewards.rule)
   lines = [
     f'prompt {i + 1}, {found.length_N[i]} tokens, right answer '
@@ -158,7 +160,8 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     for i, text in enumerate(prompt_texts(r, material, SHOWN))
   ]
   training, held_out = known.lengths(config.tokenizer.template)
-  disk, free = r.budget.disk / 1e9, free_bytes(workdir) / 1e9
+  disk = r.budget.disk / 1e9
+  free = free_bytes(workdir) / 1e9
   return (
     f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
@@ -179,13 +182,16 @@ def lengths(tokens: Sequence[int]) -> str:
 
 def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
   """Describes some responses with verdicts, and statistics of all responses."""
-  G, knobs = t.config.sampler.group_size, t.config.sampler
-  ids, verdicts = np.repeat(np.asarray(rollout.groups.id_P), G), rollout.verdicts
+  G = t.config.sampler.group_size
+  knobs = t.config.sampler
+  ids = np.repeat(np.asarray(rollout.groups.id_P), G)
+  verdicts = rollout.verdicts
   order = sorted(range(len(ids)), key=lambda i: (i % G, i))  # a response per group
   right = [i for i in order if verdicts[i].right][:1]
   lines = []
   for i in [*right, *(i for i in order if i not in right)][:SHOWN]:
-    verdict, text = verdicts[i], rollout.texts[i]
+    verdict = verdicts[i]
+    text = rollout.texts[i]
     text = text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
     lines.append(
       f'response to {t.problems.text[ids[i]][:60]!r}, right answer '
@@ -214,7 +220,9 @@ def measured(
   `r` is the run, and `t` the trainer of its config after `shrunk`. `t` sampled the
   rollout in `seconds`.
   """
-  config, groups, updates = r.config, rollout.groups, r.config.updates_per_step
+  config = r.config
+  groups = rollout.groups
+  updates = r.config.updates_per_step
   per_update = config.seats // config.learner.minibatches
   spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
   chosen = np.argsort(-spread_P)[:per_update]  # groups with mixed verdicts first
@@ -226,7 +234,8 @@ def measured(
   machine.trim()  # as a run does, see experiment.compiled
   t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)
   key = trainer.step_keys(config.seed, 0).update
-  batch, source_P = take(groups, chosen), jnp.zeros(per_update, jnp.int32)
+  batch = take(groups, chosen)
+  source_P = jnp.zeros(per_update, jnp.int32)
   s, _ = trainer.update(t, s, batch, source_P, key)  # the first call is slower
   began = time.perf_counter()
   trainer.update(t, s, batch, source_P, key)
@@ -235,9 +244,11 @@ def measured(
   total = sampling + update * updates
   device = t.mesh.devices.flat[0]
   stats = device.memory_stats() if device.platform != 'cpu' else None
-  peak, where = machine.peak_rss(), 'the host, with Python and compiled programs'
+  peak = machine.peak_rss()
+  where = 'the host, with Python and compiled programs'
   if stats and 'peak_bytes_in_use' in stats:
-    peak, where = stats['peak_bytes_in_use'], 'a device'
+    peak = stats['peak_bytes_in_use']
+    where = 'a device'
   return (
     f'a step     about {total:.3g} s: sampling {sampling:.3g}, {updates} updates of '
     f'{update:.3g} ({teaching} of {per_update} groups had mixed verdicts); '

@@ -58,7 +58,7 @@ def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
   return [*found, *_room(r, known.memory, free)]
 
 
-def _template(config: Config, known: Facts) -> Iterator[Finding]:
+def _template(config: Config, known: Facts):
   """Finds an unused chat template, special tokens, and a missing end token."""
   template = config.tokenizer.template
   chat = template.startswith('chat:')
@@ -94,9 +94,10 @@ def _template(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
+def _verifier(config: Config, known: Facts):
   """Finds right answers that fail their verifier, or that another verifier accepts."""
-  given, check = config.rewards.rule, known.verified(config.rewards.rule)
+  given = config.rewards.rule
+  check = known.verified(config.rewards.rule)
   if check.right < check.tried:
     yield Finding(
       'warning' if check.right else 'mistake',
@@ -115,7 +116,7 @@ def _verifier(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _box(config: Config, known: Facts) -> Iterator[Finding]:
+def _box(config: Config, known: Facts):
   """Finds a verifier that expects a boxed answer although no prompt asks for one."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
   texts = (text for row in known.training for text in (row.problem, row.system))
@@ -129,7 +130,7 @@ def _box(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
+def _learning_rate(config: Config, known: Facts):
   """Finds a learning rate at least ten times larger or smaller than the usual one."""
   usual, reason = derive_sizes.learning_rate(config, known)
   times = config.optimizer.lr / usual
@@ -142,7 +143,7 @@ def _learning_rate(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
+def _lengths(config: Config, known: Facts):
   """Finds a limit on prompt length that drops many of the training prompts."""
   training, _ = known.lengths(config.tokenizer.template)
   limit = config.prompts.max_prompt_tokens
@@ -156,7 +157,7 @@ def _lengths(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
+def _overlap(config: Config, known: Facts):
   """Finds held-out problems that are training problems too."""
   both, message = prompts.overlap(config.problems, known.training, known.held_out)
   if both and config.problems.overlap != 'drop':
@@ -167,9 +168,10 @@ def _overlap(config: Config, known: Facts) -> Iterator[Finding]:
     )
 
 
-def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
+def _room(r: Resolved, memory, free):
   """Finds an update that exceeds device memory, or checkpoints that exceed the disk."""
-  needed, each = r.budget.update, sum(r.budget.checkpoint.values())
+  needed = r.budget.update
+  each = sum(r.budget.checkpoint.values())
   if needed > memory:
     yield warning(
       'memory',
@@ -191,8 +193,10 @@ def _room(r: Resolved, memory: float, free: int) -> Iterator[Finding]:
 
 def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   """Yields the findings about responses of the model before any training."""
-  correct_PG, n = sampled.correct_PG, sampled.correct_PG.size
-  groups, accuracy = len(correct_PG), float(correct_PG.mean())
+  correct_PG = sampled.correct_PG
+  n = sampled.correct_PG.size
+  groups = len(correct_PG)
+  accuracy = float(correct_PG.mean())
   way_out = 'use harder problems'
   if accuracy < 0.5:
     way_out = (
@@ -217,7 +221,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'{verdict}: none of the {groups} groups has a nonzero advantage, so nothing is '
       f'learned; {way_out}',
     )
-  truncated, limit = float(sampled.truncated_PG.mean()), config.sampler.max_new_tokens
+  truncated = float(sampled.truncated_PG.mean())
+  limit = config.sampler.max_new_tokens
   if truncated > 1 - CUT:
     yield warning(
       'truncated',

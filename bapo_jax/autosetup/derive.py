@@ -138,7 +138,7 @@ def wrapped(line: str, indent: str = '  ') -> str:
   return wrapper.fill(line)
 
 
-def _read(config: Config, workdir: str) -> Config:
+def _read(config: Config, workdir):
   """Returns the config with the derived knobs of the workdir's config.json."""
   stored = workdir_lib.read_config(workdir)
   values = config.model_dump()

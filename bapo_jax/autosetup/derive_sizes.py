@@ -21,7 +21,8 @@ from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 
 GIB = 2**30
-PROMPTS, PROMPTS_CPU = 64, 8
+PROMPTS = 64
+PROMPTS_CPU = 8
 UPDATES = 4  # minibatches of a step: the public scripts of both papers
 CACHE_SHARE = 0.8  # of the memory beside weights and optimiser, for keys and values
 PREFILL = 16384  # prompt tokens at once, per device
@@ -60,7 +61,8 @@ def compute(config: Config, facts: Facts) -> tuple[str, str]:
 
 def prompts(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives prompts.count, so that a batch divides over updates and devices."""
-  G, shards = config.sampler.group_size, _shards(config, facts)
+  G = config.sampler.group_size
+  shards = _shards(config, facts)
   most = left(config, facts)
   wanted = min(PROMPTS_CPU if facts.cpu else PROMPTS, most)
   whole = shards // math.gcd(shards, G)  # prompts of the smallest minibatch
@@ -83,7 +85,9 @@ def left(config: Config, facts: Facts) -> int:
 
 def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives learner.minibatches: at most UPDATES, so that the batch divides evenly."""
-  seats, G, shards = config.seats, config.sampler.group_size, _shards(config, facts)
+  seats = config.seats
+  G = config.sampler.group_size
+  shards = _shards(config, facts)
   counts = range(1, UPDATES + 1)
   fitting = (n for n in counts if not seats % n and not seats // n * G % shards)
   n = max(fitting, default=1)
@@ -92,14 +96,17 @@ def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
 
 def steps(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives steps: one pass over the problems, within 10 to 400 steps."""
-  n, count = left(config, facts), config.prompts.count
+  n = left(config, facts)
+  count = config.prompts.count
   found = min(max(n // count, 10), 400)
   return found, f'{found * count / n:.3g} passes over {n} problems, {count} a step'
 
 
 def slots(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.max_num_seqs: as many responses as the cache has memory for."""
-  mesh, spec, T = mesh_of(config, facts), spec_of(config, facts), config.row_length
+  mesh = mesh_of(config, facts)
+  spec = spec_of(config, facts)
+  T = config.row_length
   shards = sharding.row_shards(mesh)
   each = budget.cache_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
   b = budget.count(config, spec, Schedule(), mesh)
@@ -117,7 +124,8 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
 
 def prefill(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.prefill_batch_size: at most PREFILL prompt tokens per device."""
-  width, G = config.prompts.max_prompt_tokens, config.sampler.group_size
+  width = config.prompts.max_prompt_tokens
+  G = config.sampler.group_size
   rows = max(1, PREFILL // width) * G * _shards(config, facts)
   rows = min(config.sampler.max_num_seqs, rows)
   return rows, f'at most {PREFILL} prompt tokens per device, in prompts of {width}'
@@ -125,9 +133,11 @@ def prefill(config: Config, facts: Facts) -> tuple[int, str]:
 
 def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.tokens_per_dispatch from the kind of device."""
-  n, reason = 64, 'long, so that devices do not wait for the host'
+  n = 64
+  reason = 'long, so that devices do not wait for the host'
   if facts.cpu:
-    n, reason = 8, 'short, so that free slots are refilled soon'
+    n = 8
+    reason = 'short, so that free slots are refilled soon'
   return min(n, config.sampler.max_new_tokens), reason
 
 
@@ -146,9 +156,12 @@ def lag(config: Config, facts: Facts) -> tuple[int, str]:
 
 def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives learner.grad_accum_steps: the fewest with which the fastest remat fits."""
-  mesh, spec = mesh_of(config, facts), spec_of(config, facts)
-  fastest, fitting = budget.choices(config, spec, mesh, facts.memory)[0].remat, []
-  n, most = 1, config.minibatch_rows // sharding.row_shards(mesh)
+  mesh = mesh_of(config, facts)
+  spec = spec_of(config, facts)
+  fastest = budget.choices(config, spec, mesh, facts.memory)[0].remat
+  fitting = []
+  n = 1
+  most = config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
     tried = config.with_values(learner={'grad_accum_steps': n})
     found = budget.choose_schedule(tried, spec, mesh, facts.memory)
@@ -158,7 +171,8 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
       if found.remat == fastest:
         break
     n *= 2
-  rows, room = config.minibatch_rows, f'{facts.memory / GIB:.3g} GiB'
+  rows = config.minibatch_rows
+  room = f'{facts.memory / GIB:.3g} GiB'
   if not fitting:
     return max(most, 1), f'NOTHING FITS: a single row at a time needs more than {room}'
   n, _, needed = next((x for x in fitting if x[1] == fastest), fitting[0])
@@ -167,7 +181,8 @@ def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
 
 def schedule_of(config: Config, facts: Facts) -> Schedule:
   """Returns the fastest `Schedule` that fits in device memory."""
-  mesh, spec = mesh_of(config, facts), spec_of(config, facts)
+  mesh = mesh_of(config, facts)
+  spec = spec_of(config, facts)
   return budget.choose_schedule(config, spec, mesh, facts.memory)
 
 
@@ -186,7 +201,8 @@ def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
 def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
   """Derives optimizer.lr: the papers' value, raised for small models and adapters."""
   scale = min(max(1.0, LR_SIZE / facts.parameters), LR_MOST / LR)
-  found, words = LR * scale, f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
+  found = LR * scale
+  words = f'{LR:g} in both papers at {LR_SIZE / 1e9:g} B and more'
   if scale > 1:
     words += f'; scaled inversely to the size below that (here {facts.size})'
   if config.lora.rank:
@@ -201,11 +217,11 @@ def mesh_of(config: Config, facts: Facts) -> Mesh:
 
 
 @functools.lru_cache(maxsize=4)
-def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]) -> Mesh:
+def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]):
   return sharding.make(**knobs.model_dump(), devices=devices)
 
 
-def _shards(config: Config, facts: Facts) -> int:
+def _shards(config: Config, facts: Facts):
   return sharding.row_shards(mesh_of(config, facts))
 
 

@@ -58,7 +58,8 @@ def by_answers(answers: Sequence[str]) -> tuple[str, str]:
     'aime': ('integers 0..999', lambda text: number_rules.integer(text) is not None),
     'gsm8k': ('numbers', lambda text: number_rules.number(text) is not None),
   }
-  best, other = '', ''
+  best = ''
+  other = ''
   for name, (words, reads) in kinds.items():
     unread = [text for text in answers if not reads(text)]
     if not unread:
@@ -71,7 +72,7 @@ def by_answers(answers: Sequence[str]) -> tuple[str, str]:
   return 'exact', f'{n} answers are words'
 
 
-def _countdown(answer: str) -> bool:
+def _countdown(answer):
   try:
     found = json.loads(answer)
   except (ValueError, RecursionError):
@@ -87,10 +88,13 @@ def asks_for_box(rows: Sequence[Row]) -> bool:
 
 def template(config: Config, facts: Facts) -> tuple[str, str]:
   """Derives tokenizer.template: the model's chat template or a plain template."""
-  found, end = '{problem}', '\n'
+  found = '{problem}'
+  end = '\n'
   reason = 'a plain template: the model has no chat template'
   if facts.chat:
-    found, end, reason = 'chat:{problem}', '', 'the chat template of the model'
+    found = 'chat:{problem}'
+    end = ''
+    reason = 'the chat template of the model'
   verifier = config.rewards.rule
   boxed = verifier in ('aime', 'math')
   boxed |= verifier in SHORT and facts.parameters >= SMALL
@@ -108,7 +112,8 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives prompts.max_prompt_tokens from the distribution of prompt lengths."""
   training, held_out = facts.lengths(config.tokenizer.template)
   lengths = sorted([*training, *held_out])
-  longest, most = lengths[-1], lengths[99 * (len(lengths) - 1) // 100]
+  longest = lengths[-1]
+  most = lengths[99 * (len(lengths) - 1) // 100]
   limit = facts.spec.positions // 2
   if longest <= min(OUTLIER * most, limit):
     return longest, f'the longest of {len(lengths)} prompts'
@@ -117,7 +122,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   if found >= facts.spec.positions:
     long = facts.held_out[held_out.index(found)]
 
-    def check(row: Row) -> None:
+    def check(row: Row):
       if row == long:
         raise ValueError(
           f'the prompt has {found} tokens, but the model has {facts.spec.positions} '
@@ -135,7 +140,8 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
 
 def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   """Derives sampler.max_new_tokens from verifier, problem lengths, model and device."""
-  verifier, positions = config.rewards.rule, facts.spec.positions
+  verifier = config.rewards.rule
+  positions = facts.spec.positions
   limits = {
     f'the limit for {verifier}': LONGEST.get(verifier, max(LONGEST.values())),
     f"the model's {positions} positions": positions - config.prompts.max_prompt_tokens,

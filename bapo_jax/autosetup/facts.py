@@ -90,7 +90,7 @@ def gather(config: Config, inputs: Inputs, mesh: Mesh | None = None) -> Facts:
   rows = [*training, *held_out]
 
   @functools.cache
-  def lengths(template: str) -> Lengths:
+  def lengths(template):
     reader = inputs.model.tokenizer._replace(template=template)
     read = rows
     if template == '{problem}':  # the problems alone, without their system messages

@@ -38,7 +38,9 @@ def in_force(config: Config) -> dict[str, str]:
 
 def lines(config: Config, indent: str = '  ') -> str:
   """Returns lines of the first screen: rules, changed knobs, knobs without effect."""
-  inert, given, idle = needs.inert(config), [], []
+  inert = needs.inert(config)
+  given = []
+  idle = []
   for name, (value, _) in config_lib.changed(config).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')
     if name in inert:

@@ -112,7 +112,8 @@ def patches(picture: PIL.Image.Image, v: VisionSpec) -> Patches:
   width, height = picture.size
   height, width = resized_size(height, width, v)
   resized = picture.resize((width, height), PIL.Image.Resampling.BICUBIC)
-  p, m = v.patch, v.merge
+  p = v.patch
+  m = v.merge
   # Rows and columns are cut into merged patches, patches and pixels; channels are last.
   cut = np.asarray(resized).reshape(
     height // (m * p), m, p, width // (m * p), m, p, len(resized.getbands())

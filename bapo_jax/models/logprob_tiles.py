@@ -55,8 +55,9 @@ def largest(mib: int, V: int) -> Tile:
 def split(n: int, most: int, step: int) -> tuple[int, int]:
   """Returns (count, size) of equal parts of n, each at most `most`.
 
-  If n does not divide, they have whole steps, and the last part exceeds n. `most` is a
-  multiple of `step`, or smaller.
+  If n has no such divisor, the size is rounded up to a multiple of `step`: count * size
+  exceeds n, and the end of the last part is padding. `most` is a multiple of `step`, or
+  smaller.
   """
   parts = -(-n // most)
   if n % parts == 0:
@@ -208,7 +209,10 @@ def _combine(tiles: tuple[Array, ...], sharded):
 
 
 class _Columns(NamedTuple):
-  """Arrays that the backward pass reads by chunk; d_x is the loss gradient w.r.t. x."""
+  """Arrays whose columns T the backward pass reads chunk by chunk.
+
+  d_x is the gradient of the loss with respect to x.
+  """
 
   hidden_BTD: Array
   token_BT: Array

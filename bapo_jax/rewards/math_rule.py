@@ -56,7 +56,8 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
 
 def _equal(answer, response):
   """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
-  gold_text, response_text = spelling.spell(answer), spelling.spell(response)
+  gold_text = spelling.spell(answer)
+  response_text = spelling.spell(response)
   (letter, gold_value), (response_letter, value) = map(
     spelling.split_choice, (gold_text, response_text)
   )
@@ -66,7 +67,8 @@ def _equal(answer, response):
   if letter and response_letter and letter != response_letter:
     return False
   if gold_value and value:
-    gold_text, response_text = gold_value, value
+    gold_text = gold_value
+    response_text = value
   elif letter and response_letter and (tree := trees.parse(gold_value or value)):
     return not trees.symbols(tree)  # one has the letter alone, the other a number too
   # 1,000 is either a number or a list.
@@ -176,7 +178,8 @@ def _relation(text):
 def _bounds(sides: list[str], marks):
   """Converts x < 2 or 0 < x < 1 to an interval; other inequalities stay expressions."""
   if marks[0] in '>≥':
-    sides, marks = sides[::-1], marks[::-1].translate(FLIPPED)
+    sides = sides[::-1]
+    marks = marks[::-1].translate(FLIPPED)
   pairs = zip(marks, sides[1:], strict=True)
   inequality = ' '.join([sides[0], *(f'{m} {s}' for m, s in pairs)])
   if set(marks) - set('<≤'):  # both directions in one chain
@@ -267,7 +270,8 @@ def _same_equation(gold, response):
 
 
 def _same_expression(gold, response):
-  gold_words, response_words = _words(gold), _words(response)
+  gold_words = _words(gold)
+  response_words = _words(response)
   if gold_words is not None and gold_words == response_words:
     return True
   gold, gold_unit = spelling.split_unit(gold)
@@ -276,7 +280,8 @@ def _same_expression(gold, response):
     return False
   if (gold_words and '\\text' in gold) or (response_words and '\\text' in response):
     return False
-  gold_tree, response_tree = trees.parse(gold), trees.parse(response)
+  gold_tree = trees.parse(gold)
+  response_tree = trees.parse(response)
   # Functions and words are outside the grammar. A response outside never states a
   # right answer inside the grammar. A response inside may state a right answer outside
   # the grammar, unless the response has arithmetic left to do.

@@ -75,9 +75,9 @@ PERCENT = re.compile(r' *(?:%|° *[CF]?)$')  # a unit, for this rule
 
 
 def number(text: str) -> Fraction | None:
-  """Parses a number such as 1,000 or 5/2, with label and known unit, or returns None.
+  """Parses a number such as 1,000 or 5/2; returns None if the text is no number.
 
-  Also ignores currency signs, and Markdown around the number.
+  Ignores a label before it (`x =`), a known unit after it, currency signs and Markdown.
   """
   if len(text) > LONGEST:
     return None

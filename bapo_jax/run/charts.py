@@ -8,7 +8,7 @@ A chart scales with its column and takes its colours from the page.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
@@ -47,9 +47,12 @@ class Axis(NamedTuple):
 
   def __call__(self, value_N: ArrayLike) -> np.ndarray:
     """Returns the coordinates of values."""
-    low, high = self.low, self.high
+    low = self.low
+    high = self.high
     if self.log:
-      value_N, low, high = np.log10(value_N), math.log10(low), math.log10(high)
+      value_N = np.log10(value_N)
+      low = math.log10(low)
+      high = math.log10(high)
     share_N = (np.asarray(value_N, float) - low) / (high - low)
     return self.start + (self.end - self.start) * share_N
 
@@ -90,9 +93,7 @@ def chart(
   return element('figure', caption, element('output', unit), drawing)
 
 
-def _legend(
-  curves: Sequence[Curve], level: tuple[float, str] | None
-) -> Iterator[Element]:
+def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
   for curve in curves:
     if curve.label:
       kind = f'key c{curve.colour}{" dashed" if curve.dashed else ""}'
@@ -101,9 +102,7 @@ def _legend(
     yield element('span', element('i', class_='key level'), level[1])
 
 
-def _vertical(
-  curves: Sequence[Curve], level: tuple[float, str] | None, log: bool
-) -> Axis:
+def _vertical(curves: Sequence[Curve], level: tuple[float, str] | None, log):
   """Returns the axis that all values, error bars and the level fit into."""
   values = [np.array([] if level is None else [level[0]])]
   for curve in curves:
@@ -111,14 +110,15 @@ def _vertical(
     if curve.error_N is not None:
       values += [curve.bold[1] - curve.error_N, curve.bold[1] + curve.error_N]
   value_N = np.concatenate(values)
-  low, high = float(value_N.min()), float(value_N.max())
+  low = float(value_N.min())
+  high = float(value_N.max())
   if not log or low <= 0:
     return Axis(*_spread(low, high), BOTTOM, TOP)
   margin = (high / low) ** 0.04 if high > low else 2.0
   return Axis(low / margin, high * margin, BOTTOM, TOP, log=True)
 
 
-def _spread(low: float, high: float) -> tuple[float, float]:
+def _spread(low, high):
   """Adds a margin to a range, which may be empty."""
   margin = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
   return low - margin, high + margin
@@ -131,7 +131,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
   return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _log_ticks(low, high):
   """Returns powers of ten, and their multiples by 2 and 5 if they are few."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
   digits = (1, 2, 5) if len(powers) < 4 else (1,)
@@ -140,13 +140,13 @@ def _log_ticks(low: float, high: float) -> list[float]:
   return marks[:: len(marks) // 7 + 1]
 
 
-def _across(y: Axis, value: float, kind: str) -> Element:
+def _across(y: Axis, value, kind):
   """Draws a horizontal line at a value."""
   at = f'{y(value):.1f}'
   return element('line', class_=kind, x1=LEFT, x2=RIGHT, y1=at, y2=at)
 
 
-def _grid(x: Axis, y: Axis) -> Iterator[Element]:
+def _grid(x: Axis, y: Axis):
   """Yields the lines and the numbers of both axes."""
   for value in _log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
     yield _across(y, value, 'grid')
@@ -170,11 +170,12 @@ def thinned(points: Points) -> Points:
   return step_N[keep], value_N[keep]
 
 
-def _lines(curve: Curve, x: Axis, y: Axis) -> Element:
+def _lines(curve: Curve, x: Axis, y: Axis):
   """Draws the pale lines, the error bars, the bold line and its dots."""
   parts = [element('path', class_='pale', d=_path(p, x, y)) for p in curve.pale]
   step_N, value_N = curve.bold
-  at_N, height_N = x(step_N), y(value_N)
+  at_N = x(step_N)
+  height_N = y(value_N)
   if curve.error_N is not None:
     ends = (y(value_N + sign * curve.error_N) for sign in (1, -1))
     bars = zip(at_N, *ends, strict=True)
@@ -188,13 +189,13 @@ def _lines(curve: Curve, x: Axis, y: Axis) -> Element:
   return element('g', *parts, class_=f'curve c{curve.colour}{dashed}')
 
 
-def _path(points: Points, x: Axis, y: Axis) -> str:
+def _path(points: Points, x: Axis, y: Axis):
   step_N, value_N = thinned(points)
   pairs = zip(x(step_N), y(value_N), strict=True)
   return 'M' + 'L'.join(f'{a:.1f},{b:.1f}' for a, b in pairs) if len(step_N) else ''
 
 
-def _strips(curves: Sequence[Curve], x: Axis) -> Iterator[Element]:
+def _strips(curves: Sequence[Curve], x: Axis):
   """Yields invisible strips, side by side, that name the exact values of a step."""
   texts: dict[float, list[str]] = {}  # step -> values
   for curve in curves:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.stages import Lowered
 
+from bapo_jax import custom_code
 from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import prompts
 from bapo_jax.models import transformer
@@ -96,7 +97,7 @@ def claim(workdir: str, config: Config) -> None:
   workdirs.open_workdir(workdir, values, free)
 
 
-def _train(r: Resolved, workdir: str, timer: PhaseTimer) -> int:
+def _train(r: Resolved, workdir, timer: PhaseTimer):
   """Reads the problems, trains and writes the report; an OSError names the file."""
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.tabulate(r)
@@ -195,6 +196,9 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   total = sum(sizes.values())
   kept = c.checkpoint.keep + c.checkpoint.best
+  right = ''
+  if custom_code.is_path(c.rewards.rule.split(',')[0]):
+    right = f'; right from a reward of {c.rewards.right_from:g}'
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
@@ -204,7 +208,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
-    f'  verifier   {c.rewards.rule}\n'
+    f'  verifier   {c.rewards.rule}{right}\n'
     f'{knob_lists.lines(c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}'

@@ -68,15 +68,15 @@ def train(
   return experiment.train(parsed, workdir)
 
 
-def _path(rule: Rule) -> str:
+def _path(rule: Rule):
   """Returns the name or path of a rule; functions are registered."""
   return rule if isinstance(rule, str) else custom_code.register(rule)
 
 
-def _returning(name: str, rows: Rows) -> Callable[[], Rows]:
+def _returning(name, rows: Rows):
   """Returns a function of this name that returns the rows."""
 
-  def function() -> Rows:
+  def function():
     return rows
 
   function.__name__ = name

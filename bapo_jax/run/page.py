@@ -12,9 +12,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element
 
 from bapo_jax import knobs
 from bapo_jax.run import charts, comparison, look, report, run_files, samples
@@ -80,10 +79,9 @@ PANELS = (
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
   Panel('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-
-
-SIDES = ('sampling', 'training')
-SHOWN = 6  # steps in the bars of both sides
+IDLE = {'overlap/sampler_idle': 'sampler', 'overlap/learner_idle': 'learner'}
+# Only of runs with mesh.rollout.
+OVERLAP = Panel('Time without work', 'share of the step', IDLE, compared=2)
 
 
 def write(workdir: str | os.PathLike[str]) -> str:
@@ -106,8 +104,9 @@ def page(runs: Sequence[RunFiles]) -> str:
   return look.document('Runs compared', _comparison(comparison.grouped(runs)))
 
 
-def _report(run: RunFiles) -> Iterator[Element]:
-  values, rows = run.values, run.rows
+def _report(run: RunFiles):
+  values = run.values
+  rows = run.rows
   yield element('h1', values.get('title', 'A run'))
   state = f'step {run.last} of {values.get("steps")}'
   facts = f'{run.name} · {state} · fingerprint of the config {fingerprint(values)}'
@@ -123,7 +122,6 @@ def _report(run: RunFiles) -> Iterator[Element]:
   if before and after and (cells := list(report.rewards(before, after))):
     yield html.table(cells, report.REWARDS, 'lrrr')
   yield from _curves([Group('', [run])], target)
-  yield from _overlap(rows)
   if run.groups:
     yield from samples.asked(run)
   if run.after is not None:
@@ -133,7 +131,7 @@ def _report(run: RunFiles) -> Iterator[Element]:
   yield from _settings(run)
 
 
-def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
+def _comparison(groups: Sequence[Group]):
   runs = [run for group in groups for run in group.runs]
   names = [group.label for group in groups]
   yield element('h1', f'{len(runs)} runs of {len(groups)} configs')
@@ -177,12 +175,12 @@ def _comparison(groups: Sequence[Group]) -> Iterator[Element]:
   yield _runs(groups)
 
 
-def _metrics(cells: dict[str, list[str]], names: Sequence[str]) -> Element:
+def _metrics(cells: dict[str, list[str]], names: Sequence[str]):
   rows = [(element('code', name), *row) for name, row in cells.items()]
   return html.table(rows, ('metric', *names), 'l' + 'r' * len(names))
 
 
-def _runs(groups: Sequence[Group]) -> Element:
+def _runs(groups: Sequence[Group]):
   """Returns a table of the runs: where they are, seed, progress, accuracy."""
   rows = []
   for i, group in enumerate(groups):
@@ -202,10 +200,10 @@ def _runs(groups: Sequence[Group]) -> Element:
   return html.table(rows, ('workdir', 'title', 'seed', 'steps', 'accuracy'), 'llrrr')
 
 
-def _tiles(run: RunFiles) -> Iterator[Element]:
+def _tiles(run: RunFiles):
   """Yields the main numbers."""
 
-  def tile(number: str, text: str) -> Element:
+  def tile(number, text):
     return element('div', element('b', number), element('small', text), class_='tile')
 
   for when, evaluation in (('before', run.before), ('after', run.after)):
@@ -225,7 +223,7 @@ def _tiles(run: RunFiles) -> Iterator[Element]:
     yield tile(f'{responses[-1]:,.0f}', 'responses sampled for training')
 
 
-def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
+def _curves(groups: Sequence[Group], target: float | None):
   """Yields a sentence on the smoothing, and a chart of each panel."""
   runs = [run for group in groups for run in group.runs]
   steps = {row['step'] for run in runs for row in run.rows} or {0}
@@ -244,17 +242,20 @@ def _curves(groups: Sequence[Group], target: float | None) -> Iterator[Element]:
     class_='soft',
   )
   limits = min(steps), max(steps)
-  drawn = [_chart(panel, groups, width, limits, target) for panel in PANELS]
+  panels = list(PANELS)
+  if any('overlap/ended' in row for run in runs for row in run.rows):
+    panels.append(OVERLAP)
+  drawn = [_chart(panel, groups, width, limits, target) for panel in panels]
   yield element('div', *drawn, class_='charts')
 
 
 def _chart(
   panel: Panel,
   groups: Sequence[Group],
-  width: int,
+  width,
   limits: tuple[float, float],
   target: float | None,
-) -> Element:
+):
   """Draws a metric per colour for one run, a group per colour for several.
 
   Bold lines are means over the runs of a group, smoothed over `width` steps; pale lines
@@ -265,7 +266,8 @@ def _chart(
   unit = panel.unit
   if len(names) > 1 and not alone:
     unit += f' ({", dashed: ".join(panel.labels[name] for name in names)})'
-  lines, log = [], False
+  lines = []
+  log = False
   for (i, group), (j, name) in itertools.product(enumerate(groups), enumerate(names)):
     text = panel.labels[name] if alone or len(names) > 1 else ''
     values = [series(run.rows, name) for run in group.runs]
@@ -296,48 +298,10 @@ def _chart(
   return charts.chart(panel.title, unit, lines, limits, level, log, legend=alone)
 
 
-def _overlap(rows: Sequence[Row]) -> Iterator[Element]:
-  """Yields bars: when the last steps were sampled and trained, with mesh.rollout.
-
-  A step trains from the end of the step before, without its waiting, to its own end.
-  """
-  timed = [row for row in rows if 'overlap/ended' in row][-SHOWN - 1 :]
-  busy = []  # (index into SIDES, step, begin, end), in seconds
-  for before, row in itertools.pairwise(timed):
-    ended = row['overlap/ended']
-    step = int(row['step'])
-    if before['overlap/ended'] > ended:
-      busy = []  # the process was resumed between the steps
-      continue
-    waited = row.get('time/send', 0.0) + row.get('time/wait', 0.0)
-    busy.append((0, step, row['overlap/sampling'], row['overlap/sampled']))
-    busy.append((1, step, before['overlap/ended'] + waited, ended))
-  if not busy:
-    return
-  first = min(begin for _, _, begin, _ in busy)
-  total = max(end for *_, end in busy) - first
-  bars = [element('text', x, x=0, y=24 + 40 * i) for i, x in enumerate(SIDES)]
-  for side, step, *times in busy:
-    begin, end = (time - first for time in times)
-    x = 120 + 660 * begin / total
-    y = 8 + 40 * side
-    seconds = f'step {step}: {begin:.2f} to {end:.2f} s'
-    tip = element('title', f'{SIDES[side]}, {seconds}')
-    box = {'x': x, 'y': y, 'width': 120 + 660 * end / total - x, 'height': 26}
-    bars.append(element('rect', tip, **box, fill=f'var(--c{step % 2})'))
-    # A style, because the page's own style of texts replaces the attribute `fill`.
-    label = {'x': x + 4, 'y': y + 18, 'style': 'fill: white'}
-    bars.append(element('text', str(step), **label))
-  bars.append(element('text', f'{total:.2f} s', x=780, y=100, text_anchor='end'))
-  size = {'viewBox': '0 0 800 104', 'font_size': 14}
-  yield element('h2', 'Sampling beside training')
-  yield element('p', report.overlap_sentence(rows))
-  yield element('svg', *bars, **size, fill='currentColor')
-
-
-def _times(run: RunFiles) -> Iterator[Element]:
+def _times(run: RunFiles):
   """Yields a table of the time by phase: of a finished run, else of its steps."""
-  spent, total = run.facts.get('phases', {}), run.facts.get('wall_s', 0.0)
+  spent = run.facts.get('phases', {})
+  total = run.facts.get('wall_s', 0.0)
   if not spent:
     names = {name for row in run.rows for name in row if name.startswith('time/')}
     names -= {'time/step'}
@@ -355,7 +319,7 @@ def _times(run: RunFiles) -> Iterator[Element]:
   yield html.table(cells, ('phase', 'seconds', 'percent'), 'lrr')
 
 
-def _progress(rows: Sequence[Row]) -> Iterator[Element]:
+def _progress(rows: Sequence[Row]):
   """Yields a table that compares the first steps with the last."""
   cells = []
   for name in MAIN.split():
@@ -368,7 +332,7 @@ def _progress(rows: Sequence[Row]) -> Iterator[Element]:
     yield html.table(cells, header, 'lrrl', 'meanings')
 
 
-def _settings(run: RunFiles) -> Iterator[Element]:
+def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
   hidden = {'title', *config_lib.by_program(run.values)}
   columns = {'value': run.knobs, 'default': run_files.flat(Config().model_dump())}
@@ -382,7 +346,7 @@ def _knobs(
   columns: Mapping[str, Mapping[str, Any]],
   hidden: Callable[[str], bool],
   derived: Sequence[str] = (),
-) -> Element:
+):
   """Returns a table of the knobs that differ between columns."""
   meanings = {name: text for name, _, _, text in knobs.describe(Config())}
   rows = []

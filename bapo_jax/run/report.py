@@ -113,15 +113,6 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
   return f'{text} {cause}'
 
 
-def overlap_sentence(rows: Sequence[Row]) -> str:
-  """Says which share of the steps sampler and learner waited for the other."""
-  sampler, learner = (mean(rows, f'overlap/{x}_idle') for x in ('sampler', 'learner'))
-  return (
-    f'Sampling and training ran beside each other: the mesh.rollout devices were idle '
-    f'for {sampler:.1%} of the steps, the learner waited for groups for {learner:.1%}.'
-  )
-
-
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
@@ -143,7 +134,8 @@ def write(
     OSError: the file cannot be written.
   """
   rows = metrics.read(workdir)
-  wrong, right = 'rollout/length_wrong', 'rollout/length_right'
+  wrong = 'rollout/length_wrong'
+  right = 'rollout/length_right'
   ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
     'eval_before': before,

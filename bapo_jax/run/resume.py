@@ -109,12 +109,12 @@ def resume(
   return s.replace(**restored, queue=queue), meta
 
 
-def _waiting(sampled: Sampled) -> InFlight:
+def _waiting(sampled: Sampled):
   hard_P = exchange.whole(sampled.reevaluated.groups.id_P)
   return InFlight(hard_P, at_once(lambda: sampled))
 
 
-def _check(t: Trainer, s: TrainState, meta: dict[str, Any]) -> None:
+def _check(t: Trainer, s: TrainState, meta: dict[str, Any]):
   """Raises ValueError if a run cannot continue from a checkpoint with this meta."""
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(

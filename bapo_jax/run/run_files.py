@@ -71,7 +71,7 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
   return traverse_util.flatten_dict(values, sep='.')
 
 
-def _evaluation(workdir: str, step: int) -> dict[str, Any] | None:
+def _evaluation(workdir, step):
   if not os.path.exists(os.path.join(workdir, 'eval', f'{step}.json')):
     return None
   return evaluate.read_recorded(workdir, step)

@@ -1,13 +1,17 @@
-"""Shows prompts and responses on the page of a run.
+"""Shows what the model was asked and what it answered, as elements of a page.
 
 1. `asked`: groups of the newest recorded step, with the tokens that the update cut;
 2. `changed`: held-out problems, before and after the training.
+
+tools/viewer.py prints a `group`, or a `problem` and each `sample`, on the terminal.
+`views` choose what is shown of a response, see VIEWS.
 """
 
 import base64
 import collections
 import contextlib
 import itertools
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +25,9 @@ from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.types import CUTS
 
-TEXT = 1500  # characters of a text on the page
+VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long texts'}
+LIKELY = 0.9  # the view 'p' marks tokens below this probability
+TEXT = 1500  # characters of a text without the view 'a'
 GROUPS = 6  # recorded groups on the page
 RESPONSES = 4  # right and wrong responses of a group on the page, each
 # How many problems of each change of the first response are on the page.
@@ -37,7 +43,7 @@ PICTURES = 600_000  # bytes of all pictures on the page
 def asked(run: RunFiles) -> Iterator[Element]:
   """Yields groups that the newest recorded step trained on, the mixed ones first."""
 
-  def order(group: dict[str, Any]) -> tuple[bool, float]:
+  def order(group: dict[str, Any]):
     verdicts = [r['correct'] for r in group['responses']]
     return not step_record.taught(group), abs(sum(verdicts) / len(verdicts) - 0.5)
 
@@ -49,16 +55,17 @@ def asked(run: RunFiles) -> Iterator[Element]:
     f'{mixed} of the {len(groups)} recorded groups have right and wrong responses: '
     f'only such groups teach. {_verifier(run.values)}',
   )
-  for i, group in enumerate(groups[:GROUPS]):
-    right = sum(r['correct'] for r in group['responses'])
-    head = f'Problem {group["id"]}: {right} of {len(group["responses"])} right'
-    folded = element('details', element('summary', head), *_group(run, group))
+  for i, row in enumerate(groups[:GROUPS]):
+    right = sum(r['correct'] for r in row['responses'])
+    head = f'Problem {row["id"]}: {right} of {len(row["responses"])} right'
+    parts = group(run.workdir, row, 'c', RESPONSES)
+    folded = element('details', element('summary', head), *parts)
     if i == 0:
       folded.set('open', 'open')
     yield folded
 
 
-def _verifier(values: dict[str, Any]) -> str:
+def _verifier(values: dict[str, Any]):
   """Describes the rule that decides which response is right."""
   name = str(values.get('rewards', {}).get('rule', ''))
   rule = verifiers.RULES.get(name)
@@ -66,28 +73,42 @@ def _verifier(values: dict[str, Any]) -> str:
   return f'The verifier is {name}{": " if lines else "."}{lines[0] if lines else ""}'
 
 
-def _group(run: RunFiles, group: dict[str, Any]) -> Iterator[Element]:
-  note = f'{group["source"]}, completed in step {group["completed_step"]}'
-  if group['update'] is not None and group['high'] is not None:
-    bounds = f'{group["low"]:g} to {group["high"]:g}'
-    note += f'; bounds {bounds} in update {group["update"]}'
+def _text(text, views):
+  return text if 'a' in views else shortened(text, TEXT)
+
+
+def problem(
+  workdir: str, row: dict[str, Any], text: str, views: str = ''
+) -> Iterator[Element]:
+  """Yields the text of a recorded problem, its pictures and its right answer."""
+  yield element('pre', _text(text, views))
+  yield from _pictures(workdir, row)
+  if row['answer']:
+    yield element('p', 'Right answer: ', element('code', str(row['answer'])))
+
+
+def group(
+  workdir: str, row: dict[str, Any], views: str, most: int
+) -> Iterator[Element]:
+  """Yields a recorded group, with at most `most` right and `most` wrong responses."""
+  note = f'{row["source"]}, completed in step {row["completed_step"]}'
+  if row['update'] is not None and row['high'] is not None:
+    bounds = f'{row["low"]:g} to {row["high"]:g}'
+    note += f'; bounds {bounds} in update {row["update"]}'
   yield element('p', note, class_='soft')
   yield element('h3', 'The prompt, as the model read it')
-  yield element('pre', shortened(group['prompt'], TEXT))
-  yield from _pictures(run, group)
-  if group['answer']:
-    yield element('p', 'Right answer: ', element('code', str(group['answer'])))
-  responses = group['responses']
-  shown = [r for r in responses if r['correct']][:RESPONSES]
-  shown += [r for r in responses if not r['correct']][:RESPONSES]
-  yield element('div', *map(_response, shown), class_='pair')
+  yield from problem(workdir, row, row['prompt'], views)
+  responses = row['responses']
+  shown = [r for r in responses if r['correct']][:most]
+  shown += [r for r in responses if not r['correct']][:most]
+  yield element('div', *(_response(r, views) for r in shown), class_='pair')
   if more := len(responses) - len(shown):
-    text = f'{more} more responses in {step_record.FOLDER}/{group["step"]}.jsonl.'
+    text = f'{more} more responses in {step_record.FOLDER}/{row["step"]}.jsonl.'
     yield element('p', text, class_='soft')
 
 
-def _response(r: dict[str, Any]) -> Element:
-  """Shows a recorded response; clipped and masked tokens are marked."""
+def _response(r: dict[str, Any], views):
+  """Shows a recorded response; the views mark some of its tokens."""
   kind = 'right' if r['correct'] else 'wrong'
   facts = [
     f'reward {_number(r["reward"], ".2f")}',
@@ -99,33 +120,40 @@ def _response(r: dict[str, Any]) -> Element:
   if not r['taught']:
     facts.append('left out of the loss')
   cut = collections.Counter(CUTS[code] for code in r['cut'] or () if code)
-  facts += [f'{why} tokens (marked): {count}' for why, count in sorted(cut.items())]
+  marked = ' (marked)' if 'c' in views else ''
+  facts += [f'{why} tokens{marked}: {count}' for why, count in sorted(cut.items())]
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
-  body = _marked(r) if cut else [shortened(r['response'], TEXT)]
+  body: list[html.Content] = [_text(r['response'], views)]
+  if r['pieces'] and (cut or 'p' in views):
+    body = _marked(r, views)
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
 
-def _marked(r: dict[str, Any]) -> list[html.Content]:
-  """Returns the text of a response, with marks that say why tokens were cut."""
+def _marked(r: dict[str, Any], views):
+  """Returns the text of a response, with marks on unlikely and on cut tokens."""
   body: list[html.Content] = []
   size = 0
-  for piece, ratio, cut in zip(r['pieces'], r['ratio'], r['cut'], strict=True):
+  for i, piece in enumerate(r['pieces']):
     size += len(piece)
-    if size > TEXT:
+    if size > TEXT and 'a' not in views:
       return [*body, ' [... the rest is left out ...]']
-    title = f'ratio {_number(ratio, ".3g")}, {CUTS[cut]}'
-    body.append(element('mark', piece, title=title) if cut else piece)
+    notes = []
+    if 'p' in views and (p := math.exp(r['sampler_logp'][i])) < LIKELY:
+      notes.append(f'probability {p:.2f}')
+    if 'c' in views and r['cut'] and (cut := r['cut'][i]):
+      notes.append(f'ratio {_number(r["ratio"][i], ".3g")}, {CUTS[cut]}')
+    body.append(element('mark', piece, title=', '.join(notes)) if notes else piece)
   return body
 
 
-def _number(value: float | None, form: str) -> str:
+def _number(value: float | None, form):
   return 'undefined' if value is None else format(value, form)
 
 
-def _pictures(run: RunFiles, row: dict[str, Any]) -> Iterator[Element]:
+def _pictures(workdir, row: dict[str, Any]):
   """Yields the pictures of a problem, inside the page."""
   for name in row.get('pictures', ()):
-    path = pathlib.Path(run.workdir, name)
+    path = pathlib.Path(workdir, name)
     suffix = name.rsplit('.')[-1]
     with contextlib.suppress(OSError):
       if suffix in files.PICTURES and path.stat().st_size < PICTURES // (2 * GROUPS):
@@ -157,37 +185,34 @@ def changed(run: RunFiles) -> Iterator[Element]:
     for pair in changes[verdicts]:
       first.setdefault(pair[1]['problem'], pair)
     for old, new in itertools.islice(first.values(), limit):
-      responses = [_sample('After', new)]
+      responses = [sample('After', new)]
       if comparable:
-        responses.insert(0, _sample('Before', old))
+        responses.insert(0, sample('Before', old))
       else:
         text = 'right' if new['correct'] else 'wrong'
       yield element(
         'details',
         element('summary', f'{text}: {shortened(new["problem"], 80)}'),
-        element('pre', shortened(new['problem'], TEXT)),
-        element('p', 'Right answer: ', element('code', str(new['answer']))),
-        *_pictures(run, new),
+        *problem(run.workdir, new, new['problem']),
         element('div', *responses, class_='pair'),
       )
 
 
-def _sample(when: str, sample: dict[str, Any]) -> Element:
+def sample(when: str, row: dict[str, Any], views: str = '') -> Element:
   """Shows an evaluated response and how the verifier read it."""
-  kind = 'right' if sample['correct'] else 'wrong'
-  verdict = element('span', sample.get('verdict', kind), class_=kind)
+  kind = 'right' if row['correct'] else 'wrong'
+  verdict = element('span', row.get('verdict', kind), class_=kind)
   parts: list[html.Content] = [f'{when}: ', verdict]
-  if 'extracted' in sample:  # old records lack it
-    answer = sample['extracted']
+  if 'extracted' in row:  # old records lack it
+    answer = row['extracted']
     if answer is None:
       parts.append('; the verifier found no answer')
     else:
       parts.append('; the verifier read ')
       parts.append(element('code', shortened(str(answer), 200)))
-  if sample.get('reason'):
-    parts.append(f' ({sample["reason"]})')
-  if sample.get('parts'):
-    parts.append(f', reward {sample["reward"]:.3g}')
-  text = shortened(sample['response'], TEXT)
-  body = element('pre', text, class_=f'of-{kind}')
+  if row.get('reason'):
+    parts.append(f' ({row["reason"]})')
+  if row.get('parts'):
+    parts.append(f', reward {row["reward"]:.3g}')
+  body = element('pre', _text(row['response'], views), class_=f'of-{kind}')
   return element('div', element('p', *parts), body)

@@ -92,9 +92,7 @@ def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
   return seats[np.arange(count) * len(seats) // max(count, 1)]
 
 
-def _updated(
-  updates: Sequence[Updated], seat: int, group_size: int
-) -> tuple[int, Updated] | tuple[None, None]:
+def _updated(updates: Sequence[Updated], seat, group_size):
   """Returns (number, update) of a seat's last update, with only its tokens [G, T]."""
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
@@ -108,8 +106,8 @@ def _responses(
   group: Groups,
   adv_G: np.ndarray,
   of_seat: Updated | None,
-  budget: int,
-) -> list[dict[str, Any]]:
+  budget,
+):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
@@ -143,7 +141,7 @@ def _responses(
   return responses
 
 
-def _numbers(values: Any) -> list[float | None]:
+def _numbers(values: Any):
   """Rounds numbers to four decimals for JSON; None if not finite."""
   floats = np.asarray(values, float).tolist()
   return [round(x, 4) if math.isfinite(x) else None for x in floats]

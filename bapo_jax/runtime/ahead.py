@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -26,15 +26,15 @@ def compile_all(programs: Iterable[Lowered]) -> list[Lowered]:
   threads = set()
   hits = []
 
-  def note(event: str, **_: object) -> None:
+  def note(event, **_: object):
     if event == HIT and threading.get_ident() in threads:
       hits.append(event)
 
-  def compile_one(program: Lowered) -> None:
+  def compile_one(program: Lowered):
     threads.add(threading.get_ident())
     program.compile()
 
-  def different() -> Iterator[Lowered]:
+  def different():
     for program in programs:
       if kept.setdefault(id(program.compiler_ir()), program) is program:
         yield program  # equal programs have the same module

@@ -38,7 +38,7 @@ def home(knob: str) -> str:
   return path
 
 
-def _path(knob: str) -> str:
+def _path(knob):
   """Returns the path that the knob means; '' if the cache is off."""
   user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob
@@ -91,27 +91,21 @@ def prune(folder: str, limit: int = LIMIT) -> None:
   An entry is the directory of a warm start or the file of a program. Another run may
   remove it meanwhile, and a run whose entry is gone repeats the work.
   """
-  root = pathlib.Path(folder)
   by_use = []
-  entries = [(path, path.rglob('*')) for path in root.glob('warmstart/*/*')]
-  entries += [(path, [path]) for path in root.glob('xla/**/*')]
-  for entry, paths in entries:
-    try:
+  # warmstart/<code and machine>/<recipe> and xla/<processor>/<program>
+  for entry in pathlib.Path(folder).glob('*/*/*'):
+    paths = entry.rglob('*') if entry.is_dir() else [entry]
+    with contextlib.suppress(OSError):
       stats = [path.stat() for path in paths if path.is_file()]
-    except OSError:
-      continue
-    if stats:
       # Most systems renew the time of the last access once a day, which suffices.
-      used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
-      by_use.append((used, sum(stat.st_size for stat in stats), entry))
+      used = max((max(x.st_atime, x.st_mtime) for x in stats), default=0.0)
+      by_use.append((used, sum(x.st_size for x in stats), entry))
   excess = sum(size for _, size, _ in by_use) - limit
   for _, size, entry in sorted(by_use):
-    if excess <= 0:
-      return
-    if entry.is_dir():
-      shutil.rmtree(entry, ignore_errors=True)
-    else:
-      entry.unlink(missing_ok=True)
+    if excess > 0:
+      remove = shutil.rmtree if entry.is_dir() else os.remove
+      with contextlib.suppress(OSError):
+        remove(entry)
     excess -= size
 
 

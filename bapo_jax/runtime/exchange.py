@@ -5,7 +5,6 @@ All processes that compute together (`hosts.members`) call `total`, `agree`, `me
 """
 
 import collections
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,35 +13,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from bapo_jax.runtime.hosts import everyones, gathered, process, processes
+from bapo_jax.runtime.hosts import everyones, process, processes
 
 
 def total(values: np.ndarray | Sequence) -> np.ndarray:
   """Returns the elementwise int32 sum of `values` over all processes."""
   own = np.asarray(values, np.int32)
-  return gathered(own).sum(0, dtype=np.int32) if processes() > 1 else own
+  return np.asarray(everyones(own.tolist()), np.int32).sum(0, dtype=np.int32)
 
 
 def agree(values: Sequence[int]) -> list[int]:
   """Returns the maximum over processes of each value, so that all processes agree."""
-  if processes() == 1:
-    return list(values)
-  return gathered(np.asarray(values, np.int32)).max(0).tolist()
+  rows = everyones([int(value) for value in values])
+  return [max(column) for column in zip(*rows, strict=True)]
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
   """Returns the union of the dicts of all processes; their values are JSON."""
-  if processes() == 1:
-    return values
-  dicts = map(json.loads, everyones(json.dumps(values)))
-  return {name: value for part in dicts for name, value in part.items()}
+  return {name: value for part in everyones(values) for name, value in part.items()}
 
 
 def summed(values: Mapping[str, float]) -> dict[str, float]:
   """Returns the sum over all processes of the values of each name."""
   totals = collections.Counter()
-  for part in everyones(json.dumps(values)):
-    totals.update(json.loads(part))
+  for part in everyones(values):
+    totals.update(part)
   return dict(totals)
 
 
@@ -70,7 +65,7 @@ def fetched(dicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 @jax.jit
-def _bits(scalars: Mapping[str, jax.Array]) -> jax.Array:
+def _bits(scalars: Mapping[str, jax.Array]):
   words = [
     x.astype('int32') if x.dtype == bool else x for x in jax.tree.leaves(scalars)
   ]
@@ -139,5 +134,5 @@ def rows_of(array: Any, rows: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 @jax.jit
-def _take(tree: Any, index: jax.Array) -> Any:
+def _take(tree: Any, index: jax.Array):
   return jax.tree.map(lambda x: x[index], tree)

@@ -74,12 +74,11 @@ def initialise(
 ) -> None:
   """Joins the other processes and waits for them; JAX must not be in use yet.
 
-  Without arguments, reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
-  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX) or lets JAX look for SLURM, GKE and TPU
-  metadata; without any of these, the process runs alone. `coordinator` is host:port of
-  process 0, `process` counts from 0, and `start_s` limits the wait in seconds. Raises
-  ValueError if the flags are inconsistent, the port is taken, or the environment
-  describes a cluster but the other processes cannot be found.
+  Without arguments, lets JAX look for SLURM, GKE and TPU metadata; without any of
+  these, the process runs alone. `coordinator` is host:port of process 0, `process`
+  counts from 0, and `start_s` limits the wait in seconds. Raises ValueError if the
+  flags are inconsistent, the port is taken, or the environment describes a cluster but
+  the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
   present = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
@@ -87,16 +86,11 @@ def initialise(
     raise ValueError(
       f'{" ".join(present)}: give all of --coordinator, --process, --processes, or none'
     )
-  if process is None or processes is None:
-    # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
-    names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
-    at, i, n = (os.environ.get(name, '') for name in names)
-    cluster = (at, int(i), int(n)) if at and i and n else None
-  else:
+  cluster = None
+  if process is not None and processes is not None:
     cluster = coordinator, process, processes
-  if cluster:
     _check(*cluster)
-    if cluster[2] == 1:
+    if processes == 1:
       return
   _explain_abort(
     f'not all processes reached {cluster[0] if cluster else "the coordinator"} within '
@@ -116,7 +110,7 @@ def initialise(
   )
 
 
-def _check(coordinator: str, process: int, processes: int) -> None:
+def _check(coordinator, process, processes):
   """Raises ValueError if the flags are inconsistent or the port is taken."""
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -137,7 +131,7 @@ def _check(coordinator: str, process: int, processes: int) -> None:
     ) from None
 
 
-def _join(cluster: tuple[str, int, int] | None, start_s: int) -> bool:
+def _join(cluster: tuple[str, int, int] | None, start_s):
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
   `cluster` is (coordinator, process, processes); with None, JAX detects the cluster.
@@ -175,7 +169,7 @@ def _join(cluster: tuple[str, int, int] | None, start_s: int) -> bool:
   return True
 
 
-def _own_address(cluster: tuple[str, int, int] | None) -> str:
+def _own_address(cluster: tuple[str, int, int] | None):
   """Returns host:port of this process, with a free port, as other processes see it."""
   # An address for documentation stands for the rest of the network.
   target = cluster[0].rpartition(':')[0] if cluster else '192.0.2.1'
@@ -195,14 +189,14 @@ def _own_address(cluster: tuple[str, int, int] | None) -> str:
   )
 
 
-def _explain_abort(sentence: str) -> None:
+def _explain_abort(sentence):
   """Makes abort() in this process print the sentence and exit with status LOST.
 
   The handler is a C function: a Python signal handler would wait for the main thread,
   but the aborting thread never returns from abort().
   """
 
-  def handle(number: int) -> None:
+  def handle(number):
     del number
     _console(sentence)
     os._exit(LOST)
@@ -214,7 +208,7 @@ def _explain_abort(sentence: str) -> None:
   libc.signal(signal.SIGABRT, _handlers[-1])
 
 
-def _console(sentence: str) -> None:
+def _console(sentence):
   """Writes one line to stderr directly, without Python's buffers."""
   with contextlib.suppress(OSError):
     os.write(2, f'bapo_jax: {" ".join(sentence.split())}\n'.encode())
@@ -242,7 +236,7 @@ def finish(status: int) -> None:
     _exit(status)
 
 
-def _disconnect() -> None:
+def _disconnect():
   """Waits until all processes call this, then stops watching their heartbeats."""
   import jax
 
@@ -251,7 +245,7 @@ def _disconnect() -> None:
   jax.distributed.shutdown()
 
 
-def _exit(status: int) -> NoReturn:
+def _exit(status) -> NoReturn:
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(status)  # sys.exit waits for a checkpoint that is being written
@@ -272,21 +266,21 @@ def failed(error: BaseException) -> NoReturn:
   _exit(1)
 
 
-def everyones(text: str) -> list[str]:
-  """Returns the strings of all processes, in process order; all must call this."""
+def everyones(value: Any) -> list[Any]:
+  """Returns a value of each process, which JSON can hold; all must call this."""
   if processes() == 1:
-    return [text]
+    return [value]
   import numpy as np  # late: bad knobs fail before this import
 
-  data = np.frombuffer(text.encode(), np.uint8)
-  length_P = gathered(np.int32(len(data)))
+  data = np.frombuffer(json.dumps(value, default=str).encode(), np.uint8)
+  length_P = _gathered(np.int32(len(data)))
   # Lengths are rounded up to powers of two, so that few programs are compiled.
   size = 1 << int(length_P.max()).bit_length()
-  rows = gathered(np.pad(data, (0, size - len(data))))
-  return [row[:n].tobytes().decode() for row, n in zip(rows, length_P, strict=True)]
+  rows = _gathered(np.pad(data, (0, size - len(data))))
+  return [json.loads(row[:n].tobytes()) for row, n in zip(rows, length_P, strict=True)]
 
 
-def gathered(own: Any) -> Any:
+def _gathered(own: Any):
   """Returns the host arrays of all processes as one; all must call this.
 
   Their equal shape gets a new leading axis, in the order of `members`.
@@ -301,7 +295,7 @@ def gathered(own: Any) -> Any:
 
 
 @functools.cache
-def _row_per_process(members: tuple[int, ...]) -> tuple[Any, Any, Any]:
+def _row_per_process(members: tuple[int, ...]):
   """Returns (a device of this process, a sharding with a row per process, a program).
 
   The program copies all rows to every process.
@@ -319,7 +313,7 @@ def _row_per_process(members: tuple[int, ...]) -> tuple[Any, Any, Any]:
   return first[process()], NamedSharding(mesh, P('process')), copy
 
 
-def _share(sentence: str) -> None:
+def _share(sentence):
   """Raises ValueError if another process has an error and this process has none.
 
   All processes must call this; `sentence` is the error of this process, '' for none.
@@ -358,7 +352,7 @@ def first_ahead() -> Iterator[None]:
 
 def same_everywhere(values: dict[str, Any]) -> None:
   """Raises ValueError in all processes unless they all pass equal `values`."""
-  expected, *others = map(json.loads, everyones(json.dumps(values, default=str)))
+  expected, *others = everyones(values)
   for i, found in enumerate(others, 1):
     if differ := [
       f'{name} {new!r:.60} there and {old!r:.60} in process 0'

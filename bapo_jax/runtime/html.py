@@ -41,7 +41,7 @@ def table(
   of the style.
   """
 
-  def line(tag: str, cells: Sequence[Content]) -> Element:
+  def line(tag, cells: Sequence[Content]):
     pairs = zip(cells, align, strict=True)
     return element('tr', *(element(tag, cell, class_=side) for cell, side in pairs))
 

@@ -51,11 +51,11 @@ class Lane:
     """
     self._tasks.put(None)
 
-  def _run(self) -> None:
+  def _run(self):
     while task := self._tasks.get():
       self._call(*task)
 
-  def _call(self, function: Callable[[], Any], ready: Future) -> None:
+  def _call(self, function: Callable[[], Any], ready: Future):
     began = self._now()
     with self._lock:
       self._began = began

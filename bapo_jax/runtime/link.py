@@ -38,7 +38,7 @@ class Leaf:
 LENGTH = Leaf((1,), np.dtype(np.int32), P())  # of the bytes that follow
 
 
-def _bytes(n: int) -> Leaf:
+def _bytes(n):
   return Leaf((n,), np.dtype(np.uint8), P())
 
 
@@ -57,7 +57,7 @@ class Link:
     self._groups = _groups(source), _groups(target)
 
   @functools.cached_property
-  def _lane(self) -> Lane:
+  def _lane(self):
     return Lane()
 
   def send(self, value: Any) -> None:
@@ -82,7 +82,7 @@ class Link:
     """
     return self._lane.submit(self._receive).result()
 
-  def _receive(self) -> Any:
+  def _receive(self):
     length = self._host(LENGTH)
     value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
     leaves, structure = jax.tree.flatten(value)
@@ -99,9 +99,7 @@ class Link:
         filled.append(next(arrays))
     return structure.unflatten(filled)
 
-  def _copy(
-    self, described: Sequence[Leaf], arrays: Sequence[Any] = ()
-  ) -> list[list[jax.Array]]:
+  def _copy(self, described: Sequence[Leaf], arrays: Sequence[Any] = ()):
     """Copies arrays, of which a target has none; returns the copies of each group."""
     if not described:
       return []
@@ -117,29 +115,29 @@ class Link:
       copies.append(jax.device_put(given, layout))
     return copies
 
-  def _host(self, leaf: Leaf) -> np.ndarray:
+  def _host(self, leaf: Leaf):
     """Receives one array to the host."""
     copies = [of_group for (of_group,) in self._copy([leaf])]
     return np.asarray(self._joined(copies).addressable_data(0))
 
-  def _joined(self, copies: Iterable[jax.Array]) -> jax.Array:
+  def _joined(self, copies: Iterable[jax.Array]):
     """Makes an array on the target mesh of the copies of its groups."""
     copies = list(copies)
     shards = [x for each in copies for x in _shards(each)]
     return _array(_described(copies[0]), self._target, shards)
 
 
-def _full(leaves: Iterable[Any]) -> list[Leaf]:
+def _full(leaves: Iterable[Any]):
   """Returns the descriptions of the arrays that are copied."""
   return [x for x in leaves if isinstance(x, Leaf) and not x.empty]
 
 
-def _described(array: jax.Array) -> Leaf:
+def _described(array: jax.Array):
   assert isinstance(array.sharding, NamedSharding)
   return Leaf(array.shape, array.dtype, array.sharding.spec)
 
 
-def _groups(mesh: Mesh) -> list[Mesh]:
+def _groups(mesh: Mesh):
   """Returns the meshes of the devices that differ only in `tensor`."""
   names = mesh.axis_names
   tensor = mesh.shape['tensor']
@@ -147,14 +145,14 @@ def _groups(mesh: Mesh) -> list[Mesh]:
   return [Mesh(row.reshape(*[1] * (len(names) - 1), tensor), names) for row in rows]
 
 
-def _shards(array: jax.Array | np.ndarray) -> list[Any]:
+def _shards(array: jax.Array | np.ndarray):
   """Returns the shards of a JAX array in this process, or [array] for a NumPy array."""
   if isinstance(array, np.ndarray):
     return [array]
   return [x.data for x in array.addressable_shards]
 
 
-def _array(leaf: Leaf, mesh: Mesh, shards: Sequence[Any]) -> jax.Array:
+def _array(leaf: Leaf, mesh: Mesh, shards: Sequence[Any]):
   """Makes an array from its shards on devices of the mesh."""
   layout = NamedSharding(mesh, leaf.spec)
   here = layout.addressable_devices

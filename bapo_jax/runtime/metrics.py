@@ -10,7 +10,6 @@ import os
 import pathlib
 import textwrap
 import time
-import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -57,7 +56,7 @@ def read(workdir: Path) -> list[Row]:
   return rows
 
 
-def _need(package: str, knob: str) -> types.ModuleType:
+def _need(package, knob):
   try:
     return importlib.import_module(package)
   except ImportError as error:
@@ -67,7 +66,7 @@ def _need(package: str, knob: str) -> types.ModuleType:
     ) from error
 
 
-def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
+def _jsonl(workdir: Path, step, stack: ExitStack):
   path = os.path.join(workdir, 'metrics.jsonl')
   lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
   files.write(path, ''.join(f'{line}\n' for line in lines))
@@ -75,7 +74,7 @@ def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
     # Unbuffered: closing the file does not retry a write that failed on a full disk.
     file = stack.enter_context(open(path, 'ab', buffering=0))  # noqa: SIM115
 
-  def write(step: int, row: Row) -> None:
+  def write(step, row: Row):
     left = (to_json({'step': step, **row}) + '\n').encode()
     with files.naming(path):
       while left:  # an almost full disk writes a part; the next write raises
@@ -84,9 +83,7 @@ def _jsonl(workdir: Path, step: int, stack: ExitStack) -> Write:
   return write
 
 
-def _tensorboard(
-  workdir: Path, step: int, stack: ExitStack, config: dict | None
-) -> Write:
+def _tensorboard(workdir: Path, step, stack: ExitStack, config: dict | None):
   # Not tensorboardX's SummaryWriter: a full disk ends its writer thread, and the next
   # row would wait for the thread forever.
   summary = _need('tensorboardX.summary', 'metrics.tensorboard')
@@ -98,10 +95,10 @@ def _tensorboard(
     board = lib.EventsWriter(os.path.join(path, 'events'))
   stack.callback(board.close)
 
-  def emit(step: int, **event: Any) -> None:
+  def emit(step, **event: Any):
     board.write_event(proto.Event(step=step, wall_time=time.time(), **event))
 
-  def write(step: int, row: Row) -> None:
+  def write(step, row: Row):
     with files.naming(path):
       for name, value in row.items():
         # Not summary.scalar, which warns about every nan on the console.
@@ -116,7 +113,7 @@ def _tensorboard(
   return write
 
 
-def _wandb(workdir: Path, stack: ExitStack, config: dict | None) -> Write:
+def _wandb(workdir: Path, stack: ExitStack, config: dict | None):
   lib = _need('wandb', 'metrics.wandb')
   path = pathlib.Path(workdir, 'wandb_id.txt')  # a resumed run continues the same curve
   if not path.exists():
@@ -150,7 +147,7 @@ def writing(
   """
   sinks: list[Write] = []
 
-  def write(step: int, metrics: Row) -> None:
+  def write(step, metrics: Row):
     for name in metrics:
       if name not in GLOSSARY and not name.removeprefix('eval/').startswith(PARTS):
         raise ValueError(f'no metric named {name!r}; define it in runtime/glossary.py')

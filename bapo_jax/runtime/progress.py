@@ -31,7 +31,7 @@ class PhaseTimer:
     self.began = self._mark = self._reported_at = now()
     self._reported: dict[str, float] = {}
 
-  def _charge(self) -> float:
+  def _charge(self):
     now = self._now()
     if self._open:
       name = self._open[-1]

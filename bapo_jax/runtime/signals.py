@@ -25,7 +25,7 @@ def none_lost() -> Iterator[None]:
   """
   before = sys.unraisablehook
 
-  def hook(lost: 'sys.UnraisableHookArgs') -> None:
+  def hook(lost: 'sys.UnraisableHookArgs'):
     if not issubclass(lost.exc_type, KeyboardInterrupt):
       return before(lost)
     # Python would also drop an interrupt that this hook raises.
@@ -51,7 +51,7 @@ def explained(sentence: Callable[[], str]) -> Iterator[None]:
   inbox, outbox = socket.socketpair()
   outbox.setblocking(False)
 
-  def watch() -> None:
+  def watch():
     with inbox:
       while number := inbox.recv(1):
         if number[0] == signal.SIGTERM:

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import os
-import pathlib
 import secrets
 import socket
 import tempfile
@@ -30,44 +29,17 @@ def locked(workdir: str) -> Iterator[None]:
   works across machines unless the mount has local_lock. On a file system without locks
   the run continues without a lock. Process 0 locks for all processes of a run.
 
-  A ValueError in the body before the run has written more than its config leaves
-  nothing behind: the files and directories made here are removed.
-
   Raises:
     ValueError: another run holds the lock, or the directory cannot be written.
   """
-  path = pathlib.Path(workdir).absolute()
-  made = [each for each in (path, *path.parents) if not os.path.lexists(each)]
-  before = set[str]()
-  with contextlib.suppress(OSError):
-    before = set(os.listdir(path))
   with contextlib.ExitStack() as stack:
     with hosts.together():
       if hosts.is_first():
         _lock(workdir, stack)
-    try:
-      yield
-    except ValueError:
-      if hosts.is_first():
-        _remove_start(path, before, made)
-      raise
+    yield
 
 
-def _remove_start(path: pathlib.Path, before: set[str], made: list[pathlib.Path]):
-  """Removes the files of a refused start from a workdir that has no results."""
-  with contextlib.suppress(OSError):  # the refusal matters more
-    new = set(os.listdir(path)) - before
-    if not new <= {LOCK, 'config.json', 'checkpoints'}:
-      return
-    if 'checkpoints' in new:
-      (path / 'checkpoints').rmdir()  # fails unless it is empty
-    for name in new - {'checkpoints'}:
-      (path / name).unlink()
-    for each in made:
-      each.rmdir()
-
-
-def _lock(workdir: str, stack: contextlib.ExitStack) -> None:
+def _lock(workdir, stack: contextlib.ExitStack):
   """Locks the directory until the stack closes; the lock file names the process."""
   check_writable(workdir, f'--workdir={workdir}')
   path = os.path.join(workdir, LOCK)
@@ -116,7 +88,7 @@ def check_shared(workdir: str) -> None:
       time.sleep(0.2)
 
 
-def _text(path: str) -> str:
+def _text(path):
   """Returns the content of a small file; '' if it cannot be read."""
   refusals = contextlib.suppress(OSError)
   with refusals, open(path, encoding='utf-8', errors='replace') as file:

@@ -48,7 +48,8 @@ def read(workdirs: Sequence[str]) -> list[RunFiles]:
     if not os.path.exists(path):
       raise ValueError(f'{path} does not exist; give directories of runs')
   common = os.path.commonpath(absolute)
-  runs, skipped = [], []
+  runs = []
+  skipped = []
   for path, target in zip(workdirs, absolute, strict=True):
     if not os.path.isdir(path) or not metrics.read(path):
       skipped.append(path)

@@ -8,7 +8,6 @@ picture is replaced by its number of patches.
 import contextlib
 import json
 import os
-from typing import Any
 
 import jax
 
@@ -71,11 +70,10 @@ def eval_checkpoint(
   return 0
 
 
-def _run(
-  r: Resolved, workdir: str, step: int | None
-) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+def _run(r: Resolved, workdir, step: int | None):
   """Returns (path of the weights, result, samples); step None means model.path."""
-  timer, config = PhaseTimer(), r.config
+  timer = PhaseTimer()
+  config = r.config
   rows = sources.unique(config.problems, r.data, 'test_source')
   limit = config.prompts
   held_out = prompts.tabulate(

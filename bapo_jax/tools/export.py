@@ -6,7 +6,6 @@ of the model in memory. The directory gets its final name only once it is comple
 
 import os
 import shutil
-from typing import Any
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
@@ -87,7 +86,7 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   source, tokenizer, spec = model
   backend = tokenizer.backend
 
-  def read(name: str) -> dict[str, Any]:
+  def read(name):
     file = os.path.join(source, name)
     return files.read_object(file) if source and os.path.exists(file) else {}
 

@@ -1,35 +1,38 @@
-"""Prints recorded groups on the terminal: `bapo show RUN --group=3`."""
+"""Prints recorded groups on the terminal: `bapo show RUN --group=3`.
+
+A group is shown as on the page of the run (run/samples.py), with all its responses.
+"""
 
 import itertools
 import math
-import os
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
 
-import numpy as np
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
-from rich.rule import Rule
+from rich.console import Console
 from rich.text import Text
 
-from bapo_jax.run import step_record
-from bapo_jax.runtime.markdown import visible  # a response must not steer the terminal
+from bapo_jax.run import samples, step_record
+from bapo_jax.run.samples import VIEWS
+from bapo_jax.runtime.html import element
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, evaluate
-from bapo_jax.types import CUTS
 
-LONG = 2000  # longest response shown in full without the view 'a', characters
 LISTED = 20  # groups of a list: a recorded step has up to 16
-LIKELY = 0.9  # the view 'p' marks tokens below this probability
-VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long responses'}
-# The sign of the advantage is also written out, for readers who do not see colours.
-TEXT_ONLY = dict.fromkeys(('reward', 'advantage', 'pieces', 'sampler_logp', 'cut'))
-COLOURS = {1: 'green', -1: 'red', 0: 'default'}
+STYLES = {
+  **dict.fromkeys(('right', 'of-right'), 'green'),
+  **dict.fromkeys(('wrong', 'of-wrong'), 'red'),
+  **dict.fromkeys(('h2', 'h3', 'mark'), 'bold'),
+  'soft': 'dim',
+}
+INLINE = ('span', 'code', 'mark')
 
 
-# A group as in groups/<step>.jsonl, with `where` it was recorded, in words, and the
-# paths of its `pictures`. The groups of an evaluation have texts only.
-Recorded = Any
+class Recorded(NamedTuple):
+  """A group of a step, or the responses to a problem in an evaluation."""
+
+  where: str  # it was recorded, in words
+  responses: list[dict[str, Any]]
+  row: dict[str, Any] | None  # of the step; None: of an evaluation
 
 
 def read(workdir: str, which: str = 'newest') -> list[Recorded]:
@@ -44,8 +47,18 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   until = math.inf
   if which != 'newest':
     until = checkpoint.choose(workdir, which) or math.inf
-  groups = trained(workdir, step_record.newest(workdir, until))
-  groups += evaluated(workdir, until)
+  groups = []
+  step = step_record.newest(workdir, until)
+  for row in [] if step is None else step_record.read(workdir, step):
+    where = f'problem {row["id"]}, trained on in step {step}, {row["source"]}'
+    groups.append(Recorded(where, row['responses'], row))
+  step = step_record.newest(workdir, until, 'eval/*.json')
+  recorded = [] if step is None else evaluate.read_recorded(workdir, step)['samples']
+  # Also by id: problems with the same text may have different verifiers.
+  for _, responses in itertools.groupby(
+    recorded, lambda x: (x.get('id'), x['problem'])
+  ):
+    groups.append(Recorded(f'evaluation at step {step}', [*responses], None))
   if not groups:
     raise ValueError(
       f'--workdir={workdir} has no recorded group yet; wait for an evaluation'
@@ -53,102 +66,29 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   return groups
 
 
-def trained(workdir: str, step: int | None) -> list[Recorded]:
-  """Reads the groups of a step, or raises ValueError; returns [] if `step` is None."""
-  rows = [] if step is None else step_record.read(workdir, step)
-  where = 'problem {id}, trained on in step {step}, {source}'
-  return [_group(workdir, row, where.format(**row)) for row in rows]
+def drawn(workdir: str, group: Recorded, views: str) -> Element:
+  """Returns the elements of a group."""
+  responses = group.responses
+  if group.row:
+    return element('div', *samples.group(workdir, group.row, views, len(responses)))
+  first = responses[0]
+  numbered = (
+    samples.sample(f'{i} of {len(responses)}', response, views)
+    for i, response in enumerate(responses, 1)
+  )
+  parts = samples.problem(workdir, first, first['problem'], views)
+  return element('div', *parts, *numbered)
 
 
-def _group(workdir: str, row: dict[str, Any], where: str) -> Recorded:
-  pictures = [os.path.join(workdir, name) for name in row.get('pictures', ())]
-  responses = [SimpleNamespace(**response) for response in row['responses']]
-  more = {'where': where, 'pictures': pictures, 'responses': responses}
-  return SimpleNamespace(**row | more)
-
-
-def evaluated(workdir: str, until: float) -> list[Recorded]:
-  """Reads the responses of the newest evaluation up to a step, grouped by problem."""
-  step = step_record.newest(workdir, until, 'eval/*.json')
-  if step is None:
-    return []
-  groups = []
-  # Also by id: problems with the same text may have different verifiers.
-  for (_, problem), samples in itertools.groupby(
-    evaluate.read_recorded(workdir, step)['samples'],
-    lambda sample: (sample.get('id'), sample['problem']),
-  ):
-    responses = [TEXT_ONLY | sample for sample in samples]
-    row = responses[0] | {'step': None, 'prompt': problem, 'responses': responses}
-    groups.append(_group(workdir, row, f'evaluation at step {step}'))
-  return groups
-
-
-def page(groups: list[Recorded], at: int, views: set[str]) -> RenderableType:
-  """Draws the group of index `at`; `views` are the keys of VIEWS to switch on."""
-  group = groups[at]
-  prompt = Text(visible(group.prompt).rstrip('\n'))
-  parts: list[RenderableType] = [
-    Rule(f'group {at + 1} of {len(groups)}: {group.where}'),
-    Panel(prompt, title='prompt', title_align='left'),
-  ]
-  parts.extend(Text(f'picture: {visible(path)}') for path in group.pictures)
-  if group.answer:
-    parts.append(Text(f'right answer: {visible(group.answer)}'))
-  if views & {'p', 'c'} and group.step is None:
-    text = 'An evaluation records only text; the groups of a step have tokens too.'
-    parts.append(Text(text, style='yellow'))
-  elif 'p' in views:
-    parts.append(Text(f'⟨⟩ probability of a token, below {LIKELY}', style='dim'))
-  if 'c' in views and group.step is not None:
-    text = 'No update of the step had this group.'
-    if group.update is not None:
-      text = (
-        f'[] ratio of a token cut by the bounds of update {group.update} of step '
-        f'{group.step}, {_number(group.low)} and {_number(group.high)}; masked: left '
-        'out by the mask'
-      )
-    parts.append(Text(text, style='yellow' if group.update is None else 'dim'))
-  for g, response in enumerate(group.responses, 1):
-    parts.append(Text(f'\n{g}/{len(group.responses)} ').append(_drawn(response, views)))
-  return Group(*parts)
-
-
-def _number(value: float | None, form: str = '.2f') -> str:
-  return 'nan' if value is None else format(value, form)
-
-
-def _drawn(response: Recorded, views: set[str]) -> Text:
-  """Draws verdict, reward, advantage and text; `views` add notes to the tokens."""
-  verdict = ('✓ right', 'green') if response.correct else ('✗ wrong', 'red')
-  head = Text.assemble(verdict)
-  if response.reward is not None:
-    head.append(f'  reward {response.reward:.2f}')
-  colour = 'default'
-  if response.advantage is not None:
-    colour = COLOURS[int(np.sign(response.advantage))]
-    head.append('  advantage ').append(f'{response.advantage:+.2f}', f'bold {colour}')
-  p_T = np.exp(response.sampler_logp or ())
-  if len(p_T):
-    head.append(f'  {len(p_T)} tokens, mean probability {p_T.mean():.2f}')
-  body = Text()
-  if response.pieces is None or not views & {'p', 'c'}:
-    body.append(visible(response.response), style=colour)
-  else:
-    for t, piece in enumerate(response.pieces):
-      note = ''
-      if 'p' in views and p_T[t] < LIKELY:
-        note = f'⟨{p_T[t]:.2f}⟩'.replace('0.', '.')
-      if 'c' in views and response.cut and response.cut[t]:
-        why = 'masked ' if CUTS[response.cut[t]] == 'masked' else ''
-        note += f'[{why}{_number(response.ratio[t])}]'
-      body.append(visible(piece), style=f'bold {colour}' if note else colour)
-      body.append(note, style='cyan')
-  if len(body) > LONG and 'a' not in views:
-    gap = f'\n... {len(body) - LONG} characters left out; --views=a shows them ...\n'
-    middle = Text(gap, style='dim')
-    body = Text.assemble(body[: LONG // 2], middle, body[-(LONG // 2) :])
-  return Text.assemble(head, '\n', body)
+def text_of(item: Element) -> Text:
+  """Returns an element as text; the title of a mark follows it in brackets."""
+  style = STYLES.get(item.get('class', item.tag), '')
+  text = Text(item.text or item.get('alt', ''), style)
+  for child in item:
+    text.append(text_of(child)).append(child.tail or '')
+  if item.tag == 'mark':
+    text.append(f'[{item.get("title")}]', 'cyan')
+  return text if item.tag in INLINE else text.append('\n')
 
 
 def show(
@@ -174,7 +114,7 @@ def show(
   console = console or Console()
   if number is None:
     for i, group in enumerate(groups[:LISTED], 1):
-      right = sum(response.correct for response in group.responses)
+      right = sum(response['correct'] for response in group.responses)
       verdicts = f'{right} of {len(group.responses)} right'
       console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
     text = f'--group=1 to --group={len(groups)} prints a group'
@@ -182,4 +122,6 @@ def show(
   elif not 1 <= number <= len(groups):
     raise ValueError(f'--group={number} does not exist; give 1 to {len(groups)}')
   else:
-    console.print(page(groups, number - 1, set(views)))
+    group = groups[number - 1]
+    console.rule(f'group {number} of {len(groups)}: {group.where}')
+    console.print(text_of(drawn(workdir, group, views)))

@@ -1,7 +1,7 @@
-"""Leads names of knobs in TRL and verl, and names without their section, to our knobs.
+"""Maps names of knobs in TRL and verl, and names without their section, to our knobs.
 
 The names are those of TRL's GRPOConfig and of verl's sections data, algorithm, trainer
-and actor_rollout_ref. Of a dotted name, the longest known ending counts.
+and actor_rollout_ref. A dotted name is matched by its longest known ending.
 """
 
 import difflib

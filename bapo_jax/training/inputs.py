@@ -131,7 +131,7 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
 
 
 def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
-  """Adds a vision tower to the embedded policy.
+  """Adds a vision tower to the embedded policy, which the package itself initialises.
 
   The rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate by time, the
   rest by row and column.

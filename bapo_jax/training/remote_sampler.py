@@ -106,7 +106,7 @@ class RemoteSampler(SamplerElsewhere):
     self._order('restore', state)
 
   def ready(self) -> int:
-    """Returns the number of sampled submissions at the last fetch."""
+    """Returns how many submissions were sampled when results were last fetched."""
     return self._ready
 
   def busy(self) -> float:

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 PPO_BOUNDS = {'clip.low': (0.8, 'PPO'), 'clip.high': (1.2, 'PPO')}
 CUT = 'r A; 0 if A > 0 and r >= high, or A < 0 and r <= low'
-GOLDEN, CLIPPED = 'rules_that_weigh_log_pi_golden', 'clipped_golden'
+FORMULA, CLIPPED = 'what_float32_can_represent_is_right', 'clipped_golden'
 REPLAYED = {'buffer.max_off_policy_steps': (3, PAPER), 'buffer.max_reuse': (3, 'ours')}
 SEARCHED = {
   'clip.target': (0.42, 'ours; paper .4'),
@@ -73,7 +73,7 @@ ROWS: dict[str, dict[str, Row]] = {
     'unclipped': Row(
       'r A: importance weights',
       {},
-      ('at_ratio_one_every_rule_has_the_gradient_of_reinforce',),
+      (FORMULA,),
     ),
     'balanced': Row(
       'as PPO, with bounds that every update searches; all settings of the paper: '
@@ -151,48 +151,48 @@ ROWS: dict[str, dict[str, Row]] = {
     'decoupled': Row(
       'min(prox / mu, cap) times the weight of PPO, with r = pi / prox; PPO with TIS',
       {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
-      ('decoupled_golden',),
+      (FORMULA,),
     ),
     'decoupled_mask': Row(
       'the same; 0 if prox / mu is above the cap',
       {**PPO_BOUNDS, 'loss.cap': (2.0, 'ours')},
-      ('decoupled_golden',),
+      (FORMULA,),
     ),
     'gspo': Row(
       'as PPO, with one ratio per response: (pi(y) / mu(y))^(1 / length)',
       {'clip.low': (0.9997, PAPER), 'clip.high': (1.0004, PAPER)},
-      ('sequence_golden', 'sequence_is_the_gradient_of_the_papers_objective'),
+      (FORMULA, 'sequence_is_the_gradient_of_the_papers_objective'),
     ),
     'gmpo': Row(
       's A, s = exp of the mean over the response of log r, at most log high if A > 0, '
       'else at least log low; 0 for a token beyond this bound',
       {'clip.low': (math.exp(-0.4), PAPER), 'clip.high': (math.exp(0.4), PAPER)},
-      ('gmpo_golden', 'gmpo_is_the_gradient_of_the_papers_objective'),
+      (FORMULA, 'gmpo_is_the_gradient_of_the_papers_objective'),
     ),
     'cispo': Row(
       'clip(r, low, high) A: the bounds cut no token',
       {'clip.low': (0.0, PAPER), 'clip.high': (1.2, 'ours')},
-      (GOLDEN, 'cispo_has_no_dual_clip'),
+      (FORMULA,),
     ),
     'tis': Row(
       'min(r, cap) A: truncated importance sampling, Ionides (2008)',
       {'loss.cap': (2.0, 'slime')},
-      (GOLDEN,),
+      (FORMULA,),
     ),
     'reinforce': Row(
       'A: no correction for stale data; Williams (1992)',
       {},
-      (GOLDEN,),
+      (FORMULA,),
     ),
     'dro': Row(
       'A - kl log r, with advantages instead of a value function',
       {'loss.kl': (0.05, 'ours')},
-      ('reinforce_with_a_squared_penalty_is_direct_reward_optimisation',),
+      (FORMULA, 'a_penalty_that_float32_can_represent_is_right'),
     ),
     'sapo': Row(
       '4 s (1 - s) r A, s = sigmoid(tau (r - 1)), tau by the sign of A',
       {'loss.positive': (1.0, PAPER), 'loss.negative': (1.05, PAPER)},
-      (PUBLISHED, 'sapo_golden'),
+      (PUBLISHED, FORMULA),
     ),
     'vespo': Row(
       'W^a e^(b (1 - W)) A, W = pi(y) / mu(y), (a, b) by the sign of A',
@@ -205,7 +205,7 @@ ROWS: dict[str, dict[str, Row]] = {
     'aspo': Row(
       'as PPO with weight 1 / r for A > 0; weights above cap are limited to it',
       {**PPO_BOUNDS, 'loss.cap': (3.0, CODE)},
-      (PUBLISHED, 'an_infinite_cap_leaves_finite_weights'),
+      (PUBLISHED, FORMULA),
     ),
     'fipo': Row(
       "as PPO, times exp of the discounted sum of log r over this and the response's "

@@ -10,8 +10,10 @@ const PAGE_KNOBS = {
   moved: { value: 0, slider: [0, 1, 0.05], meaning: 'Part of the log-ratio that the policy had moved before the learner step: log(prox / mu) / log r.' },
   p: { value: 0.15, slider: [0.01, 1, 0.01], meaning: 'Probability of the token, at which the curves cut the planes.' },
   range: { value: 4, choices: [1.002, 1.02, 1.2, 2, 4, 8], meaning: 'The axis of ratios goes from 1 / range to range.' },
+  right: { value: 2, slider: [0, 8, 1], meaning: 'Right responses in a group of eight.' },
 };
-const LABELS = { stale: 'staleness', moved: 'moved before the step', p: 'π(token)', range: 'range of ratios' };
+const LABELS = { stale: 'staleness', moved: 'moved before the step', p: 'π(token)', range: 'range of ratios',
+  right: 'right responses', 'loss.kl': 'cost, loss.kl', 'loss.kl_direction': 'direction' };
 const MORE = ['limit', 'dual', 'order', 'contribution', 'weight', 'resolution', 'low_step', 'high_step'];
 const byId = (id) => document.getElementById(id);
 
@@ -36,13 +38,13 @@ if (DATA.own) Object.assign(DEFAULTS, { [`${DATA.own.slot}.rule`]: 'own', ...DAT
 const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : methods();
 let knobs = { ...DEFAULTS };
 let hovered = null; // ratio under the pointer
+let ignored = []; // parts of the address that the page does not know
 
 // 1. Settings
 
 function addOwnRule() {
-  const { slot, beside, title, about, axes, defaults } = DATA.own;
-  const bounds = beside['clip.rule'] === 'fixed' ? 'cut' : 'ignored';
-  DATA.rules[slot].own = { about, bounds };
+  const { slot, beside, title, axes, defaults } = DATA.own;
+  DATA.bounds.own = beside['clip.rule'] === 'fixed' ? 'cut' : 'ignored';
   KNOBS[`${slot}.rule`].choices.push('own');
   for (const { name, values } of axes) {
     if (isOwnKnob(name)) {
@@ -106,12 +108,27 @@ function within(name, x) {
 
 function fromAddress() {
   const found = { ...DEFAULTS };
-  for (const part of decodeURIComponent(location.hash.slice(1)).split('&')) {
-    const [name, text = ''] = part.split('=');
+  ignored = [];
+  for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
     const value = parsed(name, text);
-    if (value !== null) found[name] = value;
+    if (value === null) ignored.push(unknown(name, text));
+    else found[name] = value;
   }
   return found;
+}
+
+// Names a part of the address that is no setting, with what may have been meant.
+function unknown(name, text) {
+  const either = (values) => values.join(', ').replace(/, ([^,]*)$/, ' or $1');
+  if (name in KNOBS) {
+    const { choices, value } = KNOBS[name];
+    return `${name}=${text} (choose ${choices ? either(choices)
+      : Array.isArray(value) ? 'two numbers' : 'a number'})`;
+  }
+  const [part, knob] = [name.split('.')[0], name.split('.').pop()];
+  const similar = Object.keys(KNOBS).filter(
+    (x) => x.startsWith(`${part}.`) && x.endsWith(`.${knob}`));
+  return similar.length ? `${name} (write ${either(similar)})` : name;
 }
 
 // Only what differs from the defaults, in the order of the knobs.
@@ -124,8 +141,8 @@ function toAddress() {
   history.replaceState(null, '', text.length ? `#${text.join('&')}` : location.pathname);
 }
 
-// Why a run refuses these settings; '' if it does not.
-function refusal() {
+// Why a run refuses settings; '' if it does not.
+function refusal(knobs) {
   if (isOwn(knobs)) {
     const other = Object.entries(DATA.own.beside).find(([name, value]) => knobs[name] !== value);
     return other ? `the table of your rule has ${other[0]}='${other[1]}' only; choose it` : '';
@@ -149,22 +166,41 @@ function refusal() {
   return '';
 }
 
+// The first value of a knob with which a run accepts the other settings.
+const fitting = (name) =>
+  KNOBS[name].choices.find((x) => !refusal({ ...knobs, [name]: x }));
+
+// Changes of the rules with which a run accepts the settings; each changes one knob,
+// except for a rule of the user.
+function offers() {
+  if (isOwn(knobs)) {
+    const wrong = Object.entries(DATA.own.beside).filter(([name, x]) => knobs[name] !== x);
+    return [Object.fromEntries(wrong)];
+  }
+  const names = ['clip.rule', 'clip.balanced.contribution', 'clip.balanced.weight',
+    'clip.balanced.resolution', 'loss.aggregate', 'loss.rule'];
+  const values = names.map((name) => [name, fitting(name)]);
+  return values.filter(([, x]) => x !== undefined).map(([name, x]) => ({ [name]: x }));
+}
+
 // Changes settings; a loss rule brings the first clip rule along that it goes with.
 function set(values) {
   Object.assign(knobs, values);
   if (Object.values(values).includes('own')) Object.assign(knobs, DATA.own.beside);
-  if ('loss.rule' in values && !('clip.rule' in values) && refusal()) {
-    const start = knobs['clip.rule'];
-    const clips = KNOBS['clip.rule'].choices;
-    const fits = ['balanced', 'fixed', 'unclipped'].filter((c) => clips.includes(c));
-    knobs['clip.rule'] = fits.find((c) => { knobs['clip.rule'] = c; return !refusal(); }) ?? start;
+  if ('loss.rule' in values && !('clip.rule' in values) && refusal(knobs)) {
+    knobs['clip.rule'] = fitting('clip.rule') ?? knobs['clip.rule'];
   }
+  ignored = [];
   toAddress();
   buildControls();
   draw();
 }
 
 // 2. Controls
+
+const textOf = (id) => byId('formula-texts').content.getElementById(`formula-${id}`);
+const sentenceOf = (id) => textOf(id)?.querySelector('p').textContent ?? '';
+const elementOf = (kind, values = {}) => Object.assign(document.createElement(kind), values);
 
 function choose(select, choices, value, then) {
   select.replaceChildren(...choices.map(([text, choice, title]) => {
@@ -185,7 +221,7 @@ function buildChoices() {
   });
   for (const [id, slot] of [['loss', 'loss'], ['clip', 'clip'], ['mask', 'mask']]) {
     const choices = KNOBS[`${slot}.rule`].choices.map((rule) =>
-      [rule === 'own' ? DATA.own.title : rule, rule, DATA.rules[slot][rule].about.split('\n')[0]]);
+      [rule === 'own' ? DATA.own.title : rule, rule, sentenceOf(`${slot}-${rule}`)]);
     choose(byId(id), choices, knobs[`${slot}.rule`], (rule) => set({ [`${slot}.rule`]: rule }));
   }
   const means = { token: 'tokens', sequence: 'responses', constant: 'responses, sums' };
@@ -222,13 +258,13 @@ function buildControls() {
       ['Batch and axes', names.filter((n) => n in PAGE_KNOBS)]];
     for (const [title, inside] of groups) {
       if (!inside.length) continue;
-      box.append(Object.assign(document.createElement('h3'), { textContent: title }));
+      box.append(elementOf('h3', { textContent: title }));
       for (const name of inside.filter((n) => !isMore(n))) box.append(...controlsOf(name));
       const hidden = inside.filter(isMore);
       if (!hidden.length) continue;
-      const more = document.createElement('details');
+      const more = elementOf('details');
       more.open = hidden.some((name) => !same(knobs[name], DEFAULTS[name]));
-      more.append(Object.assign(document.createElement('summary'), { textContent: 'more knobs' }));
+      more.append(elementOf('summary', { textContent: 'more knobs' }));
       for (const name of hidden) more.append(...controlsOf(name));
       box.append(more);
     }
@@ -251,27 +287,24 @@ function positionsOf(name) {
 
 function controlOf(name, end) {
   const knob = KNOBS[name];
-  const box = document.createElement('div');
-  box.className = 'knob';
-  box.title = knob.meaning;
+  const box = elementOf('div', { className: 'knob', title: knob.meaning.replaceAll('`', '') });
   box.dataset.knob = name;
   const ends = knob.rising ? [', first', ', last'] : [', a', ', b'];
   const suffix = end === undefined ? '' : ends[end];
   const label = (isMask(name) ? 'mask: ' : '') + (LABELS[name] ?? name.split('.').pop()) + suffix;
-  const head = document.createElement('div');
-  head.className = 'head';
-  head.append(Object.assign(document.createElement('span'), { textContent: label }));
+  const head = elementOf('div', { className: 'head' });
+  head.append(elementOf('span', { textContent: label }));
   box.append(head);
   if (knob.choices) {
-    const select = document.createElement('select');
+    const select = elementOf('select');
     select.ariaLabel = label;
     choose(select, knob.choices.map((x) => [String(x), x]), knobs[name], (x) => set({ [name]: x }));
     box.append(select);
     return box;
   }
-  const number = Object.assign(document.createElement('input'), { type: 'text', inputMode: 'decimal', ariaLabel: `${label}, number` });
+  const number = elementOf('input', { type: 'text', inputMode: 'decimal', ariaLabel: `${label}, number` });
   const { first, last, step, values } = positionsOf(name);
-  const slider = Object.assign(document.createElement('input'), { type: 'range', min: first, max: last, step, ariaLabel: label });
+  const slider = elementOf('input', { type: 'range', min: first, max: last, step, ariaLabel: label });
   const change = (value) => {
     if (Number.isNaN(value)) return show(box);
     const all = end === undefined ? within(name, value) : [...knobs[name]];
@@ -315,6 +348,7 @@ function show(box) {
 const fmt = (x) => (x === Infinity ? '∞' : x === 0 ? '0'
   : Math.abs(x) >= 100 ? x.toFixed(0) : Number(x.toPrecision(3)).toString());
 const fine = (x) => (x === Infinity ? '∞' : String(Number(x.toPrecision(5))));
+const signed = (x) => `${x > 0 ? '+' : x < 0 ? '−' : ''}${fmt(Math.abs(x))}`;
 const percent = (x) => `${(100 * x).toFixed(1)} %`;
 
 function showFormulas() {
@@ -322,26 +356,34 @@ function showFormulas() {
   const surrogate = bounds === 'balanced' && knobs['clip.balanced.contribution'] === 'surrogate';
   const mask = knobs['mask.rule'];
   const ids = [`loss-${rule}`, `clip-${surrogate ? 'surrogate' : bounds}`, `mask-${mask}`];
-  const texts = byId('formula-texts').content;
-  byId('formulas').replaceChildren(...ids.flatMap((id) => {
-    const found = texts.getElementById(`formula-${id}`);
-    return found ? [found.cloneNode(true)] : [];
+  const shown = ids.filter(textOf);
+  byId('formulas').replaceChildren(...shown.map((id) => {
+    const box = elementOf('div');
+    box.append(...formulaOf(id));
+    return box;
   }));
-  const named = [['loss', rule], ['clip', bounds], ...(mask === 'none' ? [] : [['mask', mask]])];
-  byId('about').replaceChildren(...named.flatMap(([slot, name]) => {
-    const { about } = DATA.rules[slot][name];
-    return about.split('\n\n').map((text, i) => {
-      const paragraph = document.createElement('p');
-      if (i === 0) {
-        const head = `${slot}.rule=${name}: `;
-        paragraph.append(Object.assign(document.createElement('b'), { textContent: head }));
-      }
-      paragraph.append(text.replace(/\s*\n\s*/g, ' '));
-      return paragraph;
-    });
+  byId('about').replaceChildren(...shown.map((id) => {
+    const paragraph = textOf(id).querySelector('p').cloneNode(true);
+    const [slot] = id.split('-');
+    const textContent = `${slot[0].toUpperCase()}${slot.slice(1)} rule ${knobs[`${slot}.rule`]}. `;
+    paragraph.prepend(elementOf('b', { textContent }));
+    return paragraph;
   }));
+  if (isOwn(knobs)) byId('about').prepend(docstring());
   byId('command').replaceChildren(...commandOf().map(
-    (textContent) => Object.assign(document.createElement('span'), { textContent })));
+    (textContent) => elementOf('span', { textContent })));
+}
+
+const formulaOf = (id) =>
+  [...textOf(id).querySelectorAll('math')].map((x) => x.cloneNode(true));
+
+// What the author of a rule says about it.
+function docstring() {
+  const { title, about } = DATA.own;
+  const paragraph = elementOf('p', { className: 'docstring' });
+  paragraph.append(elementOf('b', { textContent: `${title}. ` }),
+    about || 'This rule has no docstring.');
+  return paragraph;
 }
 
 // The settings as overrides of a run.
@@ -349,6 +391,7 @@ function commandOf() {
   const [rule, bounds] = [knobs['loss.rule'], knobs['clip.rule']];
   const active = new Set([...shownKnobs(), 'loss.rule', 'clip.rule', 'loss.aggregate']);
   if (knobs['mask.rule'] !== 'none') active.add('mask.rule');
+  if (knobs['loss.kl']) active.add('loss.kl').add('loss.kl_direction');
   const parts = Object.keys(KNOBS).filter((name) => active.has(name) && !(name in PAGE_KNOBS)
     && (name.endsWith('.rule') || !same(knobs[name], KNOBS[name].value)));
   return parts.map((name) => {
@@ -361,7 +404,7 @@ function commandOf() {
 }
 
 // Whether no two bounds hold for all tokens.
-const ignoresBounds = () => DATA.rules.loss[knobs['loss.rule']].bounds === 'ignored'
+const ignoresBounds = () => DATA.bounds[knobs['loss.rule']] === 'ignored'
   || knobs['clip.rule'] === 'dcpo'
   || (knobs['clip.rule'] === 'own' && !DATA.own.bounds);
 
@@ -406,20 +449,81 @@ function drawCurves(svg, which, bounds, at) {
   const values = lines.flat().map(([, y]) => y).filter(Number.isFinite);
   const extreme = Math.min(10, Math.max(0.1, ...values.map(Math.abs)));
   const ends = [-1, 1].map((sign) => sign * 1.08 * extreme);
+  drawLines(svg, range, ends, [[lines[1], 'minus'], [lines[0], 'plus']], (frame) => {
+    if (p <= 1 / range) return marks(frame, bounds);
+    const wide = Math.max(0, Math.min(frame.toX(p), frame.right) - frame.left);
+    return `<rect class="impossible" x="${frame.left}" y="${frame.top}" width="${wide}" height="${frame.bottom - frame.top}"/>`
+      + marks(frame, bounds);
+  });
+}
+
+// Lines [points, class] over the ratio, with `behind(frame)` under them.
+function drawLines(svg, range, ends, lines, behind = () => '') {
   const frame = frameOf(svg, [1 / range, range], ends, true);
   let text = axes(frame, ratioTicks(range), ticksOf(ends, 5), 'ratio r = π / μ');
-  if (p > 1 / range) {
-    const wide = Math.max(0, Math.min(frame.toX(p), frame.right) - frame.left);
-    text += `<rect class="impossible" x="${frame.left}" y="${frame.top}" width="${wide}" height="${frame.bottom - frame.top}"><title>μ would exceed 1</title></rect>`;
-  }
-  text += marks(frame, bounds);
-  text += curve(frame, lines[1], 'minus') + curve(frame, lines[0], 'plus');
+  text += behind(frame);
+  for (const [points, name] of lines) text += curve(frame, points, name);
   if (hovered !== null && hovered >= 1 / range && hovered <= range) {
     const x = frame.toX(hovered);
     text += line(x, frame.top, x, frame.bottom, 'hover');
   }
   svg.innerHTML = text;
   svg.frame = frame;
+}
+
+// The penalty in all directions, at the cost of the knob, or 1 if that is 0.
+function drawPenalty() {
+  const cost = knobs['loss.kl'] || 1;
+  const chosen = knobs['loss.kl'] ? knobs['loss.kl_direction'] : '';
+  const scaled = (name, r) => PENALTIES[name](Math.log(r)).map((x) => cost * x);
+  const names = Object.keys(PENALTIES);
+  byId('cost').textContent = chosen ? `These curves are for loss.kl=${knobs['loss.kl']}.`
+    : 'These curves are for loss.kl=1; this setting has no penalty.';
+  byId('penalty').querySelectorAll('svg.chart').forEach((svg, i) => {
+    const range = Math.max(2, knobs.range);
+    const ratios = Array.from({ length: 161 }, (_, j) => range ** (j / 80 - 1));
+    const which = 1 - i; // the weight is drawn first
+    const lines = names.map((name) => ratios.map((r) => [r, scaled(name, r)[which]]));
+    const values = lines.flat().map(([, y]) => y);
+    const ends = [Math.max(-10, Math.min(-0.1, ...values)), Math.min(10, Math.max(0.1, ...values))];
+    const classes = names.map((name) => `direction ${name}${name === chosen ? ' chosen' : ''}`);
+    drawLines(svg, range, ends.map((x) => 1.08 * x), lines.map((points, j) => [points, classes[j]]));
+  });
+  byId('directions').replaceChildren(...names.map((name) => {
+    const [gain, weight] = scaled(name, hovered ?? 2);
+    const box = elementOf('div', { className: 'rule' });
+    const head = elementOf('div', { className: 'head' });
+    head.innerHTML = `<svg width="26" height="14"><line x2="26" y1="7" y2="7" class="direction ${name}${name === chosen ? ' chosen' : ''}"/></svg>`;
+    head.append(...formulaOf(`kl-${name}`), elementOf('i', {
+      textContent: `at r = ${fine(hovered ?? 2)}: weight ${fmt(weight)}, gain ${fmt(gain)}` }));
+    box.append(head, textOf(`kl-${name}`).querySelector('p').cloneNode(true));
+    return box;
+  }));
+}
+
+// The advantages of a group of eight under each rule.
+function drawAdvantages() {
+  const { right } = knobs;
+  const rewards = Array.from({ length: 8 }, (_, i) => Number(i < right));
+  byId('advantage-note').textContent = right % 8 ? ''
+    : 'All rewards are equal: no response of this group has an advantage.';
+  byId('advantages').replaceChildren(...Object.entries(ADVANTAGES).map(([name, rule]) => {
+    const advantages = rule(rewards);
+    const sides = [['right', right > 0, advantages[0]], ['wrong', right < 8, advantages[7]]];
+    const box = elementOf('div', { className: 'rule' });
+    const text = elementOf('div');
+    const head = elementOf('div', { className: 'head' });
+    head.append(elementOf('b', { textContent: name }), ...formulaOf(`advantage-${name}`));
+    text.append(head, textOf(`advantage-${name}`).querySelector('p').cloneNode(true));
+    const bars = elementOf('div', { className: 'sides' });
+    bars.innerHTML = sides.map(([label, exists, x]) => {
+      const wide = 50 * Math.abs(x) / Math.sqrt(7); // the largest: one right of eight
+      const bar = `<div class="${x > 0 ? 'p' : 'm'}" style="width:${wide}%;left:${x > 0 ? 50 : 50 - wide}%"></div>`;
+      return `<span>${label}</span><span class="number">${exists ? signed(x) : 'none'}</span><div class="track">${exists ? bar : ''}</div>`;
+    }).join('');
+    box.append(text, bars);
+    return box;
+  }));
 }
 
 // The weight over (r, p) as colour, and the recorded tokens of one sign on it.
@@ -520,16 +624,42 @@ function drawReadout(at) {
 
 let current = null;
 
-function draw() {
-  const sentence = refusal();
+function showUnknown() {
+  byId('unknown').hidden = !ignored.length;
+  byId('unknown').textContent = `Unknown in the address, and ignored: ${ignored.join('; ')}.`;
+}
+
+// Shows why a run refuses these settings, and a button per change that helps.
+function showRefusal(sentence) {
   byId('refusal').hidden = !sentence;
-  byId('refusal').textContent = sentence;
-  for (const id of ['weight', 'gain', 'readout', 'plus', 'minus', 'batch']) byId(id).classList.toggle('dim', !!sentence);
+  byId('refusal').querySelector('p').textContent = sentence;
+  byId('refusal').querySelector('.offers').replaceChildren(
+    ...(sentence ? offers() : []).map((values) => {
+      const named = Object.entries(values).map(([name, x]) => `${name}=${x}`);
+      return elementOf('button', { type: 'button', onclick: () => set(values),
+        textContent: `Choose ${named.join(', ')}` });
+    }));
+}
+
+// A legend has the lines that are in the picture.
+function showLegends() {
+  for (const item of document.querySelectorAll('[data-shows]')) {
+    item.hidden = !document.querySelector(item.dataset.shows);
+  }
+}
+
+function draw() {
+  showUnknown();
+  const sentence = refusal(knobs);
+  showRefusal(sentence);
+  for (const id of ['weight', 'gain', 'reading', 'plus', 'minus', 'batch']) byId(id).classList.toggle('dim', !!sentence);
   showFormulas();
+  drawAdvantages();
+  drawPenalty();
   if (sentence) return;
   const applied = apply(DATA.batch, knobs);
   const at = curveOf(knobs, applied);
-  current = { applied, at };
+  current = { applied, at: penalised(at, knobs) };
   drawPlane(byId('plus'), 1, applied.bounds, at, applied);
   drawPlane(byId('minus'), -1, applied.bounds, at, applied);
   drawBatch(applied);
@@ -544,6 +674,8 @@ function drawHover() {
   drawCurves(byId('weight').querySelector('svg'), 1, applied.bounds, at);
   drawCurves(byId('gain').querySelector('svg'), 0, applied.bounds, at);
   drawReadout(at);
+  drawPenalty();
+  showLegends();
 }
 
 function hoverOn(svg, slices) {
@@ -564,14 +696,16 @@ function hoverOn(svg, slices) {
   });
 }
 
-for (const id of ['weight', 'gain', 'plus', 'minus']) {
-  hoverOn(byId(id).querySelector('svg'), id === 'plus' || id === 'minus');
+for (const svg of document.querySelectorAll('main > :not(#batch) .chart')) {
+  hoverOn(svg, ['plus', 'minus'].includes(svg.closest('section').id));
+}
+for (const [id, names] of [['penalty-knobs', ['loss.kl', 'loss.kl_direction']], ['advantage-knobs', ['right']]]) {
+  byId(id).append(...names.flatMap(controlsOf));
 }
 byId('reset').onclick = () => set({ ...DEFAULTS });
 window.addEventListener('hashchange', () => { knobs = fromAddress(); buildControls(); draw(); });
 window.addEventListener('resize', draw);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
-byId('about').parentElement.open = window.innerWidth > 1000;
 knobs = fromAddress();
 buildControls();
 draw();

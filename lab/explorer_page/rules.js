@@ -1,8 +1,9 @@
 // The loss and clip rules of bapo_jax/algorithms, written again for a page without a
 // server. tests/lab/test_explorer.py compares every number here with the JAX rules.
 //
-// 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds, and
-//    `MASKS` whether it takes part;
+// 1. `LOSSES` computes ratio, gain and weight of a token under given clip bounds,
+//    `PENALTIES` gain and weight of the penalty, `MASKS` whether a token takes part, and
+//    `ADVANTAGES` the advantages of a group;
 // 2. `tokensOf` moves the recorded tokens by the knobs, `search` finds clip bounds;
 // 3. `apply` gives the bounds, the weights and the shares of a recorded batch;
 // 4. `ownCurve`, `ownWeights` and `ownBounds` look a user's rule up in its table.
@@ -99,6 +100,40 @@ const LOSSES = {
     const [gain, weight] = cutOff(t.logR, t.adv, bounds);
     return [r, influence * gain, influence * weight];
   },
+};
+
+// Minus loss.divergence, and its derivative: log r -> [gain, weight] at a cost of 1.
+const PENALTIES = {
+  behavior_policy: (logR) => [logR - Math.expm1(logR), -Math.expm1(logR)],
+  policy_behavior(logR) {
+    const slope = Math.exp(logR) * logR;
+    return [Math.expm1(logR) - slope, -slope];
+  },
+  squared: (logR) => [-(logR ** 2) / 2, -logR],
+};
+
+// The curves of a rule with the penalty, which applies to masked tokens too.
+function penalised(at, knobs) {
+  const penalty = PENALTIES[knobs['loss.kl_direction']];
+  const cost = knobs['loss.kl'];
+  return (r, p, adv) => {
+    const subtracted = penalty(Math.log(r));
+    return at(r, p, adv).map((x, i) => (cost ? x + cost * subtracted[i] : x));
+  };
+}
+
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+// advantage.py: the rewards of a group -> the advantages.
+const ADVANTAGES = {
+  group_relative(rewards) {
+    const centred = ADVANTAGES.group_centred(rewards);
+    const deviation = Math.sqrt(mean(centred.map((x) => x ** 2)) + 1e-6);
+    return centred.map((x) => x / deviation);
+  },
+  leave_one_out: (rewards) => ADVANTAGES.group_centred(rewards).map(
+    (x) => x * rewards.length / (rewards.length - 1)),
+  group_centred: (rewards) => rewards.map((x) => x - mean(rewards)),
 };
 
 // KL(Bernoulli(p) || Bernoulli(q)), with probabilities cut like masks.EDGE.

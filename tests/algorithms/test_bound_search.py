@@ -1,6 +1,5 @@
-"""The share, its premise, and the search: counted, on a mesh, at its edges."""
+"""The share, its premise, and what a search exchanges on a mesh."""
 
-import math
 import re
 
 import hypothesis
@@ -44,19 +43,6 @@ def test_share_golden(variant):
   assert share(0.75, 1.25, contribution='surrogate') == np.float32(5.5 / 9.25)
 
 
-def test_share_looks_at_its_sources_only():
-  # Fresh +1, reevaluated -1, reused -2.
-  batch = making.batch([1, -1, -2], np.ones((3, 1)), source_B=[0, 1, 2])
-  for sources, share in (
-    (('fresh',), 1),
-    (('fresh', 'reevaluated'), 1 / 2),
-    (('fresh', 'reevaluated', 'reused'), 1 / 4),
-    (('reused',), 0),
-  ):
-    k = bound_search.Share(sources=sources)
-    assert bound_search.share(np.ones((3, 1)), batch, 0.5, 2.0, k) == share
-
-
 @hypothesis.settings(max_examples=30, deadline=None)
 @hypothesis.given(
   seed=st.integers(0, 10**6),
@@ -87,40 +73,6 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   assert ends == tuple(sorted(ends, reverse=kind[0] == 'surrogate'))
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
-@hypothesis.given(begin=st.integers(0, 60), n=st.integers(0, 60), data=st.data())
-def test_bisect_finds_the_first(begin, n, data):
-  first = data.draw(st.integers(begin, begin + n))
-  called = []
-
-  def meets(i):
-    jax.debug.callback(lambda i: called.append(int(i)), i)
-    return i >= first
-
-  found = bound_search.bisect(meets, begin, begin + n)
-  jax.effects_barrier()
-  assert found == first
-  assert len(called) == math.ceil(math.log2(n + 1))
-
-
-@pytest.mark.parametrize('order', ['upper', 'lower'])
-@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
-def test_seven_evaluations_at_most(contribution, order, monkeypatch):
-  # The paper's path has 52 points and 51 steps.
-  calls, sums = [], bound_search.sums
-
-  def counted(*args):
-    jax.debug.callback(lambda: calls.append(1))
-    return sums(*args)
-
-  monkeypatch.setattr(bound_search, 'sums', counted)
-  rule = balanced(target=0.45, contribution=contribution, order=order)
-  jax.block_until_ready(jax.jit(rule)(*making.exact_tokens(0)))
-  jax.effects_barrier()
-  # One more if the start is a case of its own.
-  assert len(calls) == (7 if (contribution, order) == ('surrogate', 'lower') else 6)
-
-
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):
@@ -137,17 +89,3 @@ def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):
   for shape, _ in exchanged:
     sizes = re.findall(r'\[([\d,]*)\]', shape)
     assert sizes and all(size in ('', '1', '2') for size in sizes), shape
-
-
-def test_the_path_has_whole_steps_or_a_last_short_one():
-  points = clip.points((0.6, 0.9), 0.02)
-  assert len(points) == 16 and points[-1] == np.float32(0.9)
-  np.testing.assert_array_equal(
-    clip.points((0.6, 0.7), 0.03), np.float32([0.6, 0.63, 0.66, 0.69])
-  )
-  np.testing.assert_array_equal(
-    clip.clamped((0.6, 0.7), 0.03), np.float32([0.6, 0.63, 0.66, 0.69, 0.7])
-  )
-  assert (
-    clip.points((0.7, 0.7), 0.0) == clip.clamped((0.7, 0.7), 0.0) == [np.float32(0.7)]
-  )

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import making
 import numpy as np
@@ -124,11 +123,9 @@ def test_bounds_of_their_own_for_some_rows():
     negatives_only=jnp.asarray([[False], [True]]),
   )
   metrics = diagnose(*golden(), bounds)
-  np.testing.assert_allclose(metrics['clip/low'], 0.5)
-  np.testing.assert_allclose(metrics['clip/moved'], 0.5)
-  np.testing.assert_allclose(metrics['clip/target_met'], 0.5)
-  np.testing.assert_allclose(metrics['clip/negatives_only'], 0.5)
-  np.testing.assert_allclose(metrics['clip/fraction_negative'], 0)
+  for name in ('low', 'moved', 'target_met', 'negatives_only'):
+    assert metrics[f'clip/{name}'] == 0.5, name
+  assert metrics['clip/fraction_negative'] == 0
   # P = 1, N = 1/2 + 1 + 2
   np.testing.assert_allclose(metrics['clip/share'], 1 / 4.5, rtol=making.RTOL)
 
@@ -195,16 +192,15 @@ def true_slope(pi_V, adv_V, eta=1e-4):
   return (ends[0] - ends[1]) / (2 * eta)
 
 
-def predicted(pi_V, adv_V, token_N=None, weight_N=None):
-  """The metric on one state, all words tokens of weight pi A; or on sampled tokens."""
-  if token_N is None:
-    token_N, weight_N = np.arange(len(pi_V)), pi_V * adv_V
-  shape = 1, len(token_N)
+def predicted(pi_V, adv_V):
+  """The metric on one state, all words tokens of weight pi A."""
+  shape = 1, len(pi_V)
   covariance = (pi_V**2 * (np.log(pi_V) + entropy(pi_V))).sum()
-  values = np.log(pi_V)[token_N], entropy(pi_V), covariance
+  values = np.log(pi_V), entropy(pi_V), covariance
   stats = TokenStats(*(np.float32(np.broadcast_to(x, shape)) for x in values))
   batch = making.batch([1], np.ones(shape))
-  return float(diagnostics.entropy_slope(stats, np.float32(weight_N)[None], batch))
+  weight_1V = np.float32(pi_V * adv_V)[None]
+  return float(diagnostics.entropy_slope(stats, weight_1V, batch))
 
 
 @pytest.mark.parametrize('mean', [0, 1, -1])
@@ -225,18 +221,6 @@ def test_the_entropy_rule_agrees_with_an_exact_step(mean):
   assert agree >= 0.95
   assert slope == pytest.approx(1, abs=1e-3) and np.std(true) > 0.001
   assert np.corrcoef(slopes, true)[0, 1] > 0.9999
-
-
-def test_one_sampled_token_per_state_is_unbiased():
-  # Sampled from another policy: the importance ratio in the weight makes up for it.
-  rng = np.random.default_rng(0)
-  V, n = 6, 200_000
-  pi_V, mu_V = (rng.dirichlet(np.ones(V) * 2) for _ in range(2))
-  adv_V = rng.normal(1, 1, V)
-  y_N = rng.choice(V, n, p=mu_V)
-  weight_N = (pi_V / mu_V * adv_V)[y_N] / n
-  found = predicted(pi_V, adv_V, y_N, weight_N)
-  np.testing.assert_allclose(found, true_slope(pi_V, adv_V), rtol=0.03)
 
 
 @pytest.mark.parametrize('aggregate', ['token', 'sequence', 'constant'])
@@ -266,11 +250,3 @@ def test_the_surrogate_share_is_of_the_ratio_that_the_rule_clips(rule):
   P, N = {'sequence': (3, 1.5), 'decoupled': (2.5, 1.75)}[rule]
   metrics = diagnose(np.float32(log_r_BT), np.zeros((2, 2)), batch, rule=LOSSES[rule])
   np.testing.assert_allclose(metrics['clip/surrogate_share'], P / (P + N), rtol=1e-5)
-
-
-def test_diagnosis_is_the_same_on_a_mesh(variant):
-  logp_BT, batch = making.mixed_tokens()
-  metrics = variant(lambda *xs: diagnose(*xs), jnp.asarray(logp_BT), -logp_BT, batch)
-  for name, value in diagnose(logp_BT, -logp_BT, batch).items():
-    np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-  assert set(jax.tree.map(jnp.shape, metrics).values()) == {()}

@@ -2,7 +2,7 @@
 
 `published.json` holds made tokens, and what the published code of each rule computes
 from them in float64 (`make_published.py`). KPop and DRO, whose code could not be run,
-are compared with formulas in numpy.
+are compared with formulas in numpy: DRO in test_extreme_ratios.py.
 """
 
 import json
@@ -85,25 +85,6 @@ def test_kpop_masks_by_both_divergences():
   np.testing.assert_array_equal(keep_BT[mask], wanted[mask])
 
 
-def test_reinforce_with_a_squared_penalty_is_direct_reward_optimisation():
-  beta = 0.05
-  with jax.enable_x64(True):
-    logp_BT, batch = recorded()
-
-    def total(logp_BT):
-      gain_BT, _ = loss.Reinforce()(
-        logp_BT, batch, lambda r: clip.Unclipped()(r, batch, r)
-      )
-      return (gain_BT - beta * loss.divergence(logp_BT, batch, 'squared')).sum()
-
-    value, weight_BT = jax.value_and_grad(total)(logp_BT)
-  p, q, mask = (np.asarray(FOUND['tokens'][x]) for x in ('log_p', 'log_q', 'mask'))
-  adv = np.asarray(FOUND['tokens']['adv'])[:, None]
-  objective = adv * p - beta / 2 * (p - q) ** 2
-  np.testing.assert_allclose(value, objective[mask].sum(), rtol=1e-9)
-  np.testing.assert_allclose(weight_BT, (adv - beta * (p - q)) * mask, rtol=1e-9)
-
-
 def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
   logp_BT, batch = recorded()
   for limit in (1e-6, 0.001, 0.04, 0.3, 10.0):
@@ -112,12 +93,6 @@ def test_m2po_keeps_as_many_tokens_as_a_sort_allows():
     square = np.sort(np.square(np.asarray(log_r_BT))[batch.loss_mask_BT])
     means = np.cumsum(square, dtype=np.float64) / np.arange(1, len(square) + 1)
     assert int(np.asarray(keep_BT)[batch.loss_mask_BT].sum()) == (means < limit).sum()
-
-
-def test_an_infinite_cap_leaves_finite_weights():
-  rule = loss.Aspo(cap=math.inf)
-  value, weight_BT = applied((rule, clip.Unclipped(), masks.NoMask()), *recorded())
-  assert np.isfinite(value) and np.isfinite(weight_BT).all()
 
 
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
@@ -143,35 +118,18 @@ def test_a_mask_reaches_the_search_of_the_bounds(contribution):
 
 
 @pytest.mark.parametrize(
-  ('ratio', 'adv', 'kept', 'knobs'),
+  ('ratio', 'adv', 'kept'),
   [
     # q = e^-2 = .135: p - q = .203 at r = 2.5 and .190 at r = 2.4; .2 is the limit.
-    (2.4, 1.0, True, {}),
-    (2.5, 1.0, False, {}),
-    (3.0, -1.0, True, {}),
-    # From q = .135 a token cannot fall by .2; by .1 it can: r = .5 is a fall of .068,
-    # r = .25 one of .1015.
-    (0.01, -1.0, True, {}),
-    (0.5, -1.0, True, {'low': 0.1}),
-    (0.25, -1.0, False, {'low': 0.1}),
-    (0.25, 1.0, True, {'low': 0.1}),
+    (2.4, 1.0, True),
+    (2.5, 1.0, False),
+    # r = .5 is a fall of .068, r = .25 one of .1015; .1 is the limit.
+    (0.5, -1.0, True),
+    (0.25, -1.0, False),
   ],
 )
-def test_binary_total_variation_golden(ratio, adv, kept, knobs):
+def test_binary_total_variation_golden(ratio, adv, kept):
   behavior_BT = np.full((1, 1), -2.0, np.float32)
   batch = making.batch([adv], [[True]], behavior_BT)
   logp_BT = jnp.asarray(behavior_BT + math.log(ratio))
-  assert bool(masks.DppoTv(**knobs)(logp_BT, batch)[0, 0]) == kept
-
-
-def test_masked_tokens_have_no_gradient_beside_bounds():
-  logp_BT, batch = recorded()
-  rules = loss.Clipped(), clip.Fixed(high=1.5), masks.Opsm()
-  _, weight_BT = applied(rules, logp_BT, batch)
-  keep_BT = np.asarray(masks.Opsm()(logp_BT, batch))
-  ratio_BT = np.asarray(loss.ratio(logp_BT, batch))
-  adv_BT = np.broadcast_to(np.asarray(batch.adv_B)[:, None], ratio_BT.shape)
-  inside = np.where(adv_BT > 0, ratio_BT < 1.5, ratio_BT > 0.8)
-  live = keep_BT & inside & np.asarray(batch.loss_mask_BT)
-  np.testing.assert_array_equal(np.asarray(weight_BT) != 0, live)
-  assert (~keep_BT & inside).any() and (keep_BT & ~inside).any()
+  assert bool(masks.DppoTv(low=0.1)(logp_BT, batch)[0, 0]) == kept

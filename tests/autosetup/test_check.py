@@ -2,10 +2,8 @@
 
 import collections
 import dataclasses
-import json
 import re
 import shutil
-import time
 
 import foreign
 import making
@@ -13,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 import recordings
-from pictured import DRAWN, png
+from pictured import DRAWN
 from runs import tiny
 
 from bapo_jax import main
@@ -138,26 +136,6 @@ def with_system(problems):
   ]
 
 
-@pytest.mark.parametrize('knobs', [{}, {'tokenizer.template': 'chat:{problem}'}])
-def test_rows_with_a_system_message_need_a_chat_model(
-  knobs, tmp_path, chat_model, one_device
-):
-  rows = with_system(TRAINING), with_system(foreign.problems(8, 40))
-  given = flags(tmp_path, chat_model, *rows, **knobs)
-  r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  assert r.config.tokenizer.template == 'chat:{problem}'
-  # 5 x the longest problem, with neither system message nor chat template.
-  longest = max(len(r.tokenizer.backend(row['problem']).input_ids) for row in TRAINING)
-  assert r.config.sampler.max_new_tokens == max(32, -(-5 * longest // 16) * 16)
-  (text,) = check.prompt_texts(r, build.tabulate(r), 1)
-  problem = TRAINING[0]['problem']
-  chat = f'<|system|>Add the numbers.<|end|><|user|>{problem}<|end|><|assistant|>'
-  assert text == chat
-  base = foreign.model(tmp_path / 'm', 'qwen2', chat=None)
-  with pytest.raises(ValueError, match='chat template'):
-    findings(tmp_path, base, *rows, **knobs)
-
-
 def test_a_held_out_prompt_beyond_the_positions_is_named(
   tmp_path, chat_model, one_device
 ):
@@ -201,10 +179,8 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
 @pytest.mark.parametrize(
   ('right', 'changes', 'expected'),
   [
-    ([1, 0, 8], {}, {}),
     ([1, 0, 0, 0, 0, 0, 0, 0], {}, {'little to learn': 'warning'}),
     ([1, 2, 0, 0, 0, 0, 0, 0], {}, {}),
-    ([0, 0, 0], {}, {'nothing to learn': 'mistake'}),
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
@@ -217,21 +193,6 @@ def test_findings_about_responses(right, changes, expected):
   sampled = Sampled(right_PG, nothing_PG, ~nothing_PG, 0)._replace(**changes)
   found = check_rules.of_responses(Config(), sampled)
   assert {each.name: each.kind for each in found} == expected
-
-
-def test_the_ways_out_of_few_mixed_groups_fit_the_run():
-  right_PG = np.arange(8) < np.asarray([1, 0, 0, 0, 0])[:, None]
-  sampled = Sampled(right_PG, ~right_PG, right_PG, 0)
-
-  def text(sampled, **batch):
-    config = Config().with_values(batch=batch)
-    return next(check_rules.of_responses(config, sampled)).text
-
-  hard = text(sampled, rule='fresh_only')
-  assert 'only 1 of 5 groups' in hard and 'easier problems' in hard
-  assert '--config.batch.rule=learnable_only' in hard
-  assert 'learnable_only' not in text(sampled, rule='learnable_only')
-  assert 'harder problems' in text(sampled._replace(correct_PG=~right_PG))
 
 
 @pytest.fixture
@@ -262,42 +223,6 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_check_lists_the_knobs_without_an_effect(many_groups, tmp_path):
-  r, material = many_groups
-  r = dataclasses.replace(
-    r, config=r.config.with_values(loss={'kl_direction': 'squared'})
-  )
-  known = facts.gather(r.config, r.inputs, r.mesh)
-  text = check.described(r, known, material, str(tmp_path))
-  assert '\nrules      batch     ' in text
-  _, idle = ' '.join(text.split()).split(' no effect ')
-  assert 'loss.kl_direction=squared (loss.kl=0.0)' in idle
-
-
-def test_the_first_calls_are_not_timed(many_groups, tmp_path, monkeypatch):
-  r, material = many_groups
-  small = dataclasses.replace(r, config=check.shrunk(r.config))
-  t, s = built(small, material, tmp_path)
-  clock, called = [0.0], []
-
-  def ticking(function):  # a first call takes 1000 s, the others 1 s
-    def call(*args):
-      clock[0] += 1 if function in called else 1000
-      called.append(function)
-      return function(*args)
-
-    return call
-
-  for where, name in ((t.sampler, 'submit'), (trainer, 'update')):
-    monkeypatch.setattr(where, name, ticking(getattr(where, name)))
-  monkeypatch.setattr(time, 'perf_counter', lambda: clock[0])
-  seconds, rollout = check.sample(t, s)
-  text = check.measured(r, t, s, rollout, seconds)
-  # 12 groups a step, of which 8 were sampled.
-  assert 'about 4.5 s: sampling 1.5, 3 updates of 1 (' in text
-  assert re.search(r'machine load [\d.]+ on \d+ cores\n', text)
-
-
 @pytest.mark.nightly
 def test_the_check_of_a_model_that_knows_nothing(
   tmp_path, chat_model, one_device, capsys, monkeypatch
@@ -318,7 +243,6 @@ def test_the_check_of_a_model_that_knows_nothing(
   assert 'answers    48 of 48 are right by their own verifier' in text
   assert 'accuracy   0.000' in text and 'learnable  0 of 8' in text
   assert 'MISTAKE (nothing to learn): all 64 responses are wrong' in text
-  assert 'a step     about' in text and 'memory     at most' in text
 
 
 def test_a_check_needs_a_model(one_device):
@@ -356,34 +280,3 @@ def test_lengths_count_what_pictures_take(config, one_device):
     p.text for p in problems[: config.problems.train]
   ]
   assert known.verified('aime').right == known.verified('aime').tried > 0
-
-
-def test_a_new_run_shows_a_prompt(config, one_device, tmp_path):
-  r = resolve.resolve(config)
-  material = build.tabulate(r)
-  shown = check.short(r, material, str(tmp_path))
-  assert '  | (<image> x 16)x' in shown and '<image><image>' not in shown
-
-
-def test_a_problem_of_the_same_text_with_another_picture_is_another(
-  config, one_device, tmp_path
-):
-  paths = []
-  for name in ('train', 'test'):
-    (tmp_path / f'{name}.png').write_bytes(png(28, 28, len(paths)))
-    row = {'problem': '<image>1', 'answer': '3', 'images': [f'{name}.png']}
-    paths.append(tmp_path / f'{name}.jsonl')
-    paths[-1].write_text(json.dumps(row))
-
-  def overlap(source, test_source):
-    problems = {'source': str(source), 'test_source': str(test_source)}
-    asked = config.model_copy(
-      update={'problems': config.problems.model_copy(update=problems)}
-    )
-    files = inputs.read(asked)
-    found = check_rules._overlap(asked, facts.gather(asked, files))
-    return [finding.name for finding in found]
-
-  assert overlap(*paths) == []
-  assert overlap(paths[0], paths[0]) == ['overlap']
-  assert overlap('drawn', 'drawn') == []

@@ -20,7 +20,6 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import experiment
 from bapo_jax.training import budget
 from bapo_jax.training.config import parse
-from bapo_jax.training.knobs import DERIVABLE
 
 ROOT = pathlib.Path(__file__).parents[2]
 FINETUNE = 'configs/finetune.py'
@@ -180,20 +179,11 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
     return found['sampler.max_num_seqs'], found['learner.grad_accum_steps']
 
   (most, fewest), (less, more) = sizes(600), sizes(48)
-  assert less < most and more > fewest
-  assert most == 64, 'all responses of a step'
-
-  # Where no bounds wait, more micro-batches rather than whole layers computed again.
-  constant = {'sampler.max_new_tokens': 8192, 'clip.rule': 'fixed'}
-  constant = asked(**constant, **{'prompts.max_prompt_tokens': 128})
-  config, _ = derive.derive(constant, known(spec=BIG, memory=120 * 2**30))
-  assert config.model.remat == 'dots'
-
+  assert less < most == 64 and more > fewest, '64 responses a step'
   # Nothing fits, and a reason says so.
   _, derived = derive.derive(asked(), known(spec=BIG, memory=2**32))
-  assert [x.knob for x in derived if 'NOTHING FITS' in x.reason] == [
-    'learner.grad_accum_steps'
-  ]
+  unfit = [x.knob for x in derived if 'NOTHING FITS' in x.reason]
+  assert unfit == ['learner.grad_accum_steps']
 
 
 def test_weights_go_over_all_devices_where_one_has_no_room():
@@ -215,22 +205,6 @@ def test_an_override_wins_and_the_screen_says_so():
   lines = derive.screen(found)
   assert 'optimizer.lr=0.5, GIVEN (derived: ' in lines
   assert 'nothing added for exact' in lines, 'what follows sees the override'
-
-
-def test_every_line_has_a_reason():
-  _, found = derive.derive(asked(), known())
-  assert [each.knob for each in found] == list(derive.RULES)
-  assert set(asked().derived) == set(derive.RULES) == set(DERIVABLE)
-  assert all(len(each.reason) > 3 for each in found)
-  assert all(len(line) <= derive.WIDTH for line in derive.screen(found).splitlines())
-
-
-def test_right_answers_are_verified_against_themselves():
-  rows = [Row('p', '5'), Row('p', 'x+1', 'math'), Row('p', '1/0', 'math')]
-  found = facts.verified(rows, asked().rewards, 'aime')
-  assert found[:2] == (2, 3)
-  assert found.wrong.startswith("'1/0': ")
-  assert facts.verified(rows, asked().rewards, 'exact').right == 2
 
 
 @pytest.fixture
@@ -315,18 +289,6 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
   )
 
 
-def test_knobs_of_an_own_rule_are_shown(tmp_path):
-  text = (
-    'def mine(logp_BT, batch, find, *, tau=0.5):\n  return logp_BT, find(logp_BT)\n'
-  )
-  (tmp_path / 'own.py').write_text(text)
-  place = f'{tmp_path}/own.py:mine'
-  config = parse(plain(**{'loss.rule': place, 'loss.tau': 0.25}))
-  assert knob_lists.in_force(config)['loss'] == (
-    f'{place}: aggregate token, kl 0.0, tau 0.25'
-  )
-
-
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
   knobs = {'lora.alpha': 8.0, 'steps': 3, 'tokenizer.template': 'x{problem}'}
   lines = knob_lists.lines(parse(plain(**knobs)))
@@ -335,8 +297,6 @@ def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
     "  changed    steps=3, lora.alpha=8.0, tokenizer.template='x{problem}'"
   )
   assert idle == '  no effect  lora.alpha=8.0 (lora.rank=0)'
-  *_, flush = knob_lists.lines(parse(plain(**knobs)), indent='').splitlines()
-  assert flush == idle.removeprefix('  ')
   switched = knob_lists.lines(parse(plain(**knobs, **{'lora.rank': 2})))
   assert 'no effect' not in switched and 'lora.rank=2' in switched
   assert 'changed' not in knob_lists.lines(parse(plain()))

@@ -1,4 +1,4 @@
-"""Countdown: every problem can be solved, comes once, and depends on the seed alone."""
+"""Countdown: every problem can be solved, and solutions are right in every step."""
 
 import operator as op
 import re
@@ -7,7 +7,6 @@ import numpy as np
 import oracles
 import pytest
 
-from bapo_jax.data import tokenizer
 from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
 from bapo_jax.data.made import countdown
 from bapo_jax.rewards import verifiers
@@ -24,7 +23,7 @@ def generate(count, seed=0, **knobs):
 
 @pytest.mark.parametrize(
   ('numbers', 'target'),
-  [([3], 3), ('37', 10), ([3, '7'], 10), ([3, 7], 1.5), ([3, True], 4), (None, 1)],
+  [([3], 3), ('37', 10), ([3, '7'], 10), ([3, 7], 1.5), (None, 1)],
 )
 def test_numbers_that_are_no_problem_are_refused(numbers, target):
   with pytest.raises(ValueError, match='give two or more integers'):
@@ -37,15 +36,6 @@ def test_every_problem_can_be_solved():
   for p in found:
     assert min(p.numbers) >= 1 and max(p.numbers) <= 99 and 1 <= p.answer <= 999
     assert p.answer in oracles.reachable(p.numbers), p
-
-
-def test_no_two_problems_are_one_and_the_seed_decides():
-  # Of 1..10 there are few multisets: without a check some would come twice.
-  knobs = {'numbers': (3,), 'largest': 10, 'target': 20}
-  found = generate(400, 1, **knobs)
-  assert len({(*sorted(p.numbers), p.answer) for p in found}) == 400
-  assert found == generate(400, 1, **knobs)
-  assert found != generate(400, 2, **knobs)
 
 
 def solved(count=60, **noise):
@@ -89,15 +79,3 @@ def test_a_clean_solution_is_right_in_every_step():
     verdicts.append(reached)
   # Twelve chains miss some, and (a+b)*(c+d) is none: 0.82 here, 0.74 over 300 problems.
   assert np.mean(verdicts) > 0.8
-
-
-def test_slips_make_wrong_steps_and_wrong_answers():
-  verdicts = []
-  for problem, answer, solution in solved(slip=1.0):
-    written = (problem.text + '\n' + solution).replace('\\boxed{', '')
-    assert set(written) <= set(tokenizer.CHARACTERS)
-    verdicts.append(verifiers.countdown(answer, solution).right)
-    for _, made in chains(solution):
-      # At 1 a slip downwards has nowhere to go.
-      assert all(r == 1 or RESULT[sign](a, b) != r for a, sign, b, r in made)
-  assert np.mean(verdicts) < 0.5

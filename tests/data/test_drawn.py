@@ -91,14 +91,6 @@ def test_the_answer_is_what_the_text_asks_for():
     assert drawn.solve(problem, rng, 0, 0) == rf'{asked}={answer}\boxed{{{answer}}}'
 
 
-def test_a_slip_is_a_quantity_read_as_another_digit():
-  rng = np.random.default_rng(0)
-  first = collections.Counter(drawn.solve(PROBLEM, rng, 0.3, 0)[0] for _ in range(3000))
-  assert abs(first['4'] / 3000 - 0.7) < 5 * math.sqrt(0.3 * 0.7 / 3000)
-  assert set(first) == set('0123456789')
-  assert '4' not in {drawn.solve(PROBLEM, rng, 1, 0)[0] for _ in range(200)}
-
-
 def test_without_the_picture_every_answer_is_as_likely():
   problems = made(4000, kind='blank')  # quickly drawn; the kind changes no quantity
   by_text = collections.defaultdict(collections.Counter)
@@ -118,10 +110,8 @@ def test_no_two_problems_have_the_same_quantities_and_text():
   assert made(50) == made(50) == made(80)[:50]
   assert made(50, seed=1) != made(50)
   # The kind changes what is seen, and nothing else.
-  for kind in ('dials', 'blank', 'mixed'):
-    for problem, other in zip(made(50, kind=kind), made(50), strict=True):
-      same = problem.row._replace(pictures=other.row.pictures)
-      assert problem._replace(row=same) == other
-  assert made(50, kind='mixed') == made(80, kind='mixed')[:50]
+  for problem, other in zip(made(50, kind='mixed'), made(50), strict=True):
+    same = problem.row._replace(pictures=other.row.pictures)
+    assert problem._replace(row=same) == other
   with pytest.raises(ValueError, match=r'about 200 different .* train \+ test = 300'):
     made(300, shown=2, terms=1)

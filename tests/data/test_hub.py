@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import typing
 
 import huggingface_hub
 import pytest
@@ -21,7 +20,6 @@ from bapo_jax.data.knobs import (
   ProblemsConfig,
   TokenizerConfig,
 )
-from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.data.row import Row
 
 ROWS = [{'question': f'{i}+1', 'answer': f'so\n#### {i + 1}'} for i in range(6)]
@@ -222,7 +220,7 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
 
 
 @pytest.mark.parametrize(
-  'source', ['hub:gsm8k', 'hub:', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
+  'source', ['hub:gsm8k', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
 )
 def test_a_name_of_no_form_is_refused(source):
   with pytest.raises(ValueError, match='write hub:owner/name:split'):
@@ -234,15 +232,11 @@ def test_a_name_of_no_form_is_refused(source):
 
 BAD = [  # section, its name, values, start of the error
   (ProblemsConfig, 'problems', {'family': 'maze'}, "family='maze'"),
-  (ProblemsConfig, 'problems', {'source': ''}, "source=''"),
   (ProblemsConfig, 'problems', {'source': 'x.jsonl'}, "test_source='synthetic'"),
   (TokenizerConfig, 'tokenizer', {'template': 'Answer!'}, "template='Answer!'"),
-  (CountdownConfig, 'problems.countdown', {'numbers': ()}, 'numbers=()'),
   (CountdownConfig, 'problems.countdown', {'numbers': (1, 3)}, 'numbers=(1, 3)'),
-  (CountdownConfig, 'problems.countdown', {'numbers': (7,)}, 'numbers=(7,)'),
   (CountdownConfig, 'problems.countdown', {'largest': 4}, 'largest=4'),
   (DrawnConfig, 'problems.drawn', {'terms': 4}, 'terms=4'),
-  (DrawnConfig, 'problems.drawn', {'sides': ()}, 'sides=()'),
 ]
 
 
@@ -251,13 +245,3 @@ def test_a_bad_value_is_refused_in_one_sentence(section, name, values, message):
   with pytest.raises(ValueError, match=re.escape(f'{name}.{message}')) as error:
     knobs.validate(section, values, name)
   assert '\n' not in str(error.value)
-
-
-def test_the_choices_are_those_that_the_code_knows():
-  def choices(section, name):
-    return set(typing.get_args(section.model_fields[name].annotation))
-
-  assert choices(ProblemsConfig, 'family') == set(synthetic.FAMILIES)
-  assert choices(CountdownConfig, 'wording') == set(countdown.WORDINGS)
-  levels = synthetic.TRIAL_LEVELS, synthetic.CHAIN_LEVELS, synthetic.PAIR_LEVELS
-  assert [list(each) for each in levels] == [[1, 2, 3, 4]] * 3

@@ -13,14 +13,7 @@ from pictured import png
 
 from bapo_jax.data import layouts, local_files
 from bapo_jax.data.row import Row
-from bapo_jax.rewards import gold
 
-SHARED = pathlib.Path(__file__).parents[3] / 'shared/data'
-REAL = [  # file, problems, the first answer, verifier, rewards.rule
-  ('aime24.jsonl', 30, '204', '', 'aime'),
-  ('gsm8k_test_300.jsonl', 300, '18', 'gsm8k', 'aime'),
-  ('math500_200.jsonl', 200, r'\left( 3, \frac{\pi}{2} \right)', '', 'math'),
-]
 GOOD = '{"problem": "1+1", "answer": "2"}'
 VERL = [
   {
@@ -58,23 +51,9 @@ def read(path):
   return layouts.read_rows(local_files.items(path), folder=folder)
 
 
-@pytest.mark.parametrize(('file', 'count', 'answer', 'verifier', 'rule'), REAL)
-def test_real_files_are_read_and_accepted(file, count, answer, verifier, rule):
-  if not (SHARED / file).exists():
-    pytest.skip(f'no {SHARED / file} here')
-  rows = read(str(SHARED / file))
-  for row in rows:
-    gold.check(rule)(row)
-  assert len(rows) == count == len({row.problem for row in rows})
-  assert rows[0].answer == answer
-  assert {row.verifier for row in rows} == {verifier}
-
-
-def test_a_file_is_read_in_order_and_again_once_it_has_changed(tmp_path):
+def test_a_file_is_read_in_order(tmp_path):
   path = file_with(tmp_path, GOOD, '{"answer": 3, "problem": "1+2", "source": "mine"}')
   assert read(path) == [Row('1+1', '2'), Row('1+2', '3')]
-  file_with(tmp_path, GOOD)
-  assert read(path) == [Row('1+1', '2')]
 
 
 def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
@@ -82,9 +61,8 @@ def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
     file_with(tmp_path, *map(json.dumps, VERL)),
     file_with(tmp_path, ' ' + json.dumps(VERL, indent=1), name='list.json'),
     file_with(tmp_path, *map(json.dumps, VERL), name='lines.json'),
-    file_with(tmp_path, json.dumps({'data': VERL}, indent=2), name='data.json'),
+    file_with(tmp_path, json.dumps({'v': 1, 'data': VERL}, indent=2), name='data.json'),
     file_with(tmp_path, json.dumps({'data': VERL}), name='line.json'),
-    file_with(tmp_path, json.dumps({'v': 1, 'data': VERL}, indent=2), name='v.json'),
     file_with(tmp_path, '\ufeff' + json.dumps(VERL[0]), *map(json.dumps, VERL[1:])),
     parquet(tmp_path, VERL),
   ]
@@ -158,7 +136,6 @@ def test_columns_without_a_meaning_are_not_read(tmp_path):
     ('{"problem": "1+2"}', "no field 'answer', only ['problem']"),
     ('{"problem": "1+2", "answer": NaN}', "field 'answer': nan"),
     ('{"problem": "1+2"}{}', 'not JSON (Extra data, column 19)'),
-    ('{"problem": "1+2", "answer": ' + '9' * 5000 + '}', 'not JSON'),
     ('["problem", "answer"]', "['problem', 'answer'] has no named fields"),
   ],
 )
@@ -183,23 +160,18 @@ def test_a_bad_row_of_a_table_is_named_by_file_row_and_field(tmp_path):
 TWO = b'problem,answer\n1+1,2\n'
 BROKEN = {  # file -> its bytes, part of the sentence
   'empty.jsonl': (b'', 'no problem'),
-  'blank.jsonl': (b' \n\n', 'no problem'),
   'numbers.json': (b'[1, 2]', 'row 1: 1 has no named fields'),
   'cut.json': (b'[{"problem": "1"},\n {"pro', 'line 2: not JSON (Unterminated string'),
   'named.json': (b'{\n  "train": [{}]\n}', 'has no list of rows; write [row, ...]'),
   'latin.jsonl': (GOOD.encode() + b'\n\xe9', "cannot be read ('utf-8' codec"),
-  'zipped.jsonl': (b'\x1f\x8b\x08\x00', "'utf-8' codec can't decode"),
   'none.jsonl': (b'{"question": "1", "solutions": []}', 'line 1: fields'),
-  'header.csv': (TWO[:15], 'no problem'),
   'more.csv': (TWO + b'\n1,2,3\n', 'line 4: more or fewer values than the 2 columns'),
   'quoted.csv': (TWO + b'"1\n2"3,4\n', "line 3: not CSV (',' expected after"),
   'open.csv': (TWO + b'"1\n2,4\n', 'line 3: not CSV (unexpected end of data)'),
-  'plain.jsonl.gz': (GOOD.encode(), 'cannot be read (Not a gzipped file'),
   'cut.jsonl.gz': (
     gzip.compress(GOOD.encode())[:-9],
     'cannot be read (Compressed file',
   ),
-  'empty.jsonl.gz': (b'', 'no problem'),
   'empty.parquet': (b'', 'cannot be read (Parquet file size'),
   'problems.xlsx': (b'problem,answer', '.jsonl, .json, .csv, .jsonl.gz'),
 }
@@ -218,8 +190,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, name):
 def test_a_path_that_is_no_file_is_one_sentence(tmp_path):
   (tmp_path / 'folder.jsonl').mkdir()
   os.symlink('/nowhere/b.parquet', tmp_path / 'link.parquet')
-  absent = 'absent.jsonl', 'absent.csv.gz', 'absent.parquet'
-  for name in (*absent, 'folder.jsonl', 'link.parquet'):
+  for name in ('absent.jsonl', 'absent.parquet', 'folder.jsonl', 'link.parquet'):
     with pytest.raises(ValueError, match=f'{name} cannot be read'):
       read(str(tmp_path / name))
 
@@ -227,9 +198,7 @@ def test_a_path_that_is_no_file_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
   ('columns', 'message'),
   [
-    ({'problem': [], 'answer': []}, 'no problem'),
     ({'answer': [b'2']}, "row 1: field 'answer': b'2'"),
-    ({'answer': [[['2']]]}, "row 1: field 'answer': ['2']"),
     ({'problem': pa.array([b'\xff']).view(pa.string())}, "'utf-8' codec"),
   ],
 )
@@ -257,15 +226,13 @@ def test_geometry3k(tmp_path):
   (tmp_path / 'a.png').write_bytes(png(20, 30, 3))
   rows = [
     pictured(png(20, 30, 1)),
-    pictured(png(20, 30, 1), png(20, 30, 2), problem='<image> <image>', answer='7'),
-    pictured('a.png'),
+    pictured(png(20, 30, 1), 'a.png', problem='<image> <image>', answer='7'),
     pictured(problem='1+1'),
   ]
   found = read(parquet(tmp_path, rows, schema=GEOMETRY3K))
   assert found == [
     Row('<image>Find $x$.', '3', pictures=(png(20, 30, 1),)),
-    Row('<image> <image>', '7', pictures=(png(20, 30, 1), png(20, 30, 2))),
-    Row('<image>Find $x$.', '3', pictures=(png(20, 30, 3),)),
+    Row('<image> <image>', '7', pictures=(png(20, 30, 1), png(20, 30, 3))),
     Row('1+1', '3'),
   ]
   assert found[0].pictures[0] is found[1].pictures[0]  # equal files are held once
@@ -275,17 +242,10 @@ def test_pictures_of_lines_are_paths_relative_to_the_file(tmp_path):
   (tmp_path / 'pictures').mkdir()
   (tmp_path / 'pictures' / 'a.png').write_bytes(png(20, 30, 3))
   (tmp_path / 'b.png').write_bytes(png(20, 30, 4))
-  fields = [
-    {'images': ['pictures/a.png']},
-    {'image': 'b.png'},
-    {'images': []},
-    {'images': None, 'image': ''},
-    {},
-  ]
+  fields = [{'images': ['pictures/a.png']}, {'image': 'b.png'}, {'images': []}, {}]
   lines = [json.dumps({'problem': 'Q', 'answer': 4} | each) for each in fields]
   path = file_with(tmp_path, *lines)
-  b = (png(20, 30, 4),)
-  expected = [(png(20, 30, 3),), b, (), (), ()]
+  expected = [(png(20, 30, 3),), (png(20, 30, 4),), (), ()]
   assert [row.pictures for row in read(path)] == expected
 
 
@@ -294,7 +254,6 @@ def test_pictures_of_lines_are_paths_relative_to_the_file(tmp_path):
   [
     ([png(20, 30)[:200]], 'picture 1: the picture cannot be decoded'),
     ([png(20, 30), b''], 'picture 2: a file that starts with'),
-    ([None], 'picture 1: None is not a picture'),
     (['a\0b'], 'picture 1: embedded null byte'),
     (['nowhere.png'], 'nowhere.png'),
   ],
@@ -312,12 +271,6 @@ def test_a_broken_picture_is_named_by_row_and_number(tmp_path, pictures, message
 
 USER = [{'role': 'user', 'content': '1+1'}]
 TURNS = [{'role': 'system', 'content': 'Be brief.'}, *USER]
-
-
-def parts(*texts, **others):
-  """A user's message of content parts, as the API of OpenAI has it."""
-  found = [{'type': 'text', 'text': text} | others for text in texts]
-  return {'role': 'user', 'content': found}
 
 
 def rows_of(name):
@@ -370,10 +323,17 @@ def test_a_worked_solution_below_bare_answers_is_not_the_answer():
 
 
 def test_a_picture_among_content_parts_is_a_placeholder():
-  shown = {'type': 'image', 'text': None}
-  turn = parts('Find ', '.')
-  turn['content'].insert(1, shown)
-  row = {'messages': [turn], 'answer': '2', 'images': ['a.png']}
+  # As the API of OpenAI has it.
+  content = [
+    {'type': 'text', 'text': 'Find '},
+    {'type': 'image', 'text': None},
+    {'type': 'text', 'text': '.'},
+  ]
+  row = {
+    'messages': [{'role': 'user', 'content': content}],
+    'answer': '2',
+    'images': ['a.png'],
+  }
   assert layouts.parse(row, layouts.detect(row)).problem == 'Find <image>.'
 
 
@@ -387,7 +347,6 @@ def test_a_system_message_belongs_to_its_problem(field):
 def test_fields_of_no_layout_and_long_values_are_shown_short():
   with pytest.raises(ValueError, match=r"\['anwser', 'question'\] match no layout"):
     layouts.detect({'question': '1+1', 'anwser': '2'})
-  for row in ({f'{i}' + 'x' * 1000: i for i in range(99)}, {'problem': 'a\n' * 999}):
-    with pytest.raises(ValueError, match='match no layout') as error:
-      layouts.detect(row)
-    assert len(str(error.value)) < 1000 and '\n' not in str(error.value)
+  with pytest.raises(ValueError, match='match no layout') as error:
+    layouts.detect({f'{i}' + 'x' * 1000: i for i in range(99)})
+  assert len(str(error.value)) < 1000

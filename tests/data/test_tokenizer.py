@@ -2,7 +2,6 @@
 
 import functools
 import json
-import socket
 
 import foreign
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import tokenizers
 import transformers
 
-from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 
@@ -97,9 +95,7 @@ def test_a_response_is_its_mask_without_the_end_token():
   assert decode(tokens_BT[:1] * 0, response_mask_BT[:1]) == ['<pad>' * 3]
 
 
-@pytest.mark.parametrize(
-  ('problem', 'character'), [('1+?', '?'), ('é=2', 'é'), (r'\boxe', '\\')]
-)
+@pytest.mark.parametrize(('problem', 'character'), [('é=2', 'é'), (r'\boxe', '\\')])
 def test_an_unknown_character_is_named(problem, character):
   with pytest.raises(ValueError) as error:
     tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1+1', problem))
@@ -107,24 +103,10 @@ def test_an_unknown_character_is_named(problem, character):
   assert wrong in str(error.value)
 
 
-@pytest.mark.parametrize('name', ['/no/such/directory', 'no/such', 'empty'])
-def test_a_tokenizer_that_is_not_there_is_refused_at_once(name, monkeypatch, tmp_path):
-  def refuse(host, *args, **kwargs):
-    raise AssertionError(f'{host} is looked up')
-
-  monkeypatch.setattr(socket, 'getaddrinfo', refuse)
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / 'empty').mkdir()
-  reason = f'cannot load {name!r}' if name == 'empty' else f'no directory {name!r}'
-  with pytest.raises(ValueError, match=f'tokenizer.path: {reason}.*tokenizer.json'):
-    tokenizer_lib.load(name, '{problem}')
-
-
 @pytest.mark.parametrize(
   ('own', 'generation', 'config', 'ends'),
   [
     (True, [4, 1, 3], 5, (1, 4, 3)),
-    (True, 4, 5, (1, 4)),
     (True, None, 5, (1,)),
     (False, 4, [3, 1], (4,)),
     (False, None, [3, 1], (3, 1)),
@@ -275,26 +257,11 @@ def test_a_system_message_without_a_place_is_refused():
     tokenizer_lib.encode_prompts(TOKENIZER._replace(template='chat:{problem}'), rows)
 
 
-def test_a_message_with_pictures_is_given_to_the_template_in_parts():
-  template = (
-    "{% for c in messages[0].content %}{{ '<image>' if c.type == 'image' else c.text }}"
-    '|{% endfor %}'
-  )
-  rows = rows_of('<image>', '1<image><image>2', '<image>3')
-  ids_N = tokenizer_lib.encode_prompts(chat(template, 'chat:{problem}=\n'), rows, '*')
-  assert [TOKENIZER.backend.decode(ids) for ids in ids_N] == [
-    '<image>|=\n|',
-    '1|<image>|<image>|2=\n|',
-    '<image>|3=\n|',
-  ]
-
-
 @pytest.mark.parametrize(
   ('template', 'reason'),
   [
     ('{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}', 'RecursionError'),
     ("{{ raise_exception('no users') }}", 'TemplateError: no users'),
-    ('{% for', 'TemplateSyntaxError'),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", 'SecurityError'),
   ],
 )
@@ -309,21 +276,9 @@ def test_a_chat_template_that_fails_says_why(template, reason):
   [
     ('{% for m in messages %}{{ m.content }}<eos>{% endfor %}', ('<eos>', True)),
     ('{% for m in messages %}{{ m.content }}<pad>{% endfor %}', ('<pad>', False)),
-    ('{% for m in messages %}{{ m.content }}\n{% endfor %}', None),
     ('<eos>', None),
     (None, None),
   ],
 )
 def test_the_token_after_an_answer_is_found(template, expected):
   assert tokenizer_lib.turn_end(chat(template)) == expected
-
-
-def test_the_patches_of_a_picture_are_written_as_their_number():
-  plain = TOKENIZER._replace(template='{problem}')
-  image = tokenizer_lib.CHARACTERS.index(tokenizer_lib.IMAGE)
-  texts = ['<image>' * 16 + '7*<image><image>3', '<image>=1', '4']
-  table = prompts.tabulate(plain, rows_of(*texts), 24, drop=False)
-  rows = table.tokens_NT, table.length_N
-  assert tokenizer_lib.decode_prompts(plain, *rows) == texts
-  found = tokenizer_lib.decode_prompts(plain, *rows, image)
-  assert found == ['(<image> x 16)7*(<image> x 2)3', '(<image> x 1)=1', '4']

@@ -60,16 +60,13 @@ STILL = {
     # .2 to .6 over four steps, then .6 to .8 over six: (1.6 + 4.2) / 10.
     ('area', 0.58, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
     ('final', 0.8, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
-    ('before', 0.2, {'evaluations': [(0, 0.2), (4, 0.6), (10, 0.8)]}),
     # After a divergence .6 to 0 over one step, and five steps of 0.
     ('area', 0.19, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
     ('final', 0, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
     ('collapsed', 1, {'evaluations': [(0, 0.2), (4, 0.6)], 'diverged': True}),
-    ('collapsed', 1, {'evaluations': [(0, 0.2), (5, 0.9), (10, 0.59)]}),
     ('collapsed', 0, {'evaluations': [(0, 0.2), (5, 0.9), (10, 0.61)]}),
     ('spikes', 1 / 4, NORMS),
     ('grad_norm', 9 / 4, NORMS),
-    ('low', math.nan, {}),
     ('newly_solved', 2 / 2, CHANGED),
     ('newly_failed', 1 / 2, CHANGED),
     ('accuracy_of_failed', (1 / 4 + 2 / 4) / 2, CHANGED),
@@ -77,16 +74,12 @@ STILL = {
     ('newly_solved', math.nan, {'right': {'0': [1], '10': [0]}}),
     # Of 6 divisions 6, 3 and 1 have a first half without any of 0, 1 and 2 right ones.
     ('by_chance', (3 + 1) / (6 + 3 + 1), {'right': {'0': [0, 1, 2, 3]}}),
-    ('by_chance', math.nan, {'right': {'0': [3, 4]}}),
-    ('newly_solved', 0, LOST),
     ('accuracy_of_failed', 0, LOST),
     ('newly_failed', 1, LOST),
     ('newly_failed', 1, LOST | {'right': {'0': [0, 2]}}),
     ('low_moved', 0.9, MOVED),
     ('low_moved', math.nan, STILL),
     ('moved', math.nan, STILL),
-    ('target_met', math.nan, STILL),
-    ('between', math.nan, STILL),
     # Of all updates 3/4 moved and 1/2 met the target: a quarter did both.
     ('between', 0.25, BETWEEN),
     # Half of the updates could do neither: a quarter did both, a quarter moved alone.
@@ -186,18 +179,6 @@ def test_a_page_without_results_says_so_and_one_without_markers_is_refused(tmp_p
     claims.main([page])
 
 
-def test_an_unfinished_experiment_that_is_shown_as_a_whole_shows_nothing(tmp_path):
-  page = folder(tmp_path, seeds=2)
-  described = (tmp_path / 'claims.py').read_text()
-  (tmp_path / 'claims.py').write_text(
-    described.replace("('b', 'a'))},", "('b', 'a'))}, True,")
-  )
-  assert claims.main([page]) == 0
-  text = (tmp_path / 'README.md').read_text()
-  assert claims.WAITING in text and '4 of 6 runs' not in text and '**not run**' in text
-  assert not (tmp_path / 'figures' / 'lines.png').exists()
-
-
 def with_seeds(**by_arm):
   """Results of arms with these accuracies throughout the run; seed -> accuracy."""
   return {
@@ -211,14 +192,6 @@ def by_difference(differences):
   """Results of two arms, b better than a by these differences, one per seed."""
   a = dict.fromkeys(range(len(differences)), 0.5)
   return with_seeds(a=a, b={s: 0.5 + x for s, x in enumerate(differences)})
-
-
-def test_differences_are_paired_by_seed():
-  runs = with_seeds(a={0: 0.2, 1: 0.4}, b={1: 0.5, 2: 0.9})
-  assert evidence.differences_of(runs, 'b', ['a'], 'area') == {}, 'one common seed'
-  runs |= with_seeds(b={0: 0.5})
-  (difference_S,) = evidence.differences_of(runs, 'b', ['a'], 'area').values()
-  assert difference_S == pytest.approx([0.3, 0.1])
 
 
 BETTER = Part('b less a', 'area', (('b',),), (('a',),))
@@ -260,12 +233,9 @@ def test_the_order_of_arms_by_hand():
     ([WORSE], ALIKE, 'opposite'),
     # The last seed alone has the other sign: p = .0625.
     ([BETTER, CONSTANT], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, -0.1], 'not seen'),
-    ([BETTER, WORSE], ALIKE, 'opposite'),
     ([CONSTANT], [0.1] * 8, 'seen'),
     ([BETTER], [0.1, 0.2, 0.1, 0.2], 'suggested'),
-    ([WORSE], [0.1, 0.2, 0.1, 0.2], 'not seen'),
     ([BETTER], [0.1, 0.2, -0.1, 0.2], 'not seen'),
-    ([BETTER], [0.1], 'not run'),
     ([], ALIKE, 'not run'),
   ],
 )
@@ -291,7 +261,6 @@ def test_seeds_without_a_value_do_not_make_a_sign_count():
 def test_a_claim_needs_every_seed_and_its_checks():
   claim = Claim('', '', '', 'main', (BETTER, CONSTANT))
   assert evidence.judge(claim, by_difference([0.1] * 7), range(8))[0] == 'not run'
-  assert evidence.judge(claim, {}, range(8))[0] == 'not run'
   runs = by_difference([0.1] * 8)
   # Of 256 signs 2 give a mean of .1; all parts must hold, so p is not corrected.
   verdict, effects = evidence.judge(claim, runs, range(8))
@@ -302,5 +271,4 @@ def test_a_claim_needs_every_seed_and_its_checks():
     found = evidence.judge(checked, runs, range(8), {'differ': holds})
     assert found[0] == verdict
   still = claim._replace(measurable=False)
-  verdict, effects = evidence.judge(still, runs, range(8))
-  assert verdict == 'not measurable' and effects[0][1] == '', 'no p-value'
+  assert evidence.judge(still, runs, range(8))[0] == 'not measurable'

@@ -4,22 +4,18 @@ import json
 import math
 import pathlib
 import re
-import shutil
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import recordings
-from matplotlib.figure import Figure
 
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
 from bapo_jax.training.config import Config
 from lab import counterfactual, token_pages
 from lab.counterfactual import Applied, Recorded
-from lab.experiments import Experiment
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / 'notebooks'
 RUNS, RUN = NOTEBOOKS / '4_runs', NOTEBOOKS / '5_run'
@@ -84,31 +80,24 @@ def test_the_tokens_that_one_rule_frees_are_named_far_ones_first(tmp_path):
   assert not list(counterfactual.moved_by(found, grpo, wide))
 
 
-def test_staleness_scales_log_ratios(tmp_path):
-  found = recorded(
-    tmp_path, response(1.0, [1.0, 1.5]), response(0.0, [1.0, 0.7, 1.0, 1.0])
-  )
-  fresh = by(counterfactual.staler(found, 0.0), BALANCED)
-  assert fresh.ratio_BT == pytest.approx(np.ones((2, 4)))
-  twice = by(counterfactual.staler(found, 2.0), BALANCED)
-  assert twice.ratio_BT[0, 1] == pytest.approx(2.25)
-
-
 def test_every_update_has_a_search_of_its_own(tmp_path):
   (tmp_path / 'groups').mkdir()
   (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
-  pairs = {  # update -> ratios of the right and of the wrong response
-    4: ([1.0, 1.0], [1.0]),  # 2 of 3: the start is enough
-    2: ([1.0, 1.5], [1.0, 0.7, 1.0, 1.0]),  # 1 of 4.7, and 2.5 of 6.2 above 1.5
-    9: ([1.0], [1.0] * 4),  # 1 of 5 wherever the bounds are
+  # update -> ratios of the right and of the wrong response, and the recorded bounds
+  pairs = {
+    4: ([1.0, 1.0], [1.0], 0.6, 1.2),  # 2 of 3: the start is enough
+    2: ([1.0, 1.5], [1.0, 0.7, 1.0, 1.0], 0.6, 1.7),  # 1 of 4.7; 2.5 of 6.2 above 1.5
+    9: ([1.0], [1.0] * 4, 0.9, 3.0),  # 1 of 5 wherever the bounds are
   }
   lines = [
     {
       'source': 'fresh',
       'update': update,
       'responses': [response(1.0, a), response(0.0, b)],
+      'low': low,
+      'high': high,
     }
-    for update, (a, b) in pairs.items()
+    for update, (a, b, low, high) in pairs.items()
   ]
   recordings.jsonl(tmp_path / 'groups' / '7.jsonl', lines)
   found = counterfactual.read(str(tmp_path))
@@ -128,6 +117,8 @@ def test_every_update_has_a_search_of_its_own(tmp_path):
   assert by(alone, GRPO).adv_B == pytest.approx([-1], abs=1e-4)
   fixed = counterfactual.searches(found, counterfactual.config_of(found, GRPO))
   assert [search.stopped for search in fixed] == ['', '', '']
+  counts = counterfactual.summarise(str(tmp_path), ARMS, 'grpo')['searches']
+  assert counts == {'start': 1, 'between': 1, 'ends': 1}
 
 
 def test_advantages_have_the_weights_of_their_sources(tmp_path):
@@ -139,7 +130,6 @@ def test_advantages_have_the_weights_of_their_sources(tmp_path):
   assert other.adv_B == pytest.approx([0.25, -0.25], abs=1e-4)
   expected = np.asarray([[0.25, 0.25], [-0.25, -0.25]]) / 4
   assert other.weight_BT == pytest.approx(expected, abs=1e-4)
-  assert by(found, knobs | {'batch.weights.reused': 0.0}).weight_BT.any() == 0
 
 
 def test_rows_that_were_not_computed_are_left_out(tmp_path):
@@ -147,23 +137,6 @@ def test_rows_that_were_not_computed_are_left_out(tmp_path):
   masked = response(0.0, [1.0], taught=False)
   found = recorded(tmp_path, idle, response(1.0, [1.0, 1.1]), masked)
   assert found.row_B.tolist() == [1] and found.reward_PG.tolist() == [[0, 1, 0]]
-  with pytest.raises(ValueError, match='no recorded response'):
-    (tmp_path / 'groups' / '7.jsonl').unlink()
-    (tmp_path / 'groups').rmdir()
-    recorded(tmp_path, idle)
-
-
-@pytest.mark.parametrize(
-  ('fields', 'ids'),
-  [
-    ({'prompt_ids': [7]}, [([7], [8, 9])]),
-    ({'prompt_ids': [7], 'pictures': ['a.png']}, None),
-    ({}, None),
-  ],
-)
-def test_token_ids_are_read_from_new_records_of_texts(tmp_path, fields, ids):
-  one = response(1.0, [1.0, 1.1], ids=[8, 9])
-  assert recorded(tmp_path, one, **fields).ids == ids
 
 
 @pytest.mark.parametrize('run', ['grpo', 'both'])
@@ -183,14 +156,6 @@ def test_the_rules_of_the_run_cut_what_the_run_cut(run):
   assert own.ratio_BT[mask_BT] == pytest.approx(ratios, rel=3e-4, abs=1e-4)
   if run == 'grpo':  # with a search every update had bounds of its own
     assert (own.cut_BT[mask_BT] == cuts).all() and set(lows) == {0.8}
-
-
-def test_what_cannot_be_applied_is_refused():
-  found = counterfactual.read(str(RUNS / 'grpo'))
-  with pytest.raises(ValueError, match=r"loss\.rule='ppo'"):
-    counterfactual.config_of(found, {'loss.rule': 'ppo'})
-  with pytest.raises(ValueError, match='token ids'):
-    counterfactual.entropy_changes(found._replace(ids=None), {}, (SPEC, {}), 1e-3)
 
 
 # ------------------------------------------------- the change of entropy by a step
@@ -267,7 +232,7 @@ def test_rescored_rows_have_the_log_probabilities_of_the_model():
 def test_the_cosine_is_that_of_gradients_with_respect_to_the_parameters():
   params = transformer.init(SPEC, jax.random.key(3))
   one_BT, other_BT = np.random.default_rng(4).normal(size=(2, *MASK_BT.shape))
-  rules = {'one': one_BT, 'other': other_BT, 'twice': 2 * one_BT, 'less': -other_BT}
+  rules = {'one': one_BT, 'twice': 2 * one_BT, 'less': -other_BT}
   found = counterfactual.cosines(
     RECORD, {k: applied(x.astype(np.float32)) for k, x in rules.items()}, (SPEC, params)
   )
@@ -279,12 +244,7 @@ def test_the_cosine_is_that_of_gradients_with_respect_to_the_parameters():
   )
   cosine = a @ b / np.sqrt((a @ a) * (b @ b))
   assert abs(cosine) < 0.9
-  expected = [
-    [1, cosine, 1, -cosine],
-    [cosine, 1, cosine, -1],
-    [1, cosine, 1, -cosine],
-    [-cosine, -1, -cosine, 1],
-  ]
+  expected = [[1, 1, -cosine], [1, 1, -cosine], [-cosine, -cosine, 1]]
   assert found == pytest.approx(np.asarray(expected), abs=1e-4)
 
 
@@ -307,64 +267,14 @@ def test_tokens_inside_all_bounds_are_counted_from_the_record():
         inside += sum(0.9 < ratio < 1.2 for ratio in response['ratio'])
   assert found['tokens'] == tokens
   assert found['inside'] == pytest.approx(inside / tokens, abs=2e-3)
-  assert found['arms']['grpo']['low'] == pytest.approx(0.8)
   # A higher upper bound frees tokens with A > 0, a higher lower one cuts others.
   grpo, widest = found['arms']['grpo'], found['arms']['widest']
   assert widest['cut_positive'] < grpo['cut_positive']
   assert widest['cut_negative'] > grpo['cut_negative']
-  assert not any(found['searches'].values()), 'its bounds were fixed'
   # Where the policy is the one that sampled no ratio is cut, and all are inside.
   staler = found['staler']
   assert staler['0']['inside'] == 1 and staler['0']['cut_negative'] == 0
-  assert staler['1'] == grpo
-  assert staler['8']['inside'] < found['inside'] < 1
-  assert staler['8']['cut_negative'] > grpo['cut_negative']
-
-
-def test_recorded_updates_are_counted_by_where_their_search_stopped(tmp_path):
-  run = tmp_path / 'run'
-  shutil.copytree(RUN, run)
-  config = json.loads((run / 'config.json').read_text())
-  config['clip'] = {'rule': 'balanced', 'low': [0.6, 0.9], 'high': [1.2, 3.0]}
-  (run / 'config.json').write_text(json.dumps(config))
-  (path,) = (run / 'groups').glob('*.jsonl')
-  lines = [json.loads(line) for line in path.read_text().splitlines()]
-  first, second, *_ = dict.fromkeys(line['update'] for line in lines)
-  bounds = {first: (0.6, 1.2), second: (0.9, 3.0)}
-  for line in lines:
-    line['low'], line['high'] = bounds.get(line['update'], (0.6, 1.7))
-  path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
-  others = len({line['update'] for line in lines}) - 2
-  found = counterfactual.summarise(str(run), ARMS, 'grpo')['searches']
-  assert found == {'start': 1, 'between': others, 'ends': 1} and others > 5
-
-
-def test_only_runs_of_the_arm_are_stored_and_the_table_has_their_means(tmp_path):
-  for run in ('grpo-seed0', 'widest-seed0'):
-    shutil.copytree(RUN, tmp_path / 'runs' / 'main' / run)
-  made = Experiment(Config().model_dump(), ARMS, (0,))
-  recorded = ('main', 'grpo', tuple(ARMS))
-  page = types.SimpleNamespace(
-    ARMS=ARMS, RECORDED=recorded, get_experiment=lambda name: made
-  )
-  counterfactual.store_summaries(page, str(tmp_path), str(tmp_path / 'runs'))
-  stored = counterfactual.read_summaries(str(tmp_path))
-  assert stored == [counterfactual.summarise(str(RUN), ARMS, 'grpo')]
-  runs = [
-    {
-      'tokens': 10,
-      'inside': inside,
-      'arms': {'grpo': dict.fromkeys(counterfactual.COLUMNS, number)},
-      'searches': {'start': 1, 'between': 2, 'ends': 4},
-      'staler': {'2': dict.fromkeys([*counterfactual.COLUMNS, 'inside'], 0.5)},
-    }
-    for inside, number in ((0.8, 0.25), (0.9, 0.35))
-  ]
-  text = counterfactual.recorded_table(runs)
-  assert text.startswith('2 recorded steps, 20 tokens with an advantage: 85.0% ± 5.0%')
-  assert 'Of their 14 recorded updates 2 have the bounds of the start, 8 those' in text
-  assert '| grpo | 0.300 ± 0.050 |' in text and '| 2 | 0.500 ± 0.000 |' in text
-  assert counterfactual.read_summaries(str(tmp_path / 'elsewhere')) == []
+  assert staler['1'] == grpo and staler['8']['inside'] < found['inside'] < 1
 
 
 # --------------------------------- hTML of tokens by hand, and the slider in a browser
@@ -375,14 +285,12 @@ BLUE, ORANGE = 'rgba(0,114,178,', 'rgba(213,94,0,'
 
 def two_rows(tmp_path):
   """Two responses: '<b>', a masked 'tool', and 'c'; then 'd' and a line break."""
+  logp = {'behavior_logp': [np.log(0.25)] * 3, 'logp': [np.log(0.5)] * 3}
+  both = {'group': 0, 'tokens': [1, 1, 1]} | logp
   rows = [
-    {'reward': 1, 'pieces': ['<b>', 'tool', 'c'], 'mask': [1, 0, 1]},
-    {'reward': 0, 'pieces': ['d', '\n'], 'mask': [1, 1]},
+    both | {'reward': 1, 'pieces': ['<b>', 'tool', 'c'], 'mask': [1, 0, 1]},
+    both | {'reward': 0, 'pieces': ['d', '\n', ''], 'mask': [1, 1, 0]},
   ]
-  for row in rows:
-    count = len(row['pieces'])
-    row |= {'group': 0, 'tokens': [1] * count, 'behavior_logp': [np.log(0.25)] * count}
-    row['logp'] = [np.log(0.5)] * count
   return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', rows))
 
 
@@ -400,63 +308,13 @@ def test_tokens_have_the_colour_of_their_weight_under_each_rule(tmp_path):
   one = by_rule([[4, 0, 2], [-4, -1, 0]], [[0, 0, 0], [0, 0, 0]])
   other = by_rule([[0, 0, 1], [-4, 0, 0]], [[1, 0, 0], [0, 2, 0]])
   page = token_pages.coloured(two_rows(tmp_path), {'A & B': one, 'C': other}, [0, 1])
-  assert 'A &amp; B' in page and '<b>' not in page.replace('<b>response', '')
-  legend, first, second, third, fourth = page.split('<div style=')[0:5]
-  assert legend.count('<span') == 3
+  _, first, second, third, _ = page.split('<div style=')
   (b, tool, c) = spans(first)[1:]  # after the span around the response
-  assert b[2] == '&lt;b&gt;' and b[1] == f'background:{BLUE}1.00)'
+  assert b[1:] == (f'background:{BLUE}1.00)', '&lt;b&gt;')
   assert b[0] == 'sampled at 0.250, now 0.500, ratio 2.00, weight 100% of the largest'
   assert tool == ('', 'color:#999', 'tool')
   assert c[1] == f'background:{BLUE}0.56)'  # .12 + .88 / 2
   (b, _, c) = spans(second)[1:]
-  assert 'line-through' in b[1] and b[0].endswith('cut') and '1 cut' in second
-  assert c[1] == f'background:{BLUE}0.34)'
-  d, newline = spans(third)[1:]
-  assert d[1] == f'background:{ORANGE}1.00)' and newline[2] == '↵'
-  assert newline[1] == f'background:{ORANGE}0.34)'
-  assert 'line-through' in spans(fourth)[2][1] and '0 cut' in third
-
-
-def test_a_token_without_weight_that_is_not_cut_has_no_colour(tmp_path):
-  nothing = by_rule(np.zeros((2, 3)), np.zeros((2, 3), int))
-  page = token_pages.coloured(two_rows(tmp_path), {'none': nothing}, [1])
-  assert f'background:{ORANGE}0.00)' in page and 'nan' not in page
-
-
-FRAMES = {'0': '<i>zero</i>', 'a "b"': '<i>one</i>', '2': '<i>two</i>'}
-
-
-def test_one_frame_is_shown_without_a_script():
-  page = token_pages.slider('<times>', FRAMES, first=1)
-  shown = re.findall(r'<div style="display:(\w+)">.*?<i>(\w+)</i>', page)
-  assert shown == [('none', 'zero'), ('block', 'one'), ('none', 'two')]
-  assert '&lt;times&gt;: a &quot;b&quot;' in page
-  assert 'max="2" value="1"' in page
-  assert '<script' not in page and 'http' not in page
-
-
-def test_the_slider_shows_the_frame_of_its_position(browser, tmp_path):
-  page = tmp_path / 'page.html'
-  two = token_pages.slider('x', FRAMES) + token_pages.slider('y', FRAMES, first=2)
-  page.write_text(f'<!doctype html><title>t</title>{two}')
-  move = """(value) => {
-    const input = document.querySelector('input');
-    input.value = value;
-    input.dispatchEvent(new Event('input'));
-    return document.body.innerText;
-  }"""
-  with browser.open(page) as tab:
-    for value, word in (('1', 'one'), ('2', 'two'), ('0', 'zero')):
-      text = tab.evaluate(f'({move})({value})')
-      assert [x for x in ('zero', 'one', 'two') if x in text.split('y: 2')[0]] == [word]
-      assert text.split('y: 2')[1].split() == ['two']  # the other slider stays
-    assert tab.requests == tab.errors == []
-
-
-def test_a_figure_becomes_an_image_with_its_data():
-  figure = Figure(figsize=(1, 1))
-  figure.subplots().plot([0, 1])
-  image = token_pages.picture(figure)
-  assert image.startswith('<img alt="" src="data:image/png;base64,iVBOR')
-  assert token_pages.picture(figure) == image
-  assert len(token_pages.picture(figure, dpi=90)) > len(image)
+  assert b[0].endswith('cut') and '1 cut' in second
+  _, newline = spans(third)[1:]
+  assert newline[1:] == (f'background:{ORANGE}0.34)', '↵')

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from bapo_jax import custom_code
-from bapo_jax.algorithms import bound_search, clip, loss
-from bapo_jax.methods import METHODS
+from bapo_jax.algorithms import bound_search, loss
+from bapo_jax.algorithms.advantage import AdvantageRule
+from bapo_jax.learner.objective import Objective
 from bapo_jax.training import refusals
 from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
@@ -30,7 +31,7 @@ COMPUTE = """
   const k = { ...DEFAULTS, ...knobs };
   const applied = apply(DATA.batch, k);
   const { bounds, before, after, weights } = applied;
-  const at = curveOf(k, applied);
+  const at = penalised(curveOf(k, applied), k);
   const { low, high, dual, index = 0, met = true } = bounds;
   const found = { low, high, dual, index, met, before: before.share, after: after.share,
     cut: weights.map((w) => Number(w === 0)), weights,
@@ -64,9 +65,9 @@ def _infinite(found):
   return {name: math.inf if x == 'inf' else x for name, x in found.items()}
 
 
-def close(found, wanted, case, names=None, **tolerance):
+def close(found, wanted, case, **tolerance):
   tolerance = {'rtol': 1e-6, 'atol': 1e-6} | tolerance
-  for name in names or wanted:
+  for name in wanted:
     told = f'{name} of {case["knobs"]}'
     np.testing.assert_allclose(found[name], wanted[name], **tolerance, err_msg=told)
 
@@ -220,25 +221,6 @@ def test_the_page_computes_what_the_rules_compute(drawn, rule):
       close(found, expected(case['knobs'], case['points']), case)
 
 
-def test_searched_bounds_are_those_of_a_run_to_the_last_bit(drawn):
-  # In float32, as a run computes them.
-  targets = (0.30, 0.446, 0.452, 0.457, 0.4599, 0.465, 0.471, 0.476, 0.9)
-  cases = [
-    {'knobs': {'clip.balanced.target': target}, 'points': []} for target in targets
-  ]
-  logp_BT, batch = rule_curves.recorded(explorer.BATCH)
-  scale_B = loss.row_scale(batch.loss_mask_BT, 'token', 1)
-  weigh = loss.weigher(loss.Clipped(), logp_BT, batch, scale_B)
-  steps = set()
-  for target, found in zip(targets, computed(drawn, cases), strict=True):
-    wanted = clip.Balanced(target=target)(loss.ratio(logp_BT, batch), batch, weigh)
-    assert found['low'] == float(wanted.low) and found['high'] == float(wanted.high)
-    assert found['index'] == int(wanted.search_steps)
-    assert found['met'] == bool(wanted.target_met)
-    steps.add(found['index'])
-  assert len(steps) >= 7  # the targets lie on both legs of the path
-
-
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   logp_BT, batch = rule_curves.recorded(explorer.BATCH)
@@ -258,29 +240,99 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
   for case, values in zip(cases, found, strict=True):
     with jax.enable_x64(True):
       wanted = expected(case['knobs'], np.ones((1, 3)))
-    close(values, wanted, case, ('low', 'high', 'index', 'met', 'after'))
+    names = ('low', 'high', 'index', 'met', 'after')
+    close(values, {name: wanted[name] for name in names}, case)
   assert len({values['index'] for values in found}) >= 5
 
 
-def test_a_pair_of_rules_is_refused_in_the_words_of_a_run(drawn):
-  sentences = explorer.refusals()
-  assert 'cispo|balanced|token|gradient|one' in sentences
+def objective_of_row(objective, logp_T, row):
+  """Returns the objective of a run for a batch of one row."""
+  logp_BT, batch = logp_T[None], jax.tree.map(lambda x: x[None], row)
+  find = objective.search(logp_BT, batch, jnp.ones(1))
+  return -objective.loss(logp_BT, batch, jnp.ones(1), find)[0]
+
+
+def test_the_penalty_is_that_of_a_run(drawn):
+  rng = np.random.default_rng(11)
+  cases = []
+  for direction in explorer.knobs_of()['loss.kl_direction']['choices']:
+    knobs = {'clip.rule': 'fixed', 'mask.rule': 'icepop', 'mask.icepop.high': 2.0}
+    knobs |= {'loss.kl': float(rng.uniform(0.1, 3)), 'loss.kl_direction': direction}
+    # Cut, masked and other tokens.
+    ratio_N = np.exp2(np.linspace(-3, 3, POINTS))
+    sign_N = np.resize([1.0, -1.0, -1.0], POINTS)
+    points = np.stack([ratio_N, rng.uniform(0.01, 1, POINTS), sign_N], 1)
+    cases.append({'knobs': knobs, 'points': points.tolist()})
+  for case, found in zip(cases, computed(drawn, cases), strict=True):
+    rules = rules_of(case['knobs'])
+    objective = Objective(
+      rules['clip'],
+      rules['loss'],
+      spec=None,
+      temperature=1.0,
+      kl=rules['loss'].kl,
+      kl_direction=rules['loss'].kl_direction,
+      mask_rule=rules['mask'],
+    )
+    gain = functools.partial(objective_of_row, objective)
+    with jax.enable_x64(True):
+      tokens = rule_curves.single(*np.asarray(case['points']).T)
+      gain_N, weight_N1 = jax.vmap(jax.value_and_grad(gain))(*tokens)
+    close(found, {'points': np.stack([gain_N, weight_N1[:, 0]], 1)}, case)
+  # By hand: at r = 2, KL(mu || pi) is 1 - log 2, and its slope is 1.
+  at_2 = drawn.evaluate('PENALTIES.behavior_policy(Math.log(2))')
+  np.testing.assert_allclose(at_2, [math.log(2) - 1, -1])
+
+
+def test_advantages_are_those_of_a_run(drawn):
+  rules = AdvantageRule.rules.names
+  assert drawn.evaluate('Object.keys(ADVANTAGES)') == list(rules)
+  for right in range(9):
+    rewards = [1.0] * right + [0.0] * (8 - right)
+    for name, kind in rules.items():
+      found = drawn.evaluate(f'ADVANTAGES.{name}({rewards})')
+      wanted = kind()(jnp.asarray([rewards]))[0]
+      np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+  # By hand: 2 of 8 have mean 1/4 and variance 3/16; the mean of the others is 1/7.
+  drawn.evaluate('(set({ right: 2 }), 0)')
+  numbers = "[...document.querySelectorAll('#advantages .number')]"
+  numbers += '.map((x) => x.textContent)'
+  assert drawn.evaluate(numbers) == [
+    *('+1.73', '\u22120.577'),
+    *('+0.857', '\u22120.286'),
+    *('+0.75', '\u22120.25'),
+  ]
+  drawn.evaluate('(set({ right: 8 }), 0)')
+  assert drawn.evaluate(numbers) == ['0', 'none'] * 3
+  assert 'equal' in drawn.evaluate("byId('advantage-note').textContent")
+
+
+def test_a_refused_pair_is_named_and_offers_pairs_that_fit(drawn):
   names = ['loss.rule', 'clip.rule', 'loss.aggregate']
   names += ['clip.balanced.contribution', 'clip.balanced.weight']
-  shown = "[byId('refusal').textContent, byId('refusal').hidden]"
+  shown = "[byId('refusal').querySelector('p').textContent, byId('refusal').hidden]"
+  sentences = explorer.refusals()
   for key in list(sentences)[:: len(sentences) // 12]:
     values = dict(zip(names, key.split('|'), strict=True))
-    assert sentences[key] == refused(values)
-    drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(values)} }}), 0)')
-    assert drawn.evaluate(shown) == [sentences[key], False]
-  # A range and a step that do not fit are refused like in a run.
+    start = f'(set({{ ...DEFAULTS, ...{json.dumps(values)} }}), 0)'
+    drawn.evaluate(start)
+    assert drawn.evaluate(shown) == [refused(values), False]
+    # Each button changes one knob, to rules that a run accepts.
+    offers = drawn.evaluate('offers()')
+    assert any('clip.rule' in offer for offer in offers)
+    for i, offer in enumerate(offers):
+      drawn.evaluate(start)
+      drawn.evaluate(f"byId('refusal').querySelectorAll('button')[{i}].click()")
+      chosen = drawn.evaluate(f'{json.dumps(names)}.map((x) => knobs[x])')
+      assert chosen == [(values | offer)[name] for name in names]
+      assert drawn.evaluate(shown)[1] and not refused(values | offer)
+  # A range and a step that do not fit.
   narrow = {'clip.balanced.low': (0.6, 0.62), 'clip.balanced.low_step': 0.05}
   with pytest.raises(ValueError, match=r'low_step=0\.05 must be') as error:
     rules_of(narrow)
   drawn.evaluate(f'(set({{ ...DEFAULTS, ...{json.dumps(narrow)} }}), 0)')
   assert drawn.evaluate(shown) == [f'clip.{error.value}', False]
-  drawn.evaluate('(set({ ...DEFAULTS }), 0)')
-  assert drawn.evaluate(shown)[1]
+  assert {'clip.balanced.resolution': 'continuous'} in drawn.evaluate('offers()')
 
 
 def test_sliders_hover_and_address(browser):
@@ -317,49 +369,41 @@ def test_sliders_hover_and_address(browser):
     assert page.evaluate("knobs['clip.rule']") == 'unclipped'
     address = page.evaluate('location.hash.slice(1)')
     assert page.errors == page.requests == []
-  with browser.open(explorer.PAGE, fragment=address) as page:
+  with browser.open(explorer.PAGE, width=390, touch=True, fragment=address) as page:
     assert page.evaluate("[knobs['loss.rule'], knobs.stale]") == ['tis', 2]
-
-
-def test_a_pair_that_need_not_rise_is_not_sorted(browser):
-  fragment = 'loss.rule=vespo&clip.rule=unclipped&loss.vespo.negative=4,2'
-  with browser.open(explorer.PAGE, fragment=fragment) as page:
-    for value in (None, 1, 5):  # of the first number
-      if value:
-        page.evaluate(f"({SLIDE})('loss.vespo.negative', {value})")
-      assert page.evaluate("knobs['loss.vespo.negative']") == [value or 4, 2]
-    page.evaluate("(set({ 'loss.rule': 'fipo', 'clip.rule': 'fixed' }), 0)")
-    page.evaluate(f"({SLIDE})('loss.fipo.limits', 2)")
-    assert page.evaluate("knobs['loss.fipo.limits']") == [2, 2]
-
-
-def test_the_knobs_of_a_mask_are_in_sight_and_named(browser):
-  fragment = 'clip.rule=fixed&mask.rule=opsm'
-  labels = "[...document.querySelectorAll('.knob')].filter((x) => x.checkVisibility())"
-  labels += ".map((x) => x.querySelector('.head').innerText.trim())"
-  with browser.open(explorer.PAGE, fragment=fragment) as page:
-    assert page.evaluate(labels)[:3] == ['low', 'high', 'mask: limit']
-    page.evaluate("(set({ 'mask.rule': 'icepop' }), 0)")
-    assert page.evaluate(labels)[:4] == ['low', 'high', 'mask: low', 'mask: high']
-
-
-def test_the_page_fits_a_phone(browser):
-  with browser.open(
-    explorer.PAGE, width=390, height=844, touch=True, dark=True
-  ) as page:
     assert page.evaluate('document.documentElement.scrollWidth') == 390
-    assert page.evaluate("byId('plus').querySelector('canvas').width") > 300
-    # The plane is coloured: more where r is larger.
-    colour = """(r) => {
-      const { frame } = byId('minus').querySelector('svg');
-      const [x, y] = [frame.toX(r), frame.toY(0.985)].map(Math.round);
-      const copy = new OffscreenCanvas(390, 300).getContext('2d');
-      copy.drawImage(byId('minus').querySelector('canvas'), 0, 0);
-      return copy.getImageData(x, y, 1, 1).data[0];
-    }"""
-    reds = [page.evaluate(f'({colour})({r})') for r in (1.3, 2.0, 3.5)]
-    assert reds[0] < reds[1] < reds[2]
-    assert page.errors == page.requests == []
+
+
+def test_unknown_parts_of_the_address_are_named(browser):
+  fragment = 'foo=1&clip.high=1.3&clip.rule=fixd&clip.fixed.low=x&stale=2&50%'
+  fragment += '&loss.rule=tis'
+  with browser.open(explorer.PAGE, width=390, touch=True, fragment=fragment) as page:
+    assert not page.evaluate("byId('refusal').hidden")  # tis has no bounds
+    assert page.evaluate('document.documentElement.scrollWidth') == 390
+    assert page.evaluate("byId('unknown').innerText") == (
+      'Unknown in the address, and ignored: foo; '
+      'clip.high (write clip.balanced.high, clip.fixed.high or clip.dcpo.high); '
+      'clip.rule=fixd (choose balanced, fixed, unclipped, recipe or dcpo); '
+      'clip.fixed.low=x (choose a number); 50%.'
+    )
+    assert page.evaluate('knobs.stale') == 2
+    page.evaluate("(set({ 'clip.rule': 'fixed' }), 0)")  # writes another address
+    assert page.evaluate("byId('unknown').hidden")
+    assert page.errors == []
+
+
+def test_the_legend_explains_the_lines_that_are_drawn(browser):
+  legend = "[...document.querySelectorAll('#reading li')].filter("
+  legend += "(x) => x.checkVisibility()).map((x) => x.innerText.split(' ')[0])"
+  with browser.open(explorer.PAGE) as page:
+    for setting, names in {
+      "'clip.rule': 'unclipped'": [],
+      "'clip.rule': 'fixed'": ['Dashed:'],
+      "'clip.rule': 'balanced', 'clip.balanced.target': 0.47": ['Dashed:', 'Dotted:'],
+      "'clip.rule': 'fixed', p: 0.5": ['Dashed:', 'Grey:'],
+    }.items():
+      page.evaluate(f'(set({{ ...DEFAULTS, {setting} }}), 0)')
+      assert page.evaluate(legend) == names
 
 
 OWN = '''
@@ -451,9 +495,6 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
     axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
     names = list(short(axes))
     assert names == {'soft': ['tau', 'floor'], 'leaky': ['slope', 'low', 'high']}[name]
-    assert page.evaluate("knobs['clip.rule']") == (
-      'fixed' if 'low' in names else 'unclipped'
-    )
     cases = drawn_cases(np.random.default_rng(7), axes, 4, 20)
     for case, found in zip(cases, computed(page, cases), strict=True):
       values = short(case['knobs'])
@@ -468,6 +509,8 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
         'after': share(weight_BT, recorded[1].adv_B),
       }
       close(found, wanted, case)
+    about = page.evaluate("byId('about').innerText")
+    assert about.startswith(f'{place}. {rule.__doc__}')
     first, values = next(iter(axes.items()))
     page.evaluate(f"({SLIDE})('{first}', 0)")
     assert page.evaluate(f"knobs['{first}']") == values[0]
@@ -508,9 +551,6 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
     axes = {axis['name']: axis['values'] for axis in page.evaluate('DATA.own.axes')}
     knob = {'goal': ['target'], 'mask': ['far'], 'by_token': []}[name]
     assert list(axes) == [*(f'clip.own.{x}' for x in knob), 'stale']
-    assert page.evaluate("[...document.querySelectorAll('[data-knob]')].length") == (
-      len(axes) + 2  # the probability and the range of ratios
-    )
     points = 0 if name == 'goal' else 4
     cases = drawn_cases(np.random.default_rng(3), axes, 3, points)
     seen = set()
@@ -529,10 +569,6 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
     assert len(seen) > 1
     page.evaluate(f"({SLIDE})('stale', 2)")
     assert page.evaluate('knobs.stale') == axes['stale'][2]
-    page.evaluate("(set({ 'loss.rule': 'cispo', 'clip.rule': 'fixed' }), 0)")
-    assert page.evaluate("byId('refusal').hidden")
-    page.evaluate("(set({ 'clip.rule': 'own' }), 0)")  # brings its loss rule along
-    assert page.evaluate("knobs['loss.rule']") == 'clipped'
     page.evaluate("(set({ 'loss.rule': 'sequence', 'clip.rule': 'own' }), 0)")
     assert page.evaluate("byId('command').textContent").startswith(
       f'--config.loss.rule=clipped--config.clip.rule={place}'
@@ -546,47 +582,6 @@ def test_a_rule_of_ours_can_be_shown_as_its_table():
     'loss.own.positive',
     'loss.own.negative',
   ]
-  assert data['title'] == 'sapo' and data['about'].startswith('(4 / tau) sigmoid')
-  for wrong in ('mask.icepop', 'sapo', 'loss.nope'):
-    with pytest.raises(ValueError, match='give'):
-      own_table.table(wrong, explorer.BATCH)
-
-
-def test_a_rule_without_a_formula_is_not_offered(browser, tmp_path, monkeypatch):
-  monkeypatch.setattr(explorer, 'SOURCES', tmp_path)
-  for file in explorer.PAGE.parents[1].glob('lab/explorer_page/*'):
-    text = file.read_text().replace('  sapo(t, bounds, k)', '  other(t, bounds, k)')
-    (tmp_path / file.name).write_text(text)
-  path = tmp_path / 'page.html.html'
-  path.write_text(explorer.page())
-  with browser.open(path) as page:
-    offered = page.evaluate("KNOBS['loss.rule'].choices")
-    assert offered == [x for x in RULES['loss'] if x != 'sapo']
-    titles = page.evaluate('Object.keys(METHODS)')
-    assert METHODS['fipo'].title in titles and METHODS['sapo'].title not in titles
-    assert page.errors == []
-
-
-def test_knobs_around_a_default():
-  assert own_table._around(0.5, 5) == [0.125, 0.25, 0.5, 1.0, 2.0]
-  assert own_table._around(0.0, 3) == [-1.0, 0.0, 1.0]
-  assert own_table._around(math.inf, 2) == [math.inf, math.inf]
-  # A knob without an entry has a slider that contains its default.
-  assert explorer._slider(0.1) == (0.0, 0.2, 0.001)
-  assert explorer._slider((2.0, 3.0)) == (0.0, 6.0, 0.01)
-
-
-def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
-  out = tmp_path / 'new' / 'my.html'
-  recorded = explorer.ROOT / 'notebooks' / '5_run' / 'groups' / '20.jsonl'
-  command = ['explorer', f'--batch={recorded}', f'--out={out}']
-  monkeypatch.setattr('sys.argv', command)
-  explorer.main()
-  assert '20.jsonl' in out.read_text() and str(out) in capsys.readouterr().out
-  monkeypatch.setattr('sys.argv', ['explorer', 'my.py:soft'])
-  with pytest.raises(SystemExit):  # the page of the docs keeps the rules of the docs
-    explorer.main()
-  assert 'give --out' in capsys.readouterr().err
 
 
 def test_a_recorded_step_is_read_as_elsewhere():
@@ -600,8 +595,6 @@ def test_a_recorded_step_is_read_as_elsewhere():
   adv_B = counterfactual.apply(other, config).adv_B
   # Advantages are recorded with four decimals.
   np.testing.assert_allclose(batch.adv_B, adv_B, rtol=0, atol=5.1e-5)
-  with pytest.raises(ValueError, match=r'metrics.jsonl is no recorded batch; give'):
-    rule_curves.recorded(workdir / 'metrics.jsonl')
 
 
 def test_every_rule_and_every_method_is_on_the_page(drawn):
@@ -613,6 +606,9 @@ def test_every_rule_and_every_method_is_on_the_page(drawn):
         f"!!byId('formula-texts').content.getElementById('formula-{part}-{rule}')"
       )
       assert formula or rule == 'none'
+      sentence = drawn.evaluate(f"sentenceOf('{part}-{rule}')")
+      assert rule == 'none' or len(sentence) > 20
+      assert not set('`_') & set(sentence)  # for readers, without words of the code
       for knob in explorer.PARTS[part].rules.names[rule].model_fields:
         keys = {f'{part}.{knob}', f'{part}.{rule}.{knob}'}
         assert keys & (described.keys() | explorer.LEFT_OUT)

@@ -37,9 +37,6 @@ def written(tmp_path, *rows):
   return path
 
 
-TWO = [row('a', 1.0, [1.0])] * 2
-
-
 def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   path = written(
     tmp_path,
@@ -55,9 +52,7 @@ def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   assert found.loss_mask_BT.tolist() == [[1, 1, 0], [1, 1, 1]]
   assert found.pieces == [['x', '\u2028'], ['<0>', '<1>', '<2>']] and found.ids is None
   one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-  # Advantages +1 and -1, five tokens; above 1.2 and below .8 nothing is moved.
-  expected = np.asarray([[1.0, 0, 0], [0, -1, -1.8]]) / 5
-  assert one.weight_BT == pytest.approx(expected, abs=1e-4)
+  assert one.adv_B == pytest.approx([1, -1], abs=1e-3)
 
 
 def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
@@ -69,49 +64,25 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
   assert found.pieces[0] == ['a', 'b', 'c']
   assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
-  grpo, wide = (
-    counterfactual.apply(found, counterfactual.config_of(found, GRPO | more))
-    for more in ({}, {'clip.high': 2.0})
-  )
+  grpo = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
   # Advantages of 1, 0, 0: 2 and -1 over the root of 2; three tokens.
   assert grpo.weight_BT[0] == pytest.approx([2**0.5 / 3, 0, 0], abs=1e-4)
-  (freed,) = counterfactual.moved_by(found, wide, grpo)
-  assert (freed.before, freed.text) == ('ab', 'c')
 
 
 @pytest.mark.parametrize(
   ('changed', 'said'),
   [
-    ({'reward': float('nan')}, r'line 2: reward is nan; write a finite number'),
-    ({'reward': -1e20}, r'reward is -1e\+20; write .* from -1e\+15 to 1e\+15'),
+    ({'reward': float('nan')}, r'line 2: reward is nan; write a number of at most'),
     ({'logp': [-1.0]}, r'logp has 1 values for 2 tokens; write a list'),
-    ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; .* -1e\+15 to 0\)'),
-    ({'behavior_logp': [0.5, -1.0]}, r'behavior_logp\[0\] is 0.5; write the log-prob'),
-    ({'tokens': [1, 2**31]}, r'tokens\[1\] is 2147483648; write the id .* 32 bits'),
-    ({'pieces': [1, 2]}, r'pieces\[0\] is 1; write the text of the token'),
-    ({'mask': [0, 2]}, r'mask\[1\] is 2; write 1 for tokens in the loss'),
-    ({'masks': [1, 1]}, r'masks is no field; rename or remove it'),
+    ({'logp': [-1.0, float('-inf')]}, r'logp\[1\] is -inf; write the log-probability'),
+    ({'group': 'b'}, 'no recorded response has an advantage'),
+    ({'masks': [1, 1]}, r'missing or unknown: masks; the fields are group'),
   ],
 )
 def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, said):
   path = written(tmp_path, row('a', 1.0, [1.0]), row('a', 0.0, [1.0, 1.0]) | changed)
   with pytest.raises(ValueError, match=said):
     counterfactual.read(path)
-
-
-@pytest.mark.parametrize(
-  ('rows', 'said'),
-  [
-    ([], 'has no lines'),
-    ([[1]], 'line 1: not a JSON object'),
-    ([{'group': 1}], 'line 1: reward is missing; write group'),
-    ([*TWO, row('b', 1.0, [1.0])], "group 'b' has 1 responses and group 'a' has 2"),
-    (TWO, 'no recorded response has an advantage'),
-  ],
-)
-def test_a_file_without_comparable_responses_is_refused(tmp_path, rows, said):
-  with pytest.raises(ValueError, match=said):
-    counterfactual.read(written(tmp_path, *rows))
 
 
 def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
@@ -127,43 +98,14 @@ def test_padded_rows_are_written_up_to_their_last_token_in_the_loss(tmp_path):
   }
   neutral_record.append(path, **given, update=2)
   first, second = map(json.loads, path.read_text().splitlines())
-  assert first == {
-    'group': [5, 6],
-    'reward': 1.0,
-    'tokens': [3, 4],
-    'behavior_logp': [-1.234568, -2.0],
-    'logp': [-1.234568, -2.0],
-    'mask': [1, 1],
-    'update': 2,
-  }
+  both = {'group': [5, 6], 'update': 2}
+  numbers = {name: [-1.234568, -2.0] for name in ('behavior_logp', 'logp')}
+  assert first == both | numbers | {'reward': 1.0, 'tokens': [3, 4], 'mask': [1, 1]}
   assert second['tokens'] == [3, 4, 9]
   size = path.stat().st_size
   with pytest.raises(ValueError, match=r'response 0: behavior_logp\[2\] is nan'):
     neutral_record.append(path, **given | {'mask': None})
-  with pytest.raises(ValueError, match='same number of each'):
-    neutral_record.append(path, **given | {'reward': [1.0]})
   assert path.stat().st_size == size
-
-
-def test_numbers_of_numpy_are_written_as_json(tmp_path):
-  path = tmp_path / 'batch.jsonl'
-  one = np.float32(-1)
-  neutral_record.append(
-    path,
-    group=[(np.int64(5), 'a')] * 2,
-    reward=[np.bool_(True), np.float32(0.5)],
-    tokens=([np.int64(3)], (np.int32(4),)),
-    behavior_logp=[[one], [one]],
-    logp=[[one], [np.float16(-2)]],
-    mask=[[np.bool_(True)], [np.True_]],
-    pieces=[[np.str_('a')], ['b']],
-    update=[np.int64(2), np.asarray(2)],
-  )
-  texts = path.read_text().splitlines()
-  shared = '"behavior_logp": [-1.0], "logp": [%s], "mask": [1], "pieces": ["%s"]'
-  shared = '{"group": [5, "a"], "reward": %s, "tokens": [%s], ' + shared
-  shared += ', "update": 2}'
-  assert texts == [shared % (1, 3, -1.0, 'a'), shared % (0.5, 4, -2.0, 'b')]
 
 
 def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
@@ -180,7 +122,7 @@ def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
   workdir = counterfactual.read(RUN)
   path = tmp_path / 'batch.jsonl'
   groups = step_record.read(str(RUN), workdir.step)
-  neutral_record.append(path, **neutral_record.columns(groups))
+  neutral_record.append(path, **make.columns(groups))
   found = counterfactual.read(path)
   for name in workdir._fields:
     if name.endswith(('_B', '_BT', '_PG')):
@@ -208,11 +150,7 @@ def test_the_searches_of_a_published_model_are_those_that_its_run_made():
 def test_what_trl_wrote_is_cut_as_trl_cut_it():
   found = counterfactual.read(TRL)
   assert found.reward_PG.shape == (4, 4) and len(found.row_B) == 16
-  # The first line: its first token has exp(-0.871958 + 1.169725).
-  first = json.loads(TRL.read_text().splitlines()[0])
-  ratio = np.exp(first['logp'][0] - first['behavior_logp'][0])
   one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-  assert one.ratio_BT[0, 0] == pytest.approx(ratio, rel=1e-5)
   # One of four is right in the first group, so the advantages are 3 and -1 over the
   # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
   assert one.adv_B[:4] == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)

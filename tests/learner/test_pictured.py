@@ -13,11 +13,10 @@ from pictured import SEEING, forward, problems
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import objective as objective_lib
+from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.models.vision import sequence
 from bapo_jax.training import sft
 
 PROMPTS, GALLERY = problems()
@@ -156,50 +155,12 @@ def test_the_gradient_is_that_of_whole_rows(trained, devices, knobs):
 
 
 def test_a_frozen_tower_embeds_each_picture_once():
-  merged_PMD = sequence.embedded(PARAMS, PIXELS, SEEING).merged_PMD
-  assert not EMBEDDED.merged_PMD[2].any() and EMBEDDED.merged_PMD[0].any()
-  making.close(EMBEDDED.merged_PMD, merged_PMD, count=1024)
   again = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(
     np.asarray([3, -1, *[0] * 9])
   )
   assert again.merged_PMD.shape[0] == 11 and not again.grid_PI2[1].any()
   for row, p in ((0, 3), (2, 0), (10, 0)):
     making.close(again.merged_PMD[row], EMBEDDED.merged_PMD[p], count=1024)
-
-
-def test_the_shapes_are_known_before_a_picture_is_read():
-  for base, found in ((None, PIXELS), (FROZEN, EMBEDDED)):
-    like = pictured.abstract(GALLERY, P, SEEING, base)
-    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(like)]
-    assert shapes == [(x.shape, x.dtype) for x in jax.tree.leaves(found)]
-    assert type(like) is type(found)
-
-
-def test_minibatches_have_the_pictures_of_their_groups():
-  seen = []
-
-  def train_step(params, opt, batch):
-    seen.append(batch)
-    return params, opt, {}, None
-
-  made = making.groups(range(P), [1] * P, [0] * P, G, T)
-  tokens_PGT = np.repeat(np.pad(PROMPTS.tokens_PT, ((0, 0), (0, NEW)))[:, None], G, 1)
-  made = made._replace(tokens_PGT=tokens_PGT)
-  source_P = jnp.zeros(P, jnp.int32)
-  learner.update(
-    *(None, None, made, source_P, jax.random.key(0)),
-    train_step=train_step,
-    advantage_rule=lambda reward_PG: reward_PG,
-    epochs=1,
-    minibatches=3,
-    pictures=EMBEDDED,
-  )
-  image = SEEING.vision.image_token
-  for batch in seen:
-    counts = (batch.tokens_BT[::G, :WIDTH] == image).sum(1)
-    merged = (batch.pictures.merged_PMD != 0).any(2).sum(1)
-    np.testing.assert_array_equal(counts, merged)
-  assert len(seen) == 3
 
 
 def test_the_warm_start_trains_the_tower():

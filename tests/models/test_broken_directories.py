@@ -1,10 +1,6 @@
 """A model directory that cannot be used is refused in one sentence; no code is run."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ from bapo_jax.data import tokenizer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import LoraConfig
 
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -94,7 +89,7 @@ def adapted(path):
   (path / 'adapter_config.json').write_text('{}')
 
 
-def repeats(change, **options):
+def repeats(change):
   """Files with an lm_head.weight: the embedding, changed."""
 
   def add(held):
@@ -102,7 +97,7 @@ def repeats(change, **options):
 
   def damage(path):
     tensors(add)(path)
-    edited('config.json', tie_word_embeddings=True, **options)(path)
+    edited('config.json', tie_word_embeddings=True)(path)
 
   return damage
 
@@ -129,27 +124,14 @@ STEP = '_CHECKPOINT_METADATA'
 
 DAMAGES = {  # name -> (the damage, what the sentence names)
   'config.json is cut': (truncated('config.json', 40), 'config.json'),
-  'config.json is missing': (lambda p: (p / 'config.json').unlink(), 'config.json'),
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
-  'more layers': (edited('config.json', num_hidden_layers=3), 'layers.2'),
-  'rope is a list': (edited('config.json', rope_parameters=[1]), 'config.json'),
   'another head': (repeats(with_last(7.0)), 'lm_head.weight'),
-  'a head of another size': (repeats(lambda array: array[1:]), 'lm_head.weight'),
   'a critic': (tensors(lambda held: held.update(CRITIC)), 'critic'),
   'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
   'no language-model head': (renamed('model.', ''), 'language-model head'),
-  'adapters of peft': (
-    instead('adapter_config.json', 'adapter_model.safetensors', 'tokenizer.json'),
-    'adapters',
-  ),
   'adapters beside a config.json': (adapted, 'adapters'),
-  'a workdir': (instead('config.json', f'checkpoints/4/{STEP}'), 'bapo export'),
   'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
-  'a checkpoint of DeepSpeed': (
-    instead('config.json', 'zero_to_fp32.py', 'global_step5/mp_rank_00.pt'),
-    'zero_to_fp32.py',
-  ),
   'a checkpoint of FSDP': (
     instead('config.json', 'pytorch_model_fsdp_0/__0_0.distcp'),
     'pytorch_model_fsdp_0',
@@ -159,10 +141,8 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
     'checkpoint-500/config.json',
   ),
   'the cache of the hub': (instead('snapshots/0f/config.json'), 'snapshots/0f'),
-  'weights are missing': (lambda path: (path / WEIGHTS).unlink(), 'safetensors'),
   'weights are a pickle': (pickled, 'safetensors'),
   'weights are cut': (truncated(WEIGHTS, 9000), WEIGHTS),
-  'a header of 8 GB': (written(WEIGHTS, (8 * 10**9).to_bytes(8, 'little')), WEIGHTS),
   'a tensor is missing': (tensors(lambda held: held.pop(NORM)), NORM),
   'NaN': (tensors(lambda held: held[NORM].fill(np.nan)), NORM),
   'quantized': (
@@ -172,13 +152,11 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'the index is damaged': (written(INDEX, b'{"weight_map": {}}'), INDEX),
   'a file of the index is missing': (indexed('c.safetensors'), 'c.safetensors'),
   'an index leads out': (indexed(f'../other/{WEIGHTS}'), f'../other/{WEIGHTS}'),
-  'an index names a list': (indexed([WEIGHTS]), INDEX),
   'an index of another model': (stale, INDEX),
   'tokenizer.json is missing': (
     lambda path: (path / 'tokenizer.json').unlink(),
     'tokenizer.json',
   ),
-  'tokenizer.json is cut': (truncated('tokenizer.json', 100), ''),
 }
 
 
@@ -224,7 +202,6 @@ ACCEPTED = {
     INDEX, json.dumps({'weight_map': {NORM: WEIGHTS}}).encode()
   ),
   'rotary frequencies': tensors(lambda held: held.update(FREQUENCIES)),
-  'a head that repeats the embedding': repeats(lambda array: array),
   'a head that repeats it in float32': repeats(lambda array: array.astype(np.float32)),
 }
 
@@ -257,35 +234,3 @@ def test_a_model_that_was_partly_downloaded_is_not_a_directory_of_models(tmp_pat
     (tmp_path / file).touch()
   lacking = ['tokenizer.json', '*.safetensors']
   assert hf_directory.missing(str(tmp_path)) == lacking
-
-
-def advised(error):
-  """Runs the Python command of a sentence."""
-  _, code = re.fullmatch(r'.*`python -c "(.*)"`.*', str(error.value)).group(0, 1)
-  environment = os.environ | {'HF_HUB_OFFLINE': '1'}
-  subprocess.run([sys.executable, '-c', code], check=True, env=environment)
-
-
-@pytest.mark.nightly  # torch, twice
-def test_the_command_for_adapters_merges_them(tmp_path):
-  pytest.importorskip('peft')
-  base = runs.source(tmp_path / 'base')
-  path = tmp_path / 'adapters'
-  path.mkdir()
-  spec = hf_config.read_spec(base, 'float32')
-  knobs = LoraConfig(rank=2, alpha=6.0, targets='layers/gate')
-  rng = np.random.default_rng(0)
-  a_LDr = rng.normal(size=(2, 16, 2))
-  b_LrF = rng.normal(size=(2, 2, 24))
-  get = {'layers/gate/a': a_LDr, 'layers/gate/b': b_LrF}.__getitem__
-  hf_weights.save_adapters(str(path), get, spec, knobs, base, 'float32')
-  with pytest.raises(ValueError, match='peft') as error:
-    hf_directory.find(str(path), 'model.path')
-  advised(error)
-  before, after = (
-    hf_weights.load(x, spec, sharding.make())['layers']['gate']
-    for x in (base, f'{path}-merged')
-  )
-  # alpha / rank = 3; the base model, and so the merged one, is in bfloat16.
-  expected = np.asarray(before) + 3 * a_LDr @ b_LrF
-  np.testing.assert_allclose(after, expected, rtol=2**-7, atol=2**-7)

@@ -95,11 +95,8 @@ def test_a_cached_hub_name_is_found_at_its_revision_without_the_network(
     found = hf_directory.find(f'hub:some/model@{revision}', 'model.path')
     assert os.path.basename(found) == revision
   assert not offline
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match='hf download some/model --revision v2'):
     hf_directory.find('hub:some/model@v2', 'model.path')
-  assert '`hf download some/model --revision v2 --local-dir <directory>`' in str(
-    error.value
-  )
 
 
 def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):
@@ -182,17 +179,12 @@ def test_files_are_cut_only_where_they_must_be():
 
 
 def test_an_index_lists_the_files_of_the_model(tmp_path):
-  for name in (
-    'model-1.safetensors',
-    'model-2.safetensors',
-    'consolidated.safetensors',
-  ):
-    save_file({name: np.ones(2, np.float32)}, tmp_path / name)
-  assert len(safetensors_io.files(str(tmp_path))) == 3
-  listed = {'x': 'model-1.safetensors', 'y': 'model-2.safetensors'}
+  for name in ('1', '2', 'consolidated'):
+    save_file({name: np.ones(2, np.float32)}, tmp_path / f'{name}.safetensors')
+  listed = {'1': '1.safetensors', '2': '2.safetensors'}
   (tmp_path / safetensors_io.INDEX).write_text(json.dumps({'weight_map': listed}))
   assert safetensors_io.files(str(tmp_path)) == sorted(listed.values())
-  assert set(safetensors_io.index(str(tmp_path))) == set(listed.values())
+  assert set(safetensors_io.index(str(tmp_path))) == set(listed)
   (tmp_path / safetensors_io.INDEX).unlink()
   save_file({'one': np.ones(2, np.float32)}, tmp_path / safetensors_io.ONE_FILE)
   assert safetensors_io.files(str(tmp_path)) == [safetensors_io.ONE_FILE]

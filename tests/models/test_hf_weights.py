@@ -167,16 +167,11 @@ def test_a_number_that_is_not_finite_is_refused_with_its_tensor(
 ):
   spec = dataclasses.replace(SPEC, dtype=dtype)
   arrays = random_checkpoint(tmp_path, SPEC, jnp.dtype(kind), files=1)
-  for name in (
-    'model.embed_tokens.weight',
-    'model.layers.1.self_attn.k_proj.bias',
-    'model.layers.0.mlp.down_proj.weight',
-  ):
-    broken = {n: x.copy() for n, x in arrays.items()}
-    broken[name].ravel()[-1] = value
-    save_file(broken, tmp_path / 'part-0.safetensors')
-    with pytest.raises(ValueError, match=name):
-      hf_weights.load(str(tmp_path), spec, sharding.make(2, 2, 2))
+  name = 'model.layers.1.self_attn.k_proj.bias'
+  arrays[name].ravel()[-1] = value
+  save_file(arrays, tmp_path / 'part-0.safetensors')
+  with pytest.raises(ValueError, match=name):
+    hf_weights.load(str(tmp_path), spec, sharding.make(2, 2, 2))
 
 
 @pytest.mark.parametrize('kind', ['float32', 'float16', 'bfloat16'])

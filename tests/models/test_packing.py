@@ -166,10 +166,10 @@ def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
     return (stats.logp_BT**2).sum(), jnp.stack(stats)
 
   gradient = jax.jit(jax.grad(total, (0, 1), has_aux=True), static_argnums=3)
-  for columns, used in ((0, 0), (1, 4), (4, 4), (5, 8), (12, 12)):
+  for columns, used in ((4, 4), (5, 8)):
     (d_hidden, d_head), found = gradient(hidden_BTD, head_VD, columns, 12)
     assert not found[:, :, used:].any() and not d_hidden[:, used:].any()
-    if used:  # as of shorter rows
-      expected, stats = gradient(hidden_BTD[:, :used], head_VD, used, used)
-      np.testing.assert_array_equal(found[:, :, :used], stats)
-      oracles.close((d_hidden[:, :used], d_head), expected, 128)
+    # As of shorter rows.
+    expected, stats = gradient(hidden_BTD[:, :used], head_VD, used, used)
+    np.testing.assert_array_equal(found[:, :, :used], stats)
+    oracles.close((d_hidden[:, :used], d_head), expected, 128)

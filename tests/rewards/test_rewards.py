@@ -10,8 +10,6 @@ import making
 import numpy as np
 import pytest
 
-from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import countdown, synthetic
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import gold, rewards, verifiers
 from bapo_jax.rewards.answers import Verdict
@@ -71,7 +69,6 @@ def test_each_response_may_have_a_rule_of_its_own(verifier):
   aime = verifier('aime')
   answers = ['7', '1/2', '1000']
   texts = [r'\boxed{7}', r'\boxed{0.5}', r'\boxed{1,000}']
-  assert rights(aime, answers, texts) == [True, None, None]
   assert rights(aime, answers, texts, ['', '', 'gsm8k']) == [True, None, True]
   assert rights(aime, answers, texts, ['aime', 'math', 'gsm8k']) == [True, True, True]
 
@@ -158,16 +155,6 @@ def test_groups_get_their_rewards():
   assert_others_equal(old, new, ['reward_PG'])
 
 
-def test_a_masked_response_teaches_nothing_and_keeps_its_reward_and_length():
-  old, new = reshaped(truncated='masked')
-  ended_PG = (
-    np.asarray(old.response_mask_PGT) & (np.asarray(old.tokens_PGT) == 10)
-  ).any(2)
-  assert 0 < ended_PG[:2].sum() < 16
-  np.testing.assert_array_equal(new.teaches_PG, ended_PG)
-  assert_others_equal(old, new, ['teaches_PG'])
-
-
 def test_the_bonus_is_by_the_reader_of_the_problems_own_verifier():
   # Problem 4 has GSM8K's, which reads after ####; problem 7 names none and has AIME's,
   # which reads a line `Answer:`.
@@ -223,11 +210,3 @@ def test_an_answer_that_the_verifier_cannot_read_is_refused(rule, answers):
         gold.check(default)(row)
       assert repr(answer[:40]) in str(error.value)
       assert len(str(error.value)) < 300
-
-
-def test_the_answers_of_made_problems_are_accepted():
-  knobs = ProblemsConfig(train=200, test=100)
-  for problem in synthetic.generate(knobs):
-    gold.check('aime')(Row(problem.text, str(problem.answer)))
-  for problem in countdown.generate(knobs):
-    gold.check('aime')(countdown.row(problem.numbers, problem.answer, 'sentence'))

@@ -33,11 +33,6 @@ def pids(pool):
   return [worker.pid for worker in list(pool._workers.values()) if worker.pid]
 
 
-def processor_time(pid):
-  """Seconds of processor time that a process has used (Linux)."""
-  return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3)
-
-
 def submit(pool, answer, texts):
   """Futures of the verdicts of `math` on these texts."""
   return pool.submit([[Sample(text, answer, 'math')] for text in texts])
@@ -137,27 +132,10 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
   with lenient(1, deadline=0.3) as pool:
     verdicts(halves(pool))
     (old,) = pids(pool)
-    used = [processor_time(old)]
-    with throttled(pool, 0.1):
-      (future,) = submit(pool, '3', [HANGS])
-      while not future.done():
-        with contextlib.suppress(OSError):  # the process has ended
-          used.append(processor_time(old))
-        time.sleep(0.001)
-    assert future.result() == [Verdict(None, 'took over 0.3 s', None)]
-    assert used[-1] - used[0] < 0.8
+    late = verdicts(submit(pool, '3', [HANGS]))
+    assert late == [Verdict(None, 'took over 0.3 s', None)]
     wait(lambda: not alive(old))
     assert rights(halves(pool)) == [True]
-
-
-def test_a_worker_without_memory_is_undecided_not_wrong(monkeypatch):
-  # No more than the fork server uses already: every large allocation fails.
-  monkeypatch.setattr(verifier_pool, 'MEMORY_MB', 0)
-  with lenient(1) as pool:
-    text = r'\boxed{\frac{' + '1+' * 400 + '1}{2}}'
-    (verdict,) = verdicts(submit(pool, '1' * 100_000, [text]))
-    assert verdict.right is None
-    assert verdict.reason in ('took over 0 MiB', '2 workers died of it')
 
 
 def test_the_fork_server_may_die_too():

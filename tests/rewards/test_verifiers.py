@@ -112,19 +112,6 @@ def test_a_malformed_right_answer_crashes_nothing(verify, rule, answer):
   assert verify(rule, answer, '\\boxed{\udc00}').right is not True
 
 
-def test_math_verify_receives_the_box_that_was_read(monkeypatch):
-  seen = []
-  real = symbolic.equivalent
-  monkeypatch.setattr(
-    symbolic, 'equivalent', lambda *texts: seen.append(texts) or real(*texts)
-  )
-  # A second reader of boxes would stop at the brace of the half set, and find x.
-  assert not verifiers.math('x', r'\boxed{\left\{x\right.}').right
-  assert not verifiers.math('x', r'\boxed{\left\{x\right.}', strict=False).right
-  assert verifiers.math('x+1', r'\boxed{1+x}').right
-  assert seen == [('x', r'\left\{x\right.'), ('x+1', '1+x')]
-
-
 @hypothesis.given(
   st.integers(2, 12),
   st.integers(20, 3000),

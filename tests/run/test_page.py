@@ -54,29 +54,23 @@ def test_the_numbers_are_those_of_the_metrics(tmp_path):
   ]
   rows[7]['rollout/reward'] = math.nan
   page = made(workdir(tmp_path, rows))
-  written = [
-    json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().split('\n')[:-1]
-  ]
+  written = metrics.read(str(tmp_path))
   for name, chart in (
     ('rollout/reward', 'Reward'),
     ('learner/grad_norm', 'Gradient norm'),
     ('eval/accuracy', 'Accuracy on held-out problems'),
   ):
-    exact = {row['step']: row[name] for row in written if row.get(name) is not None}
+    exact = {x['step']: x[name] for x in written if not math.isnan(x.get(name, NAN))}
     shown = page.values(chart)
     assert shown.keys() == exact.keys()
     found = [shown[step][0] for step in exact]
     np.testing.assert_allclose(found, list(exact.values()), rtol=5e-6)  # six digits
-  assert 'running means over 3 steps' in page.text  # 60 rows // 20 | 1
-  assert 'from 0.250' not in page.text  # no evaluation was recorded
-  first, last, meaning = cells(page.text, 'rollout/reward')
+  first, last, _ = cells(page.text, 'rollout/reward')
   # A fifth of 59 steps is 11; the undefined value is left out.
   values = [row['rollout/reward'] for row in rows]
   assert first == f'{np.mean(values[:7] + values[8:11]):.4g}'
   assert last == f'{np.mean(values[-11:]):.4g}'
-  assert meaning.startswith('Mean reward')
   assert cells(page.text, 'steps')[:2] == ['9', '80']
-  assert page.text.count('<code>seed</code>') == 0  # at its default
 
 
 def test_the_page_has_the_wall_time_of_the_run(tmp_path):
@@ -87,7 +81,7 @@ def test_the_page_has_the_wall_time_of_the_run(tmp_path):
   spent = {'wall_s': 3723.4, 'peak_rss_bytes': 3 * 2**29, 'phases': phases}
   report.write(run, parse({}), result, result, spent, 3)
   shown = made(run)
-  assert {'1:02:03', '1.50 GiB'} <= {*shown.texts['b']} and '0:25:00' not in shown.text
+  assert {'1:02:03', '1.50 GiB'} <= {*shown.texts['b']}
   # Phases, the longest first, then what they leave of 3723.4 s.
   table = shown.text.partition('Where the time went')[2].partition('</table>')[0]
   assert re.findall(r'<td class="[lr]">([^<]*)</td>', table) == [
@@ -95,16 +89,12 @@ def test_the_page_has_the_wall_time_of_the_run(tmp_path):
     *('verify', '372.3', '10.0'),
     *('other', '351.1', '9.4'),
   ]
-  with metrics.writing(run, 3) as write:  # the run goes on: the report is an old one
-    write(4, {'time/step': 60.0})
-  assert '0:26:00' in made(run).texts['b']
 
 
 def test_what_no_user_set_is_not_listed_as_set(tmp_path):
-  model = {'path': 'models/m'}
   problems = {'source': 'a.jsonl', 'test_source': 'b.jsonl'}
   config = parse(
-    {'model': model, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
+    {'model': {'path': 'm'}, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
   )
   run = workdir(tmp_path, [{}])
   (run / 'config.json').write_text(json.dumps(config.model_dump()))
@@ -114,8 +104,6 @@ def test_what_no_user_set_is_not_listed_as_set(tmp_path):
     assert f'<code>{name}</code>' not in text, name
   *_, meaning = cells(text, 'steps')
   assert meaning.startswith('Derived. ')
-  whole = json.loads(Page(text).texts['pre'][-1])
-  assert whole == json.loads((run / 'config.json').read_text())
 
 
 def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
@@ -126,27 +114,18 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   sample = dict(problem='1+2?', answer='3', response='so 3', correct=True)
   sample |= dict(extracted='3', verdict='right', reason='')
   lost = sample | dict(correct=False, verdict='wrong', extracted='12', reason='not 3')
-  run = workdir(tmp_path, [{}, {}], groups, before=[lost], after=[sample])
-  page = made(run)
+  page = made(workdir(tmp_path, [{}, {}], groups, before=[lost], after=[sample]))
   heads = [text for text in page.texts['summary'] if text.startswith('Problem')]
   # Problem 1 has both verdicts, but only its right response was part of the loss.
   heads = [head.removeprefix('Problem ') for head in heads]
   assert heads == ['2: 2 of 3 right', '1: 1 of 2 right', '0: 2 of 2 right']
-  assert '1 of the 3 recorded groups have right and wrong responses' in page.text
-  assert 'The verifier is aime: Verifies an integer' in page.text
   assert page.texts['mark'] == ['a', 'b<']
   for title in ('ratio 1, masked', 'ratio 2.5, clipped'):
     assert f'title="{title}"' in page.text
-  assert 'clipped tokens (marked): 1 · masked tokens (marked): 1' in page.text
   text = re.sub('<[^>]*>', '', page.text)
   assert 'Before: wrong; the verifier read 12 (not 3)' in text
-  assert 'After: right; the verifier read 3' in text
-  assert 'wrong before, right after: 1+2?' in text
   assert 'Of 1 responses: 1 wrong before, right after; 0 right before' in text
   assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
-  (run / 'eval' / '0.json').write_text('{"result"')
-  with pytest.raises(ValueError, match=r'eval/0\.json is not JSON'):
-    write(run)
 
 
 def hostile(path):
@@ -166,16 +145,13 @@ def test_texts_take_no_effect_and_nothing_is_fetched(tmp_path):
   assert not [c for c in page.text if not c.isprintable() and c != '\n']
   addresses = [a for a in page.addresses() if not a.startswith('http://example.org')]
   assert addresses == []
-  assert page.text.count('viewport') == 1
-  assert len(page.text) < 2_000_000
 
 
 def test_a_browser_shows_it_wide_and_on_a_phone(browser, tmp_path):
   run, _ = hostile(tmp_path)
-  for width, columns, dark in ((1280, 3, False), (390, 1, True)):
-    with browser.open(run / 'report.html', width, dark=dark, touch=width < 600) as page:
+  for width, columns in ((1280, 3), (390, 1)):
+    with browser.open(run / 'report.html', width, touch=width < 600) as page:
       assert page.errors == page.requests == []
-      assert page.evaluate('document.title').startswith('</pre></script>')
       assert page.evaluate('document.documentElement.scrollWidth') == width
       tops = page.evaluate(
         "[...document.querySelectorAll('figure')].map(f => f.offsetTop)"
@@ -192,85 +168,32 @@ def test_a_browser_shows_it_wide_and_on_a_phone(browser, tmp_path):
         })()"""
       )
       assert said == 'step 4: fresh responses 0.8'
-      colour = page.evaluate('getComputedStyle(document.body).backgroundColor')
-      assert colour == ('rgb(20, 23, 26)' if dark else 'rgb(255, 255, 255)')
 
 
 def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
   names = [name for panel in PANELS for name in panel.labels]
-  rng = np.random.default_rng(0)
-  rows = [
-    dict(zip(names, rng.normal(size=len(names)), strict=True)) for _ in range(3000)
-  ]
+  rows = [dict.fromkeys(names, n % 7) for n in range(3000)]
   rows[1234]['rollout/reward'] = 50.0
   page = made(workdir(tmp_path, rows))
   assert len(page.text) < 2_000_000
   step_N, value_N = charts.thinned(
     (np.arange(3000.0), np.array([row['rollout/reward'] for row in rows]))
   )
-  assert len(step_N) <= 2 * charts.STRIPS and value_N.max() == 50
-  assert step_N[value_N.argmax()] == 1234
+  assert len(step_N) <= 2 * charts.STRIPS and step_N[value_N.argmax()] == 1234
 
 
-@pytest.mark.parametrize(
-  'rows', [[], [{'rollout/reward': 0.5}], [{'loss/kl': math.inf}]]
-)
-def test_a_young_run_has_a_page_too(tmp_path, rows):
-  page = made(workdir(tmp_path, rows))
-  assert page.texts['h1'] == ['A run'] and 'not recorded' in page.text
-
-
-def test_the_timeline_has_the_times_of_both_sides(tmp_path):
-  def row(sampling, sampled, ended, wait):
-    times = dict(sampling=sampling, sampled=sampled, ended=ended, sampler_idle=0.25)
-    times |= dict(learner_idle=0.5)
-    return {f'overlap/{name}': x for name, x in times.items()} | {'time/wait': wait}
-
-  def bars(page):
-    return re.findall(r'<title>(\w+, step .*?) s</title>', page.text)
-
-  # Step 2 is sampled from 9 to 11 s, and trains from 10 + 1 to 14 s.
-  rows = [row(7, 8, 10, 0), row(9, 11, 14, 1)]
-  page = made(workdir(tmp_path, rows))
-  assert bars(page) == [
-    'sampling, step 2: 0.00 to 2.00',
-    'training, step 2: 2.00 to 5.00',
-  ]
-  assert (
-    'idle for 25.0% of the steps, the learner waited for groups for 50.0%' in page.text
-  )
-  # A new process, whose clock begins at 0, resumes with step 3: its times of step 2 are
-  # unknown. Step 4 trains from 3 to 5 s.
-  for path in tmp_path.iterdir():
-    path.unlink()
-  page = made(workdir(tmp_path, [*rows, row(1, 2, 3, 0), row(2, 4, 5, 0)]))
-  assert bars(page) == [
-    'sampling, step 4: 0.00 to 2.00',
-    'training, step 4: 1.00 to 3.00',
-  ]
-  assert bars(made(workdir(tmp_path, rows[:1]))) == []
+def test_idle_shares_are_drawn_where_others_sample(tmp_path):
+  title = '<b>Time without work</b>'
+  assert title not in made(workdir(tmp_path / 'here', [{'time/step': 2.0}])).text
+  shares = {'overlap/sampler_idle': 0.25, 'overlap/learner_idle': 0.5}
+  page = made(workdir(tmp_path / 'beside', [{'overlap/ended': 3.0, **shares}]))
+  figure = page.text.partition(title)[2].partition('</figure>')[0]
+  assert 'step 1: sampler 0.25, learner 0.5' in figure
 
 
 def test_every_panel_draws_metrics_of_the_glossary():
   names = {name for panel in PANELS for name in panel.labels}
   assert names | set(MAIN.split()) <= set(metrics.GLOSSARY)
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r'--workdir=.* has no run'):
-    write(tmp_path)
-
-
-@pytest.mark.parametrize(
-  ('low', 'high', 'wanted'),
-  [
-    (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-    (-3, 42, [0, 10, 20, 30, 40]),
-    (0.00012, 0.00019, [0.00012, 0.00014, 0.00016, 0.00018]),
-  ],
-)
-def test_ticks_are_round_numbers(low, high, wanted):
-  np.testing.assert_allclose(charts.ticks(low, high), wanted, atol=1e-12)
 
 
 # ------- the results of a run as sentences and JSON: the numbers by hand, gaps as gaps
@@ -351,8 +274,6 @@ def test_a_missed_target_is_explained():
   rows = [{'step': i, 'clip/target_met': met} for i, met in enumerate((0.5, 0.0, 1.0))]
   sentence = report.target_sentence(rows, 0.45)
   assert all(words in sentence for words in ('0.45', '50.0 %', 'limits'))
-  met = report.target_sentence(rows[2:], 0.45)
-  assert '100.0 %' in met and 'limits' not in met
   assert report.target_sentence(rows, None) == report.target_sentence([], 0.45) == ''
 
 

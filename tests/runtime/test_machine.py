@@ -84,34 +84,6 @@ def test_xla_knows_the_flags_of_a_gpu():
 # ------------- the folder that runs share: where it is, what it keeps, what it removes
 
 
-@pytest.fixture
-def user(tmp_path, monkeypatch) -> pathlib.Path:
-  """Returns the cache folder of a user without files."""
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'user'))
-  return tmp_path / 'user' / 'bapo_jax'
-
-
-def test_the_knob_names_a_folder_or_none(user, tmp_path, monkeypatch):
-  assert cache.home('') == ''
-  assert cache.home('auto') == str(user) and user.is_dir()
-  assert cache.home(str(tmp_path / 'other')) == str(tmp_path / 'other')
-  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
-  monkeypatch.delenv('XDG_CACHE_HOME')
-  assert cache.home('auto') == str(tmp_path / 'home' / '.cache' / 'bapo_jax')
-  assert cache.home('~/mine') == str(tmp_path / 'home' / 'mine')
-  assert 'home/mine: warm start reused, ' in cache.described('~/mine', True)
-  assert cache.described('', True) == 'off'
-
-
-def test_a_folder_that_cannot_be_written_is_no_cache_or_an_error(user):
-  user.parent.mkdir()
-  user.write_text('a file')
-  assert cache.home('auto') == ''
-  assert cache.described('auto', None) == f'off: {user} is not writable'
-  with pytest.raises(ValueError, match=f'--config.cache={user} cannot be used'):
-    cache.home(str(user))
-
-
 FILES = 300
 
 
@@ -152,13 +124,6 @@ def test_a_copy_is_whole_whoever_else_copies(tmp_path):
   check(threads)
 
 
-def test_a_copy_that_fails_leaves_what_was_there(tmp_path):
-  to = made(tmp_path / 'entry', 'a')
-  with pytest.raises(OSError, match='absent'):
-    cache.copy(str(tmp_path / 'absent'), str(to))
-  assert len(os.listdir(to)) == FILES and len(os.listdir(tmp_path)) == 1
-
-
 def test_the_entries_used_longest_ago_are_removed(tmp_path):
   files = {  # used at, of 100 bytes each
     'warmstart/k/new/weights': 5,
@@ -166,7 +131,7 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path):
     'warmstart/k/old/weights': 2,
     'warmstart/k/old/digests': 1,
     'xla/cpu/new': 4,
-    'xla/cpu/deep/old': 3,
+    'xla/cpu/old': 3,
     'beside': 0,  # no entry
   }
   for name, used in files.items():
@@ -232,10 +197,3 @@ def test_a_program_is_compiled_once_for_all_processes(tmp_path):
   assert entries and f'{len(entries)} compiled programs' in described
   again = compiled(str(tmp_path))
   assert again[1] == len(entries) and again[2] == described
-
-
-def test_jax_keeps_a_directory_of_its_own(tmp_path):
-  given = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'mine')}
-  path, _, described = compiled(str(tmp_path / 'ours'), **given)
-  assert path == given['JAX_COMPILATION_CACHE_DIR'] and described.endswith(path)
-  assert not list((tmp_path / 'ours').iterdir())

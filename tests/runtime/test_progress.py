@@ -12,7 +12,7 @@ import time
 import pytest
 
 from bapo_jax.runtime import progress, signals
-from bapo_jax.runtime.lane import Lane, at_once
+from bapo_jax.runtime.lane import Lane
 
 
 class Hand:
@@ -73,32 +73,6 @@ def test_a_log_gets_whole_lines_and_none_from_a_short_bar(monkeypatch, log_s, dr
 # ----------------------------------- a lane runs functions in order, beside the caller
 
 
-def test_functions_run_one_after_another_beside_the_caller():
-  lane, order, go = Lane(), [], threading.Event()
-
-  def slow():
-    go.wait(60)
-    order.append('slow')
-    return threading.current_thread()
-
-  first, second = lane.submit(slow), lane.submit(lambda: order.append('quick'))
-  assert not first.done() and not second.done(), 'the caller does not wait'
-  go.set()
-  second.result(60)
-  assert order == ['slow', 'quick']
-  assert first.result() is not threading.current_thread()
-  lane.close()
-
-
-def test_a_failure_reaches_the_caller_and_the_lane_goes_on():
-  lane = Lane()
-  failed, fine = lane.submit(lambda: 1 // 0), lane.submit(lambda: 2)
-  with pytest.raises(ZeroDivisionError):
-    failed.result(60)
-  assert fine.result(60) == 2
-  lane.close()
-
-
 def test_busy_seconds_include_those_of_the_running_function():
   # The clock stands still but for the functions, which set it.
   clock = [0.0]
@@ -121,19 +95,6 @@ def test_busy_seconds_include_those_of_the_running_function():
   lane.close()
 
 
-def test_closing_does_not_wait_for_a_running_function():
-  lane, go = Lane(), threading.Event()
-  running = lane.submit(lambda: go.wait(60))
-  lane.close()
-  assert not running.done()
-  go.set()
-  assert running.result(60)
-
-
-def test_without_a_lane_a_function_runs_at_once():
-  assert at_once(threading.current_thread).result(0) is threading.current_thread()
-
-
 # ------------------------------------------------------------------- no Ctrl-C is lost
 
 
@@ -147,21 +108,6 @@ def test_an_interrupt_inside_a_callback_of_the_garbage_collector_is_not_lost():
     gc.collect()
     for _ in range(500):  # interrupt_main does not end a sleep
       time.sleep(0.01)
-
-
-def test_other_errors_in_callbacks_are_printed_as_ever(capsys):
-  class Raises:
-    def __del__(self):
-      raise ValueError('from a finaliser')
-
-  before = sys.unraisablehook
-  sys.unraisablehook = sys.__unraisablehook__  # the test runner has one of its own
-  try:
-    with signals.none_lost():
-      Raises()
-  finally:
-    sys.unraisablehook = before
-  assert 'from a finaliser' in capsys.readouterr().err
 
 
 BUSY = """

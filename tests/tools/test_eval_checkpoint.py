@@ -85,9 +85,3 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
   knob = f'--to={to}' if to else f'--workdir={run}'
   with pytest.raises(ValueError, match=knob):
     eval_checkpoint(whole_run.config, str(run), to)
-
-
-def test_the_checkpoint_of_another_model_is_refused(whole_run):
-  other = whole_run.config.with_values(model={'width': 8})
-  with pytest.raises(ValueError, match=r'model\.width=16'):
-    eval_checkpoint(other, str(whole_run.workdir), '')

@@ -70,14 +70,13 @@ def test_everything_that_loads_it_is_there(run):
   described = transformers.AutoConfig.from_pretrained(to)
   written = json.loads(pathlib.Path(to, 'config.json').read_text())
   assert written['torch_dtype'] == 'bfloat16' and 'dtype' not in written
-  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(to)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(to)
   problem, ours = '3 * 5 = ', tokenizer_lib.characters()
   assert tokenizer(problem)['input_ids'] == ours(problem)['input_ids']
   chat = [{'role': 'user', 'content': problem}]
   prompt = tokenizer.apply_chat_template(chat, tokenize=False)
   generation = transformers.GenerationConfig.from_pretrained(to)
   if config.model.path:
-    assert described.architectures == ['LlamaForCausalLM']
     kept = {k: v for k, v in SOURCE.items() if k != 'dtype'}
     assert written == kept | {'torch_dtype': 'bfloat16'}
     assert (generation.eos_token_id, generation.top_p) == ([1, 4], 0.95)
@@ -85,7 +84,6 @@ def test_everything_that_loads_it_is_there(run):
   else:
     assert described.architectures == ['Qwen2ForCausalLM']
     assert described.eos_token_id == generation.eos_token_id == [1]
-    assert described.pad_token_id == generation.pad_token_id == 0
     assert generation.temperature == config.sampler.temperature
     assert prompt == f'{problem}\n'
   ends = (1, 4) if config.model.path else (1,)
@@ -99,23 +97,6 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match='has no checkpoint; train there first'):
       export.export(tiny(), str(workdir), '', 'float32', 10**9)
   assert not list(tmp_path.iterdir())
-
-
-def test_a_mistral_stays_a_mistral(tmp_path):
-  source = tmp_path / 'source'
-  source.mkdir()
-  mistral = {'model_type': 'mistral', 'architectures': ['MistralForCausalLM']}
-  written = SOURCE | mistral | {'sliding_window': None}
-  (source / 'config.json').write_text(json.dumps(written))
-  spec = hf_config.read_spec(str(source), 'float32')
-  model = Model(str(source), tokenizer_lib.load('characters', '{problem}'), spec)
-  (tmp_path / 'out').mkdir()
-  config = tiny(**{'model.path': str(source)})
-  export.write_configs(str(tmp_path / 'out'), config, model, 'bfloat16')
-  described = transformers.AutoConfig.from_pretrained(tmp_path / 'out')
-  assert described.architectures == ['MistralForCausalLM']
-  assert described.sliding_window is None
-  assert hf_config.read_spec(str(tmp_path / 'out'), 'float32') == spec
 
 
 SIZE = {'shortest_edge': 784, 'longest_edge': 1568}
@@ -147,34 +128,6 @@ def test_what_a_source_says_of_its_pictures_is_preserved(tmp_path, pictures, alo
 
 
 # --- exports read by AutoTokenizer and AutoModel alone
-
-
-TEXTS = (
-  ''.join(tokenizer_lib.CHARACTERS[2:]),
-  '  7 * 8 =  \\boxed{56}\n\n',
-  '\\boxed{\\boxed{}}',
-  ' \n \n\n  (1/2) ',
-)
-
-
-def test_auto_tokenizer_reads_and_writes_every_text_as_we_do(tmp_path):
-  ours = tokenizer_lib.load('characters', '{problem}\n')
-  tokenizer_lib.save(ours, 'characters', str(tmp_path))
-  config = hf_config.config_of(inputs.open_model(tiny()).spec)
-  (tmp_path / 'config.json').write_text(json.dumps(config))
-  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-  assert 'Qwen2' in type(theirs).__name__
-  assert len(theirs) == len(tokenizer_lib.CHARACTERS) == len(ours.backend)
-  assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
-  strings = [*TEXTS, '29x+25=5 mod 9\n', '24x=56 mod 16|5x=3\n', '3 7 25=46\n']
-  rows = tokenizer_lib.encode(ours, strings)
-  assert theirs(strings, add_special_tokens=False)['input_ids'] == rows
-  assert theirs(strings)['input_ids'] == rows
-  assert theirs.batch_decode(rows) == ours.backend.batch_decode(rows) == strings
-  chat = [{'role': 'user', 'content': '3 * 5 = '}]
-  options = {'tokenize': False, 'add_generation_prompt': True}
-  prompt = theirs.apply_chat_template(chat, **options)
-  assert prompt == ours.backend.apply_chat_template(chat, **options) == '3 * 5 = \n'
 
 
 def test_transformers_alone_responds_as_we_do(warm, one_device, tmp_path):

@@ -15,8 +15,9 @@ from bapo_jax import sharding
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.tools.plan import hlo, roofline
+from bapo_jax.tools.plan import roofline
 from bapo_jax.tools.plan.roofline import Traffic
+from benchmarks import hlo
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
@@ -63,18 +64,6 @@ def test_an_update_by_hand():
     assert cost.flops == (3 * once.all + recomputed) * tokens
 
 
-def test_devices_share_the_products_but_rows_alone_do_not_share_weights():
-  spread = {'data': 2, 'fsdp': 2, 'tensor': 2}
-  for make in (
-    lambda shape: roofline.train(SPEC, Schedule(), shape, 8, 8, 1),
-    lambda shape: roofline.score(SPEC, shape, 8, 8),
-    lambda shape: roofline.score(SPEC, shape, 8, 8, logits=False),
-  ):
-    assert make(spread).flops == make(ALONE).flops / 8
-  rows = roofline.decode(SPEC, {**ALONE, 'data': 8}, 8, 8, 0.0)
-  assert rows.bytes == roofline.decode(SPEC, ALONE, 8, 8, 0.0).bytes
-
-
 def test_decoding_reads_the_weights_and_the_cache_once():
   spec = dataclasses.replace(SPEC, compute='bfloat16')
   cost = roofline.decode(spec, {**ALONE, 'tensor': 2}, 4, 8, cache=1000.0)
@@ -85,23 +74,18 @@ def test_decoding_reads_the_weights_and_the_cache_once():
   assert cost.bytes == (4608 + 4 * 256 + 2 * 320) / 2 + 1000
 
 
-@pytest.mark.parametrize('kind', ['even', 'geometric'])
-@pytest.mark.parametrize('devices', [1, 2, 4])
-def test_a_quarter_of_the_cache_is_at_most_035_of_the_bytes(devices, kind):
+@pytest.mark.parametrize('devices', [1, 4])
+def test_a_quarter_of_the_cache_is_at_most_035_of_the_bytes(devices):
   # 7B: 4 key heads of 128 in bfloat16, rows of 9216 columns with T / 4 live on average.
   T, S = 9216, 4096
   n = ragged.block_columns(4 // devices, 128, T, 2)
-  rng = np.random.default_rng(0)
-  if kind == 'even':
-    length_S = rng.integers(1, T // 2, S, endpoint=True)
-  else:
-    length_S = np.minimum(rng.geometric(4 / T, S), T)
+  length_S = np.minimum(np.random.default_rng(0).geometric(4 / T, S), T)
   counted = roofline.columns_read(T, n, length_S.mean())
   # Slot by slot: all columns of every block that has a live column.
   live_SN = np.arange(T)[None, ::n] < length_S[:, None]
   read = n * live_SN.sum() / S
   # Half a block, within four standard errors, and how far a block's lengths are from
-  # even: n^2 / (12 x mean) for geometric lengths, where short ones are more frequent.
+  # even: n^2 / (12 x mean), since short ones are more frequent.
   spread = 4 * n / (12 * S) ** 0.5 + n**2 / (12 * T / 4)
   assert abs(counted - read) < spread
   assert counted / T <= 0.35 and read / T <= 0.35
@@ -142,15 +126,6 @@ def test_the_slowest_of_four_is_the_bound():
   assert cost.seconds(chip, linked=10, crossed=4) == found
   found |= {'links': 3.0, 'network': 8.0}
   assert cost.seconds(chip._replace(network=0.5), linked=10, crossed=4) == found
-
-
-def test_seven_billion():
-  # 2 FLOPs per weight: 7.6 B less the embedding's 0.5 B are 14 GFLOP per token.
-  heads = dict(heads=28, kv_heads=4, head_width=128)
-  spec = transformer.ModelSpec(
-    vocab=152064, width=3584, layers=28, ffn=18944, **heads, tied=False
-  )
-  assert roofline.forward(spec, 0).all == pytest.approx(14.1e9, rel=0.01)
 
 
 # --------------------------------------- what crosses between hosts is counted by hand
@@ -269,10 +244,8 @@ def test_a_compiled_program_is_counted():
   [
     ('replica_groups={{0,2,4},{1,3,5}}, dimensions={0}', 3),
     ('replica_groups=[2,3]<=[6], dimensions={0}', 3),
-    ('replica_groups=[2,3]<=[3,2]T(1,0), x', 3),
     ("replica_groups=mesh['axis_0'=3,'b'=2] {'b'}, x", 2),
     ("replica_groups=mesh['a'=2,'b'=3], device_ids=([3,2]T(1,0)) {'b'}, x", 3),
-    ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'a','c'}, x", 4),
     ('replica_groups={}, dimensions={0}', 1),
   ],
 )
@@ -280,23 +253,15 @@ def test_groups_of_devices_in_every_spelling(text, count):
   assert hlo.members(f'  %g = f32[4] reduce-scatter(%x), {text}') == count
 
 
-def test_a_scatter_over_an_axis_is_as_large_as_its_operand():
-  line = "  %q = f32[4] reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=3] {'b'}, x"
-  assert hlo.size('f32[4]', 'reduce-scatter', False, line) == 3 * 4 * 4
-
-
 @pytest.mark.parametrize(
   ('shape', 'kind', 'size'),
   [
     ('(f32[2]{0}, f32[8]{0})', 'all-gather', 32),
-    ('(f32[2]{0}, f32[8]{0}, u32[], u32[])', 'all-gather', 32),
     # Several operands at once, and their results.
     ('((s32[4]{0}, f32[2,1]{1,0}), (s32[8]{0}, f32[2,2]{1,0}))', 'all-gather', 32 + 16),
     ('((f32[6,8]{0,1}), f32[2,8]{0,1})', 'reduce-scatter', 3 * 64),
     ('((bf16[6]{0}, /*index=1*/bf16[3]{0}), (bf16[2]{0}, bf16[1]{0}))', *('x', 6)),
-    ('((f32[6]{0}, f32[3]{0}), (f32[2]{0}, f32[1]{0}))', 'reduce-scatter', 3 * 12),
     ('(f32[4]{0}, f32[2]{0})', 'all-reduce', 16 + 8),
-    ('f32[4]{0}', 'all-reduce', 16),
     ('(pred[2,4]{1,0}, pred[2,4]{1,0})', 'collective-permute', 8),
   ],
 )

@@ -68,18 +68,11 @@ def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
 def test_saved_bytes_by_hand():
   # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
   spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
-  full, dots, none = (
-    budget.saved_bytes(spec, Schedule(kind), T) for kind in ('full', 'dots', 'none')
-  )
-  assert full == 2 * 48
+  dots, none = (budget.saved_bytes(spec, Schedule(x), T) for x in ('dots', 'none'))
   # The kernel's results: attention's output, and a float32 divisor per head.
   attended = 2 * 64 + 4 * 4
   products = 2 * (2 * 48 + 64 + 2 * 32 + 2 * 160)
   assert dots == products + attended
-  flash = dataclasses.replace(spec, attention='flash')
-  assert budget.saved_bytes(flash, Schedule('dots'), T) == dots
-  plain = dataclasses.replace(spec, attention='plain')
-  assert budget.saved_bytes(plain, Schedule('dots'), T) == products
   assert none == 20 * 48 + 2 * (2 * 64 + 2 * 32) + 12 * 160 + 4 * 4
   # Two devices share heads and feed-forward width; with sequence sharding also the
   # residual stream between the layers.
@@ -99,29 +92,6 @@ def test_the_bytes_of_an_actor_are_those_of_its_arrays(kind, compute):
   norms = (2 * spec.layers + 1) * spec.width  # float32 in any case
   counted = budget.actor_bytes(spec) + norms * (4 - budget.itemsize(compute))
   assert sum(x.size * x.dtype.itemsize for x in arrays) == counted
-
-
-def test_a_quantised_actor_is_counted_in_memory_and_checkpoints():
-  mesh, (config, spec) = fake_mesh('tpu', 2, 2, 2), parsed(compute='bfloat16')
-  config = config.with_values(rollout={'weight_sync_interval': 2})
-  narrow = dataclasses.replace(spec, actor_dtype='int8')
-  found = budget.count(config, narrow, Schedule(), mesh)
-  size = budget.actor_bytes(narrow)
-  assert found.actor == found.kept_actor == size / 2  # tensor=2
-  assert found.checkpoint['actor'] == size < 0.6 * budget.actor_bytes(spec)
-
-
-def test_a_gpu_has_gradients_of_keys_and_values_per_query_head():
-  mesh, (config, spec) = fake_mesh('gpu', 2, 2, 2), parsed(compute='bfloat16')
-  auto, flash, splash = (
-    budget.count(config, dataclasses.replace(spec, attention=kind), Schedule(), mesh)
-    for kind in ('auto', 'flash', 'splash')
-  )
-  assert auto == flash
-  # Two arrays [tokens, H, C]; splash, with one block of keys, has one of the queries.
-  rows = max(config.micro_batch_rows, config.sft.batch) / 4
-  array = 2 * rows * config.row_length * spec.heads * spec.head_width / 2
-  assert config.row_length <= 512 and flash.saved - splash.saved == 2 * array - array
 
 
 def update_bytes(remat, bounds_pass, pieces):
@@ -148,28 +118,6 @@ def test_stored_activations_are_the_compilers(remat, pieces):
   counted, compiled = (a - b for a, b in zip(stored, again, strict=True))
   # What the head saves for its backward pass is not in the count.
   assert compiled == pytest.approx(counted, rel=0.05)
-
-
-def test_stored_activations_by_hand():
-  mesh, (config, spec) = fake_mesh('tpu', 1, 1, 1), parsed({'grad_accum_steps': 4})
-  config = config.with_values(sft={'batch': 1})
-  found = {
-    (how, n): budget.count(
-      config.with_values(
-        learner={'grad_accum_steps': n},
-        prompts={'count': config.prompts.count * n // 4},
-      ),
-      spec,
-      Schedule('dots', bounds_pass=how),
-      mesh,
-    ).saved
-    for how in ('stored', 'again')
-    for n in (1, 2, 4)
-  }
-  # Micro-batches have the same rows: again keeps one, stored all n and one more.
-  two, four = (found['stored', n] - found['again', n] for n in (2, 4))
-  assert four == 2 * two > 0
-  assert found['stored', 1] == found['again', 1] == found['again', 4]
 
 
 def parsed(learner=(), **model):
@@ -255,9 +203,7 @@ def test_the_overhead_of_a_schedule_is_what_an_h100_measured():
     assert estimated(one, other, pieces) == pytest.approx(difference, rel=0.3)
 
 
-@pytest.mark.parametrize(
-  ('platform', 'mib'), [('cpu', 4), ('gpu', 1310), ('tpu', 1310)]
-)
+@pytest.mark.parametrize(('platform', 'mib'), [('cpu', 4), ('gpu', 1310)])
 def test_a_tile_is_sized_by_platform_and_memory(platform, mib):
   config, spec = parsed()
   mesh = fake_mesh(platform, 1, 1, 1)
@@ -271,9 +217,7 @@ def test_a_tile_is_sized_by_platform_and_memory(platform, mib):
   ('rule', 'learner', 'wait'),
   [
     ('balanced', {}, True),
-    ('recipe', {}, True),
     ('fixed', {}, False),
-    ('unclipped', {}, False),
     ('balanced', {'grad_accum_steps': 1}, False),
     ('balanced', {'bounds_scope': 'micro_batch'}, False),
   ],
@@ -283,7 +227,6 @@ def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
   config = config.with_values(clip={'rule': rule})
   found = budget.choose_schedule(config, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
-  assert (budget.BOUNDS['stored'] in budget.sentence(config, found, 1, 1)) == wait
 
 
 def test_given_knobs_are_obeyed():
@@ -291,7 +234,6 @@ def test_given_knobs_are_obeyed():
   config, spec = parsed({'bounds_pass': 'again'}, **knobs)
   found = budget.choose_schedule(config, spec, sharding.make(2, 2, 2), 1e15)
   assert found == Schedule('full', True, 'again', budget.TILE_CPU)
-  assert 'remat full:' in budget.sentence(config, found, 1, 1)
 
 
 def test_auto_on_a_cpu_saves_products_at_most():
@@ -302,7 +244,7 @@ def test_auto_on_a_cpu_saves_products_at_most():
 
 @pytest.mark.parametrize(
   ('platform', 'stats', 'expected'),
-  [('gpu', {'bytes_limit': 1000}, 900), ('cpu', None, 1200), ('tpu', None, 1200)],
+  [('gpu', {'bytes_limit': 1000}, 900), ('cpu', None, 1200)],
 )
 def test_the_limit_is_a_share_of_the_device_or_of_the_host(
   monkeypatch, platform, stats, expected
@@ -360,9 +302,9 @@ def test_a_checkpoint_by_hand():
   _, spec, found = counted()
   n = transformer.count(spec)
   assert found.checkpoint == {'weights': 4 * n, 'optimiser': 8 * n}
-  narrow, lag = {'model.dtype': 'bfloat16'}, {'rollout.weight_sync_interval': 2}
+  narrow = {'model.dtype': 'bfloat16'}
   assert counted(**narrow)[2].checkpoint == {'weights': 2 * n, 'optimiser': 12 * n}
-  assert counted(**lag)[2].checkpoint['actor'] == 4 * n
+  lag = {'rollout.weight_sync_interval': 2}
   config, _, found = counted(**narrow, **lag, **{'lora.rank': 2})
   few = lora.count(spec, 2, config.lora.targets)
   adapted = {'adapters': 4 * few, 'optimiser': 8 * few, 'actor': 4 * few}

@@ -3,8 +3,6 @@
 tests/run/test_overlap.py and test_remote_sampler.py compare whole runs.
 """
 
-import ast
-import inspect
 import queue
 import threading
 from typing import Any
@@ -17,9 +15,9 @@ from runs import PARTIAL, same, tiny
 from bapo_jax import sharding
 from bapo_jax.runtime import signals
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, remote_sampler, resolve, trainer
+from bapo_jax.training import build, remote_sampler, resolve
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
-from bapo_jax.training.sampler import Sampler, ThreadSampler
+from bapo_jax.training.sampler import ThreadSampler
 from bapo_jax.training.submission import Actor, Round
 
 KNOBS: dict[str, Any] = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
@@ -92,24 +90,3 @@ def test_three_places_sample_the_same(warm, monkeypatch):
   for groups, state in others:
     assert same(groups, here)
     assert same(state, partial)
-
-
-def test_the_loop_names_no_place():
-  tree = ast.parse(inspect.getsource(trainer))
-  names = {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
-  names |= {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute)}
-  assert 'sampler' in names
-  places = 'Local Thread Remote Lane Link elsewhere rollout_mesh actor_mesh hosts'
-  assert not [name for name in names for place in places.split() if place in name]
-
-
-def test_the_actor_of_the_learners_devices_is_deleted_and_others_are_kept():
-  weights = {'w': jax.numpy.ones(3)}
-  nothing: Any = None
-  parts = [nothing] * 7
-  remote = RemoteSampler(*parts, learners=nothing, timer=nothing, links=nothing)
-  remote.free(weights)
-  assert not weights['w'].is_deleted()
-  local = Sampler(*parts)
-  local.free(weights)
-  assert weights['w'].is_deleted()

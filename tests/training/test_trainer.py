@@ -18,8 +18,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout, Verification
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import sampler, step_metrics, trainer
-from bapo_jax.training.state import StepRecord, Trainer, TrainState
-from bapo_jax.training.submission import Sampled
+from bapo_jax.training.state import Trainer, TrainState
 
 P, G, T, N = 2, 8, 3, 96
 MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
@@ -185,16 +184,12 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
 
 
 def test_responses_are_numbered_through_rounds_and_resumes(monkeypatch):
-  def first_uids(**fields):
+  for start, rounds in ((0, 4), (4, 2)):
     script = Script(monkeypatch, [(0, 0), (0, 0), (1, 1)], steps=2, **EXTRA)
-    s, *_ = script.loop(**fields)[-1]
-    return s, [keywords['first_uid'] for _, _, keywords in script.rollouts]
-
-  s, uids = first_uids()
-  assert uids == [P * G * prompt_round for prompt_round in range(4)]
-  s, uids = first_uids(prompt_round=4, responses=7)
-  assert uids == [4 * P * G, 5 * P * G] and s.prompt_round == 6
-  assert s.responses == 7 + 2 * P * G
+    s, *_ = script.loop(prompt_round=start, responses=7)[-1]
+    uids = [keywords['first_uid'] for _, _, keywords in script.rollouts]
+    assert uids == [P * G * n for n in range(start, start + rounds)]
+    assert s.responses == 7 + rounds * P * G
 
 
 @pytest.mark.parametrize('depth', [0, 1, 3])
@@ -275,26 +270,6 @@ def test_skipped_updates_are_counted_over_steps(monkeypatch):
   assert [row['learner/updates'] for _, row, _ in steps] == [8, 8, 8, 8, 9]
 
 
-def test_a_step_without_an_update_has_the_metrics_of_its_rollouts_alone():
-  # No seat is filled: no loss, no share, no skipped update to report.
-  groups = making.groups([1, 2], [0, 8], [3, 3])
-  nothing = Rollout(types.empty_groups(0, G, T), [], [])
-  record = StepRecord(3, groups, np.array([-1, -1]), [])
-  tokenizer = python_types.SimpleNamespace(eos=(1,))
-  t: Any = python_types.SimpleNamespace(
-    tokenizer=tokenizer,
-    timer=PhaseTimer(),
-    sampler=python_types.SimpleNamespace(elsewhere=False),
-  )
-  s = TrainState(params=None, opt=None, actor=None, buffer=replay_buffer.init(1, G, T))
-  fresh = Rollout(groups, [], [])
-  found = step_metrics.describe(t, s, [fresh], Sampled(fresh, nothing), record)
-  assert found['rollout/accuracy'] == 0.5 and found['batch/filled'] == 0
-  of_updates = {n: x for n, x in found.items() if n.split('/')[0] in ('loss', 'clip')}
-  assert of_updates and all(np.isnan(x) for x in of_updates.values())
-  assert found['learner/tokens'] == found['learner/skipped'] == 0
-
-
 def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   # Groups of 8: 0 and 8 right are of one reward each, 3 right is not.
   script = [(0, 8), (8, 8), (0, 3), (0, 0)]
@@ -302,6 +277,11 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
   steps = Script(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
   assert [s.idle_steps for s, *_ in steps] == [5, 6, 0, 1]
   assert [row['learner/idle_steps'] for _, row, _ in steps] == [5, 6, 0, 1]
+  # Without an update a step has the metrics of its rollouts alone.
+  _, row, _ = steps[0]
+  assert row['rollout/accuracy'] == 0.5 and row['batch/filled'] == 0
+  of_updates = [x for name, x in row.items() if name.startswith(('loss/', 'clip/'))]
+  assert of_updates and np.isnan(of_updates).all()
 
 
 def test_theory_golden():

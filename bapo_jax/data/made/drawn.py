@@ -10,7 +10,7 @@ The worked solution reads the quantities off, in the order of the question:
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
 A slip misreads a quantity; the digits that were read are nevertheless added correctly.
-The embedded policy reads the wording `short`.
+`problems.drawn.wording`='short' is the terse wording, for the embedded policy.
 
 In a `Problem`, `numbers` are the quantities shown, and `terms` are the indices of the
 quantities asked for, counted from 1 and negative if subtracted. Axes: H and W are rows
@@ -87,7 +87,7 @@ def solve(
   return '|'.join(lines) + rf'\boxed{{{value}}}'
 
 
-def _value(read: Sequence[int], terms: Sequence[int]) -> int:
+def _value(read: Sequence[int], terms: Sequence[int]):
   return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
 
 
@@ -133,7 +133,8 @@ def _bars(rng, canvas, numbers):
 def _dots(rng, canvas, numbers):
   """Draws a column of dots per quantity, in random cells out of ten, between lines."""
   wide = len(canvas) // len(numbers)
-  across, down = (wide - 2) // 2, len(canvas) // 5
+  across = (wide - 2) // 2
+  down = len(canvas) // 5
   size = min(across, down) - 2
   for i, n in enumerate(numbers):
     canvas[:, i * wide] = GRID

@@ -99,7 +99,10 @@ def _solve_trial(problem, rng, slip, repeat):
 
 
 def _draw_chain(rng, problems):
-  """Draws a chain of +, - and *; `numbers` are its results in order, then m."""
+  """Draws a chain of +, - and *.
+
+  `numbers` has the result after each operation, in order, and then the modulus.
+  """
   m, operations = CHAIN_LEVELS[problems.level]
   value = int(rng.integers(2, 10))
   text = str(value)

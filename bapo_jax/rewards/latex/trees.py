@@ -147,7 +147,7 @@ class _Parser:
     self.depth -= 1
     return tree
 
-  def _atom(self, token) -> Tree:
+  def _atom(self, token):
     if token and token[0] in '.0123456789':
       if not self.accept('_'):
         return ('num', _numeral(token))
@@ -221,7 +221,7 @@ def _parts(tree):
   return [part for part in tree[1:] if isinstance(part, tuple)]
 
 
-def _nodes(tree) -> set[Tree]:
+def _nodes(tree):
   return {tree}.union(*map(_nodes, _parts(tree)))
 
 
@@ -230,7 +230,7 @@ def symbols(tree: Tree) -> set[str | Tree]:
   return {node[1] for node in _nodes(tree) if node[0] == 'sym'}
 
 
-def _flat(tree, kind) -> list[Tree]:
+def _flat(tree, kind):
   if tree[0] != kind:
     return [tree]
   return [part for inner in tree[1:] for part in _flat(inner, kind)]
@@ -303,7 +303,7 @@ def equal(gold: Tree, response: Tree) -> bool:
   return gold == response
 
 
-def _degree(node) -> int:
+def _degree(node):
   """Returns the factor by which a node raises the degree of an algebraic number.
 
   No bound is known for π, e and irrational exponents. They count as degree 4, twice
@@ -320,7 +320,7 @@ def _degree(node) -> int:
   return 1
 
 
-def _height(tree) -> float:
+def _height(tree):
   """Returns a bound on the decimal digits of a value's coefficients.
 
   Raises a ValueError for a power of more than MOST_DIGITS, without evaluating it.
@@ -347,7 +347,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 
 
-def _value(tree) -> Any:
+def _value(tree):
   match tree:
     case ('num', number) | ('mixed', number):
       return mpmath.mpf(number.numerator) / number.denominator

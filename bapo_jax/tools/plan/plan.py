@@ -5,7 +5,7 @@ No weight is loaded and no program runs: a config.json is enough.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import hlo, programs, roofline, search
+from bapo_jax.tools.plan import programs, roofline, search
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.tools.plan.roofline import GIB, Chip, Cost
+from bapo_jax.tools.plan.roofline import GIB, Chip
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
@@ -26,22 +26,21 @@ COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
 class Row(NamedTuple):
-  """The memory of a program and its collectives, in bytes per device."""
+  """The memory of a program, in bytes per device; nan if it was not compiled."""
 
   program: Program
   arguments: float  # the cache included
   output: float  # beyond donated arguments
   temporaries: float
-  loops: Sequence[hlo.Run] = ()
+  total: float  # of the whole run while this program runs
 
-  @property
-  def total(self) -> float:
-    """Bytes of the whole run on the device while this program runs."""
-    return self.arguments + self.output + self.temporaries + self.program.resident
+  def left(self, chip: Chip) -> float:
+    """Returns the GiB of a chip that stay free; negative if the run cannot fit."""
+    return chip.hbm - self.total / GIB
 
 
-def compiled(program: Program, mesh: Mesh) -> Row | float:
-  """Compiles a program; returns its Row, or the bytes needed if it does not fit."""
+def compiled(program: Program, mesh: Mesh) -> Row:
+  """Compiles a program; a program that the compiler refuses has only a total."""
   # Also with one device, unlike `sharding.current`: since jax 0.11 the kernels of an
   # absent GPU are lowered for the kind of device that the ambient mesh has.
   with jax.set_mesh(mesh):
@@ -51,16 +50,13 @@ def compiled(program: Program, mesh: Mesh) -> Row | float:
     except Exception as error:
       if 'RESOURCE_EXHAUSTED' not in str(error):
         raise
-      return bytes_needed(str(error), program)
+      needed = bytes_needed(str(error), program)
+      return Row(program, math.nan, math.nan, math.nan, needed)
   m = executable.memory_analysis()
   assert m is not None, 'every TPU and GPU reports it'
-  return Row(
-    program,
-    m.argument_size_in_bytes,
-    m.output_size_in_bytes - m.alias_size_in_bytes,
-    m.temp_size_in_bytes,
-    hlo.in_loops(executable.as_text() or '', program.micro_batches),
-  )
+  output = m.output_size_in_bytes - m.alias_size_in_bytes
+  parts = m.argument_size_in_bytes, output, m.temp_size_in_bytes
+  return Row(program, *parts, sum(parts) + program.resident)
 
 
 def bytes_needed(message: str, program: Program) -> float:
@@ -77,11 +73,6 @@ def bytes_needed(message: str, program: Program) -> float:
 def room(chip: Chip) -> float:
   """Returns the bytes of a chip's memory that an estimate from formulas may fill."""
   return budget.DEVICE_SHARE * chip.hbm * GIB
-
-
-def left(row: Row | float, chip: Chip) -> float:
-  """Returns the GiB of a chip that a program leaves free; negative if it cannot fit."""
-  return chip.hbm - (row.total if isinstance(row, Row) else row) / GIB
 
 
 def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
@@ -122,7 +113,9 @@ def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
 
 def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
   """Adds flags until the program compiles and fits; describes them in a sentence."""
-  changed, flags, given = job.config, {}, ''
+  changed = job.config
+  flags = {}
+  given = ''
   for knob, value in ladder(name, job):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
@@ -130,9 +123,9 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
     given = ' '.join(flags.values())
     echo(f'  {name}: trying {given}')
     make = programs.programs_of(job.spec)[name]
-    row = compiled(make(planned(changed, job.mesh, chip)), job.mesh)
-    if isinstance(row, Row) and left(row, chip) >= 0:
-      return f'{given} fits, {left(row, chip):.1f} GiB left'
+    spare = compiled(make(planned(changed, job.mesh, chip)), job.mesh).left(chip)
+    if spare >= 0:
+      return f'{given} fits, {spare:.1f} GiB left'
   if not given:
     return 'no smaller batch divides over this mesh; try a larger mesh.tensor'
   return f'not even with {given}; try a larger mesh.tensor or topology'
@@ -157,20 +150,21 @@ def run(
   echo(machine.CONFIRMED)
   needed = budget.count(*job).update
   echo(budget.sentence(config, job.schedule, needed, room(chip)))
-  rows, verdicts = {}, {}
+  rows = {}
+  verdicts = {}
   for name, make in programs.programs_of(job.spec).items():
     rows[name] = row = compiled(make(job), mesh)
-    spare = left(row, chip)
-    if isinstance(row, Row) and spare >= 0:
+    spare = row.left(chip)
+    if spare >= 0:
       verdicts[name] = f'fits, {spare:.1f} left'
       echo(f'  {name} compiled')
     else:
       echo(f'  {name} does not fit; searching for a smaller batch')
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
-  fitting = {name: row for name, row in rows.items() if isinstance(row, Row)}
   echo(f'\n{memory_table(rows, verdicts)}')
-  echo(f'\n{roofline_table(fitting, chip, job, mean_share)}')
+  planned_ = {name: row.program for name, row in rows.items()}
+  echo(f'\n{roofline_table(planned_, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -184,16 +178,13 @@ def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   return bool(found)
 
 
-def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
+def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
   """Formats the memory of each program, in GiB per device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
   for name, row in rows.items():
-    if isinstance(row, Row):
-      p = row.program
-      own = row.arguments, row.output, row.temporaries, p.cache, p.resident, row.total
-      cells = ''.join(f'{size / GIB:12.2f}' for size in own)
-    else:
-      cells = f'{row / GIB:72.2f}'
+    program, *sizes, total = row
+    sizes += [program.cache, program.resident, total]
+    cells = ''.join(f'{size / GIB:12.2f}' for size in sizes)
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
   lines.append(
     'cache is part of the arguments; resident is memory of the run that the '
@@ -203,7 +194,7 @@ def memory_table(rows: dict[str, Row | float], verdicts: dict[str, str]) -> str:
 
 
 def roofline_table(
-  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float
+  programs_: dict[str, Program], chip: Chip, job: Job, mean_share: float
 ) -> str:
   """Formats lower bounds on the seconds of each program and of a step."""
   lines = [
@@ -211,15 +202,8 @@ def roofline_table(
     f'{"network":>12}  of one'
   ]
   took = {}
-
-  def bounds(row: Row, cost: Cost) -> list[float]:
-    p = row.program
-    linked = sum(run.received for run in row.loops) / p.steps
-    return list(roofline.bounds(cost, chip, job.mesh, p.traffic, linked).values())
-
-  for name, row in rows.items():
-    cost = row.program.cost
-    seconds = bounds(row, cost)
+  for name, (_, _, _, cost, traffic, *_) in programs_.items():
+    seconds = roofline.bounds(cost, chip, job.mesh, traffic).values()
     took[name] = max(seconds)
     cells = ''.join(f'{s:12.4g}' for s in seconds)
     share = cost.model_flops / chip.flops / took[name]
@@ -228,28 +212,28 @@ def roofline_table(
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  config, sampler = job.config, job.config.sampler
-  if 'decode' in took:
-    rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-    hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
-    cost, share = programs.decode_cost(job, mean_share)
-    live = max(bounds(rows['decode'], cost))
-    lines.append(
-      f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
-      f'slots are full; a rollout of responses of {sampler.max_new_tokens} tokens at '
-      f'least {hours:.2f} h\n'
-      f'  by the assumption --mean_share={mean_share:g} a step reads {share:.1%} of '
-      f'the cache: at most {sampler.max_num_seqs / live:.0f} tokens/s'
-    )
-  if 'train step' in took:
-    updates = config.updates_per_step
-    hours = updates * took['train step'] / 3600
-    columns = updates * config.minibatch_rows * config.row_length
-    lines.append(
-      f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
-      f'at least {hours:.3g} h\n'
-      f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
-      f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
-      f'{mean_share * hours:.3g} h'
-    )
+  config = job.config
+  sampler = job.config.sampler
+  rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
+  hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
+  cost, share = programs.decode_cost(job, mean_share)
+  traffic = programs_['decode'].traffic
+  live = max(roofline.bounds(cost, chip, job.mesh, traffic).values())
+  lines.append(
+    f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
+    f'slots are full; a rollout of responses of {sampler.max_new_tokens} tokens at '
+    f'least {hours:.2f} h\n'
+    f'  by the assumption --mean_share={mean_share:g} a step reads {share:.1%} of '
+    f'the cache: at most {sampler.max_num_seqs / live:.0f} tokens/s'
+  )
+  updates = config.updates_per_step
+  hours = updates * took['train step'] / 3600
+  columns = updates * config.minibatch_rows * config.row_length
+  lines.append(
+    f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
+    f'at least {hours:.3g} h\n'
+    f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
+    f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
+    f'{mean_share * hours:.3g} h'
+  )
   return '\n'.join(lines)

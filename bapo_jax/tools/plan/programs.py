@@ -61,12 +61,10 @@ class Program(NamedTuple):
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  cost: Cost  # per step, see `steps`
+  cost: Cost  # of a call, or of a token in every slot
+  traffic: Sequence[Traffic]  # likewise
   resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
-  steps: int = 1  # per call
-  micro_batches: int = 1  # upper limit; the loop ends with the last row
-  traffic: Sequence[Traffic] = ()  # counted by formulas, per step
 
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
@@ -118,7 +116,9 @@ def beside_update(job: Job) -> int:
 def train_step(job: Job) -> Program:
   """Builds the program of one optimiser update on one minibatch."""
   config, spec, schedule, mesh = job
-  B, T, n = config.minibatch_rows, config.row_length, config.learner.grad_accum_steps
+  B = config.minibatch_rows
+  T = config.row_length
+  n = config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
   seen = embedded(job, B // config.sampler.group_size)
   batch = build.abstract_batch(config, mesh, seen)
@@ -128,15 +128,15 @@ def train_step(job: Job) -> Program:
     (params, opt, batch, base),
     {},
     roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
+    roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
     beside_update(job),
-    micro_batches=n,
-    traffic=roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
   )
 
 
 def score(job: Job) -> Program:
   """Builds the program that computes log-probabilities of a packed micro-batch."""
-  config, T = job.config, job.config.row_length
+  config = job.config
+  T = job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
   knobs = dict(temperature=config.sampler.temperature)
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
@@ -148,13 +148,20 @@ def score(job: Job) -> Program:
     (lora.attach(base, params), like((B, T), 'int32'), like((B, T), 'bool')),
     {} if seen is None else {'pictures': seen},
     roofline.score(job.language, job.shape, B, T),
+    [roofline.gathers(job.language, job.shape), sums(job, B * T)],
     bytes_per_device((opt, actor(job), buffer(job))),
   )
 
 
+def sums(job: Job, tokens: float) -> Traffic:
+  """Counts the sums over axis tensor in a forward pass of `tokens` tokens."""
+  return roofline.hidden_sums(job.language, tokens / sharding.row_shards(job.mesh))
+
+
 def slots_of(job: Job) -> decode_lib.Slots:
   """Returns the sampler's abstract slots, placed as in training."""
-  T, k = job.config.row_length, job.config.sampler
+  T = job.config.row_length
+  k = job.config.sampler
   slots = jax.eval_shape(
     lambda: decode_lib.empty(job.spec, k.max_num_seqs, T, k.cache_segments)
   )
@@ -163,7 +170,8 @@ def slots_of(job: Job) -> decode_lib.Slots:
 
 def prefill(job: Job) -> Program:
   """Builds the program that admits prompts into free slots."""
-  config, spec = job.config, job.spec
+  config = job.config
+  spec = job.spec
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots = slots_of(job)
@@ -182,6 +190,7 @@ def prefill(job: Job) -> Program:
     (actor(job), slots, tokens, *numbers, *seen),
     {'spec': spec},
     cost,
+    [sums(job, R * width)],
     bytes_per_device((learner_state(job), buffer(job))),
     bytes_per_device(slots.cache),
   )
@@ -194,10 +203,14 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
   geometric response lengths and refilled slots, it is the mean row length divided by
   the longest; it is smaller if the response lengths vary less.
   """
-  config, spec, shape = job.config, job.spec, job.shape
+  config = job.config
+  spec = job.spec
+  shape = job.shape
   # Of two key heads on three devices, every device has both.
   heads = spec.kv_heads // (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
-  live, share, columns = mean_share * config.row_length, 1.0, config.row_length
+  live = mean_share * config.row_length
+  share = 1.0
+  columns = config.row_length
   if decoder.is_ragged(spec):
     (columns,) = shapes.cache_columns(spec, config.row_length, 1)
     block = ragged.BLOCK  # of the GPU's kernel
@@ -213,19 +226,18 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
-  sampler, n = job.config.sampler, job.config.sampler.tokens_per_dispatch
+  sampler = job.config.sampler
+  n = job.config.sampler.tokens_per_dispatch
   slots = slots_of(job)
-  shards = sharding.row_shards(job.mesh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
     decode_lib.run,
     (actor(job), slots, key, sampler.temperature, n, 0),
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
     decode_cost(job)[0],
+    [sums(job, sampler.max_num_seqs)],
     bytes_per_device((learner_state(job), buffer(job))),
     bytes_per_device(slots.cache),
-    n,
-    traffic=[roofline.hidden_sums(job.language, sampler.max_num_seqs / shards)],
   )
 
 
@@ -264,6 +276,7 @@ def tower(job: Job) -> Program:
     ({policy.TOWER: (base or params)[policy.TOWER]}, pixels),
     {'spec': job.spec, 'schedule': job.schedule},
     roofline.tower(job.spec, job.shape, *pixels.pixels_PZE.shape[:2]),
+    [],
     bytes_per_device((rest, opt)) + beside_update(job),
   )
 

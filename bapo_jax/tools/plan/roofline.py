@@ -176,8 +176,10 @@ def train(
   [rows, length] is the minibatch over all devices; `adapters` counts adapter
   parameters, 0 if all weights are trained.
   """
-  devices, tokens = math.prod(shape.values()), rows * length
-  once, trained = forward(spec, length / 2), adapters or transformer.count(spec)
+  devices = math.prod(shape.values())
+  tokens = rows * length
+  once = forward(spec, length / 2)
+  trained = adapters or transformer.count(spec)
   model = 3 * once.all
   if adapters:
     model += 6 * adapters - once.layers - once.head
@@ -226,17 +228,27 @@ def train_traffic(
   for the backward pass; gradients are scattered over fsdp, and summed in float32 over
   axis data. Each pass sums the hidden states over axis tensor twice per layer.
   """
-  data, fsdp, tensor = shape['data'], shape['fsdp'], shape['tensor']
-  several, c = n > 1, itemsize(spec.compute)
+  data = shape['data']
+  fsdp = shape['fsdp']
+  tensor = shape['tensor']
+  several = n > 1
   weights = transformer.count(spec) / tensor
+  gathered = gathers(spec, shape)
+  size = gathered.bytes
   passes = 2 + several + (schedule.remat == 'full')
   hidden = hidden_sums(spec, passes * rows * length / (data * fsdp))
   return [
-    Traffic('all-gather', 'fsdp', n * (2 + several) * c * weights),
-    Traffic('reduce-scatter', 'fsdp', n * c * weights),
+    gathered._replace(bytes=n * (2 + several) * size),
+    Traffic('reduce-scatter', 'fsdp', n * size),
     Traffic('all-reduce', 'data', n * 4 * weights / fsdp),
     hidden,
   ]
+
+
+def gathers(spec: ModelSpec, shape: MeshShape) -> Traffic:
+  """Counts the gathering of all weights over fsdp, once."""
+  size = itemsize(spec.compute) * transformer.count(spec)
+  return Traffic('all-gather', 'fsdp', size / shape['tensor'])
 
 
 def hidden_sums(spec: ModelSpec, tokens: float) -> Traffic:
@@ -272,7 +284,9 @@ def tower(spec: ModelSpec, shape: MeshShape, rows: int, patches: int) -> Cost:
   """
   v = spec.vision
   assert v is not None, 'only called for vision models'
-  devices, D, merged = math.prod(shape.values()), v.width, v.merge**2
+  devices = math.prod(shape.values())
+  D = v.width
+  merged = v.merge**2
   full = len(v.full_layers)
   seen = full * patches + (v.layers - full) * min(v.window_patches, patches)
   per_patch = v.numbers * D + v.layers * (4 * D**2 + 3 * D * v.ffn) + 2 * seen * D
@@ -332,18 +346,10 @@ def into_device(
 
 
 def bounds(
-  cost: Cost,
-  chip: Chip,
-  mesh: Mesh,
-  traffic: Sequence[Traffic],
-  linked: float | None = None,
+  cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
 ) -> dict[str, float]:
-  """Returns lower bounds on the seconds per resource, with the traffic of the mesh.
-
-  `linked` is the number of bytes that a device receives; by default that of `traffic`.
-  """
+  """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
   shape = dict(mesh.shape)
-  if linked is None:
-    linked = sum(t.received(shape) for t in traffic)
+  linked = sum(t.received(shape) for t in traffic)
   process_of = [device.process_index for device in mesh.devices.flat]
   return cost.seconds(chip, linked, into_device(traffic, shape, process_of))

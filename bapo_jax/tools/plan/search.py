@@ -48,16 +48,12 @@ class Choice(NamedTuple):
     )
 
 
-class TooLarge(ValueError):
+def too_large(part: str, least: str, needed: float, memory: float) -> ValueError:
   """Reports a part of a run that does not fit a mesh, even with its smallest batch."""
-
-  def __init__(self, part: str, least: str, needed: float, memory: float) -> None:
-    """Words the error; `needed` and `memory` are bytes per device."""
-    self.excess = needed - memory
-    super().__init__(
-      f'{part} needs {needed / GIB:.0f} GiB per device, even with {least}, but only '
-      f'{memory / GIB:.0f} GiB are available'
-    )
+  return ValueError(
+    f'{part} needs {needed / GIB:.0f} GiB per device, even with {least}, but only '
+    f'{memory / GIB:.0f} GiB are available'
+  )
 
 
 def divisors(n: int) -> list[int]:
@@ -81,7 +77,8 @@ def search(
   config: Config, spec: ModelSpec, chip: Chip, devices: Sequence[Any], memory: float
 ) -> tuple[list[Choice], dict[str, ValueError]]:
   """Returns the choices that fit, fastest first, and the error per rejected mesh."""
-  found, refused = [], {}
+  found = []
+  refused = {}
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
@@ -95,21 +92,12 @@ def search(
 def judge(job: Job, chip: Chip, memory: float) -> Choice:
   """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
-  Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
-  ValueError if model or rows do not divide over the mesh.
+  Raises ValueError if nothing fits, or model or rows do not divide over the mesh.
   """
   config = job.config
   extra = budget.count(*job).buffer
-  parts: list[Any] = []
-  errors = []
-  for find in (_update, _decoding):
-    try:
-      parts.append(find(job, chip, memory - extra))
-    except TooLarge as error:
-      errors.append(error)
-  if errors:
-    raise max(errors, key=lambda error: error.excess)
-  (steps, schedule, update_bytes, update), (slots, decode_bytes, token) = parts
+  steps, schedule, update_bytes, update = _update(job, chip, memory - extra)
+  slots, decode_bytes, token = _decoding(job, chip, memory - extra)
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
   seconds = config.updates_per_step * max(update.values())
@@ -127,7 +115,7 @@ def judge(job: Job, chip: Chip, memory: float) -> Choice:
   )
 
 
-def _update(job: Job, chip: Chip, memory: float) -> tuple:
+def _update(job: Job, chip: Chip, memory):
   """Finds the fastest update that fits: (micro-batches, schedule, bytes, seconds)."""
   config, spec, _, mesh = job
   sharding.shardings(transformer.abstract(spec), mesh)
@@ -150,11 +138,11 @@ def _update(job: Job, chip: Chip, memory: float) -> tuple:
       seconds = roofline.bounds(cost, chip, mesh, traffic)
       updates.append((steps, schedule, needed, seconds))
   if not updates:
-    raise TooLarge('an update', 'one row per device in a micro-batch', least, memory)
+    raise too_large('an update', 'one row per device in a micro-batch', least, memory)
   return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
-def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
+def _decoding(job: Job, chip: Chip, memory):
   """Finds the most slots that fit; returns (slots, bytes, {resource: s per token})."""
   config, spec, _, mesh = job
   shards = sharding.row_shards(mesh)
@@ -177,7 +165,7 @@ def _decoding(job: Job, chip: Chip, memory: float) -> tuple:
       return slots, needed, roofline.bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'
-    raise TooLarge('decoding', few, needed, memory)
+    raise too_large('decoding', few, needed, memory)
   raise ValueError(
     f'sampler.max_num_seqs must be a multiple of the {shards} device shards'
   )
@@ -209,7 +197,7 @@ def table(found: Sequence[Choice], refused: dict[str, ValueError]) -> str:
   return '\n'.join(lines)
 
 
-def _bound(seconds: dict[str, float], scale: float) -> str:
+def _bound(seconds: dict[str, float], scale):
   """Formats the largest of several lower bounds, with the name of its resource."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'

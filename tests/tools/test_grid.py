@@ -1,0 +1,171 @@
+"""`bapo sweep`: the grid by hand, refusals, and two runs to their end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from refusals import refused
+
+from bapo_jax import main
+from bapo_jax.runtime import metrics
+from bapo_jax.tools import sweep
+
+
+def script(text, *args):
+  return subprocess.Popen([sys.executable, '-c', text, *map(str, args)])
+
+
+def always(run, start):
+  return True
+
+
+def test_a_warm_start_is_copied_from_another_run(tmp_path):
+  folder = tmp_path / 'main'
+  workdirs = [tmp_path / 'staleness' / 'one', folder / 'two']
+  assert not sweep.share(str(folder / 'two'), 'abc', workdirs)
+  source = tmp_path / 'staleness' / 'one' / 'warmstart' / 'abc'
+  source.mkdir(parents=True)
+  (source / 'weights').write_text('1 2 3')
+  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
+  torn.mkdir(parents=True)
+  (torn / 'torn').write_text('')
+  assert sweep.share(str(folder / 'two'), 'abc', workdirs)
+  copy = folder / 'two' / 'warmstart' / 'abc'
+  assert [p.name for p in copy.iterdir()] == ['weights'] and not torn.exists()
+  assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
+
+
+def test_a_run_waits_for_the_warm_start_that_another_makes():
+  ended, order = set(), []
+
+  def start(run, core):
+    order.append(run)
+    processes[run] = script('import time; time.sleep(0.3)')
+    return processes[run]
+
+  def ready(run, start):
+    ended.update(r for r, p in processes.items() if p.poll() is not None)
+    return any(waiting[r] == start for r in ended)
+
+  processes, waiting = {}, {'a1': 'a', 'a2': 'a', 'b1': 'b'}
+  assert sweep.drive(waiting, start, ready, workers=2) == ({}, 0)
+  # a2 needs the warm start of a1, so the second core takes b1 first.
+  assert order == ['a1', 'b1', 'a2']
+
+
+def test_every_worker_has_its_core_and_a_failed_run_is_named():
+  cores, most, processes = {}, [], []
+
+  def start(run, core):
+    cores[run] = core
+    most.append(len([p for p in processes if p.poll() is None]) + 1)
+    wait = 'import sys, time; time.sleep(0.2); sys.exit(int(sys.argv[1]))'
+    processes.append(script(wait, 7 if run == 'r1' else 0))
+    return processes[-1]
+
+  waiting = {f'r{i}': f's{i}' for i in range(5)}
+  assert sweep.drive(waiting, start, always, workers=2) == ({'r1': 7}, 0)
+  assert sorted(cores) == sorted(waiting), 'a failed run does not stop the others'
+  assert set(cores.values()) == {0, 1} and max(most) == 2
+
+
+def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
+  child = (
+    'import pathlib, signal, sys, time\n'
+    'got = []\n'
+    'signal.signal(signal.SIGINT, lambda *a: got.append(1))\n'
+    'pathlib.Path(sys.argv[1]).touch()\n'
+    'while not got: time.sleep(0.01)\n'
+    'time.sleep(1.5)\n'
+    'pathlib.Path(sys.argv[1]).write_text(str(len(got)))\n'
+    'sys.exit(130)\n'
+  )
+  started = []
+
+  def start(run, core):
+    started.append(run)
+    return script(child, tmp_path / run)
+
+  def interrupt():
+    while not (tmp_path / 'a').exists():
+      time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  ended = sweep.drive({'a': 's', 'b': 's'}, start, always, workers=1)
+  thread.join()
+  assert started == ['a'] and ended == ({}, signal.SIGINT)
+  assert (tmp_path / 'a').read_text() == '1', 'signalled once'
+
+
+def test_a_grid_has_every_value_with_every_seed():
+  found = sweep.grid(['clip.rule=fixed,balanced', 'clip.x=(1,2),[3,4]'], [0, 7])
+  assert len(found) == 8
+  assert found['clip.rule=balanced,clip.x=[3,4]/7'] == [
+    '--config.clip.rule=balanced',
+    '--config.clip.x=[3,4]',
+    '--config.seed=7',
+  ]
+  first = [name.rpartition('/')[2] for name in found]
+  assert first == ['0'] * 4 + ['7'] * 4  # runs of one seed share a warm start
+  assert sweep.grid([], [3]) == {'3': ['--config.seed=3']}
+  assert list(sweep.grid(['loss.rule=a/b.py:f'], [1])) == ['loss.rule=a_b.py:f/1']
+
+
+def test_seeds_are_a_range_or_a_list():
+  assert sweep.seeds_of('0:3') == [0, 1, 2]
+  assert sweep.seeds_of('0,7,9') == [0, 7, 9]
+  for text in ('3:3', '', '1,1', '-1', '0:3:1', 'a'):
+    with pytest.raises(ValueError, match=r'--seeds=.*0:3.*0,7,9'):
+      sweep.seeds_of(text)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'sentence'),
+  [
+    (['--set', 'clip.rule'], r'--set clip.rule: give knob=value,value'),
+    (['--set', 'clip.rule=fixed,'], r'give knob=value,value'),
+    (['--set', 'clip.rule=fixed,fixed'], r'twice; give it once'),
+    (['--set', 'clip.rule=fixed', '--set', 'clip.rule=dcpo'], r'twice; give it once'),
+    (['--set', 'clip.rule=fixed,balence'], r"'balence': give one of 'balanced'"),
+    (['--workers=0'], r'--workers=0: give at least 1'),
+    (['--config=configs/none.py'], r'no such file'),
+  ],
+)
+def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path):
+  folder = tmp_path / 'runs'
+  command = ['sweep', '--config=configs/aime.py', f'--workdir={folder}', *flags]
+  assert re.search(sentence, refused(command))
+  assert not folder.exists()
+
+
+def test_runs_of_a_seed_share_a_warm_start_and_are_compared(tmp_path):
+  sizes = 'steps=1 sft.clean=3 sft.noisy=1 problems.train=64 problems.test=16'
+  flags = [f'--config.{size}' for size in sizes.split()]
+  arguments = ['bapo', 'sweep', '--config=configs/aime.py', f'--workdir={tmp_path}']
+  arguments += ['--set', 'clip.rule=fixed,unclipped', '--seeds=1,4', *flags]
+  for _ in range(2):  # the second time all runs are done, and stay as they are
+    assert main.start(main.parse(arguments)) == 0
+  starts = set()
+  for run in sweep.grid(['clip.rule=fixed,unclipped'], [1, 4]):
+    assert len(metrics.read(str(tmp_path / run))) == 1 + 1  # of step 0, and a step
+    (start,) = (tmp_path / run / 'warmstart').iterdir()
+    starts.add(start.name)
+  assert len(starts) == 1
+  page = (tmp_path / 'compare.html').read_text()
+  assert 'clip.rule=unclipped' in page
+
+
+def test_a_process_has_one_core(tmp_path):
+  text = 'import os; print(len(os.sched_getaffinity(0)))'
+  wait = f'import time; time.sleep(0.2); {text}'
+  output = tmp_path / 'arm' / '0.log'
+  for _ in range(2):  # appends
+    assert not sweep.launch([sys.executable, '-c', wait], str(output), 1).wait()
+  assert output.read_text() == '1\n1\n'
