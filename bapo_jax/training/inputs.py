@@ -118,7 +118,8 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
   spec = dataclasses.replace(spec, actor_dtype=actor_dtype, **knobs.types)
   if knobs.train_tower and spec.vision is None:
     raise ValueError(
-      'this model has no vision tower to train; set model.train_tower=False'
+      'model.train_tower=True needs a vision tower, which this model lacks; set it to '
+      'False'
     )
   if knobs.train_tower and config.lora.rank:
     raise ValueError(
