@@ -13,7 +13,7 @@
 2. `read` checks the lines and returns them as step_record.read returns a recorded step.
 
 Needs nothing but the standard library, so that other trainers can import it.
-docs/guide/running.md has the lines that call `append` in TRL, verl and OpenRLHF.
+docs/guide/from_trl.md has the lines that call `append` in TRL, verl and OpenRLHF.
 """
 
 import json

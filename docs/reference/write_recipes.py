@@ -71,7 +71,7 @@ INTRODUCTION = """\
 # Recipes per machine
 
 Written by `python -m docs.reference.write_recipes > docs/reference/recipes.md` from the
-counts of `--mode=plan --search` ([scaling.md](../guide/scaling.md#which-mesh)).
+counts of `--mode=plan --search` ([scaling.md](../system/scaling.md#which-mesh)).
 **Nothing here was measured on these machines:** memory is counted by hand, and times
 are bounds by the roofline.
 
@@ -81,7 +81,7 @@ are bounds by the roofline.
 - **longest response**: the longest of {lengths} tokens after a
   prompt of 1k for which update and decoding need at most {share:.0f} % of the usable
   memory, by count. The other 17 % are for the error of the count, which was larger for
-  some rows ([compiled rows](../guide/scaling.md#compiled-recipes)). The 0.5B has 32k
+  some rows ([compiled rows](../system/scaling.md#compiled-recipes)). The 0.5B has 32k
   positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
   are those with the lowest bound on the time of a step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
@@ -106,7 +106,7 @@ The command of a row compiles its programs for the absent machine. It needs
 `hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B`. If nothing
 fits, the command is that of the search, which compiles nothing and gives a reason per
 mesh. A run with adapters also needs a higher learning rate
-([lora.md](../guide/lora.md)).
+([lora.md](../system/lora.md)).
 """
 
 

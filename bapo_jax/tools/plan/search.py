@@ -48,12 +48,16 @@ class Choice(NamedTuple):
     )
 
 
-def too_large(part: str, least: str, needed: float, memory: float) -> ValueError:
+class TooLarge(ValueError):
   """Reports a part of a run that does not fit a mesh, even with its smallest batch."""
-  return ValueError(
-    f'{part} needs {needed / GIB:.0f} GiB per device, even with {least}, but only '
-    f'{memory / GIB:.0f} GiB are available'
-  )
+
+  def __init__(self, part: str, least: str, needed: float, memory: float) -> None:
+    """Words the error; `needed` and `memory` are bytes per device."""
+    self.excess = needed - memory
+    super().__init__(
+      f'{part} needs {needed / GIB:.0f} GiB per device, even with {least}, but only '
+      f'{memory / GIB:.0f} GiB are available'
+    )
 
 
 def divisors(n: int) -> list[int]:
@@ -92,12 +96,21 @@ def search(
 def judge(job: Job, chip: Chip, memory: float) -> Choice:
   """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
-  Raises ValueError if nothing fits, or model or rows do not divide over the mesh.
+  Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
+  ValueError if model or rows do not divide over the mesh.
   """
   config = job.config
   extra = budget.count(*job).buffer
-  steps, schedule, update_bytes, update = _update(job, chip, memory - extra)
-  slots, decode_bytes, token = _decoding(job, chip, memory - extra)
+  parts: list[Any] = []
+  errors = []
+  for find in (_update, _decoding):
+    try:
+      parts.append(find(job, chip, memory - extra))
+    except TooLarge as error:
+      errors.append(error)
+  if errors:
+    raise max(errors, key=lambda error: error.excess)
+  (steps, schedule, update_bytes, update), (slots, decode_bytes, token) = parts
   responses = config.prompts.count * config.sampler.group_size
   tokens = responses / slots * config.sampler.max_new_tokens
   seconds = config.updates_per_step * max(update.values())
@@ -138,7 +151,7 @@ def _update(job: Job, chip: Chip, memory):
       seconds = roofline.bounds(cost, chip, mesh, traffic)
       updates.append((steps, schedule, needed, seconds))
   if not updates:
-    raise too_large('an update', 'one row per device in a micro-batch', least, memory)
+    raise TooLarge('an update', 'one row per device in a micro-batch', least, memory)
   return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
@@ -165,7 +178,7 @@ def _decoding(job: Job, chip: Chip, memory):
       return slots, needed, roofline.bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'
-    raise too_large('decoding', few, needed, memory)
+    raise TooLarge('decoding', few, needed, memory)
   raise ValueError(
     f'sampler.max_num_seqs must be a multiple of the {shards} device shards'
   )
