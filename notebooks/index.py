@@ -15,17 +15,17 @@ LOSS = 'The loss: what a rule does to a token'
 MACHINE = 'The machine, and runs'
 NOTEBOOKS = {
   LOSS: (
-    Entry('2_clip_rule', 'how clip bounds are searched, on one minibatch', 9),
-    Entry('5_counterfactual', 'every rule on the tokens of a recorded run', 29),
-    Entry('9_records', 'the same for a published model and for TRL', 12),
-    Entry('6_microscope', 'rules against the true gradient of a tiny task', 41),
-    Entry('7_your_own_loss', 'a loss of your own: curve, tokens, ten steps', 71),
+    Entry('2_clip_rule', 'how clip bounds are searched, on one minibatch', 13),
+    Entry('5_counterfactual', 'every rule on the tokens of a recorded run', 28),
+    Entry('9_records', 'the same for a published model and for TRL', 9),
+    Entry('6_microscope', 'rules against the true gradient of a tiny task', 38),
+    Entry('7_your_own_loss', 'a loss of your own: curve, tokens, ten steps', 54),
   ),
   MACHINE: (
-    Entry('1_one_prompt', 'one step of training, function by function', 45),
-    Entry('3_batch_rule', 'the batch rule and the replay buffer', 10),
+    Entry('1_one_prompt', 'one step of training, function by function', 31),
+    Entry('3_batch_rule', 'the batch rule and the replay buffer', 17),
     Entry('4_your_run', 'curves, tokens and responses of any workdir', 4),
-    Entry('8_three_rules', 'three rules trained side by side', 143),
+    Entry('8_three_rules', 'three rules trained side by side', 108),
   ),
 }
 
