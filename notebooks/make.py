@@ -45,7 +45,7 @@ from bapo_jax.models import layers, transformer
 from bapo_jax.run import experiment, resume, step_record
 from bapo_jax.runtime import digests, metrics
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, trainer
+from bapo_jax.training import build, checkpoint, inputs, trainer
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Groups, concat, take
@@ -231,12 +231,25 @@ def record(workdir: str = '') -> None:
     source, folder = pathlib.Path(workdir or scratch), HERE / '5_run'
     status = experiment.train(config, str(source))
     assert status == 0, f'the run ended with status {status}'
-    step = str(copy_step(source, folder, None))
-    newest = pathlib.Path(scratch, 'stored', step)
-    shutil.copytree(source / 'checkpoints' / step, newest)
+    step = copy_step(source, folder, None)
+    store_weights(config, str(source), step, folder)
+
+
+def store_weights(
+  config: Config, workdir: str, step: int, folder: pathlib.Path
+) -> None:
+  """Writes <folder>/checkpoints.zip: a checkpoint's weights, without the optimiser."""
+  read = checkpoint.read_params(workdir, step)
+  names = transformer.describe(inputs.open_model(config).spec)
+  params = transformer.unflatten({name: read(name) for name in names})
+  with tempfile.TemporaryDirectory() as scratch:
+    with checkpoint.manager(scratch, 1) as checkpoints:
+      checkpoint.save(checkpoints, step, {'params': params}, {'weights_only': True})
+      checkpoint.wait(checkpoints)
+    newest = pathlib.Path(checkpoint.home(scratch), str(step))
     for path in newest.rglob('commit_success.txt'):
       path.write_text('')  # the text is the path of the workdir; only the file matters
-    digests.write(str(newest), step)
+    digests.write(str(newest), str(step))
     shutil.make_archive(str(folder / 'checkpoints'), 'zip', newest.parent)
 
 
