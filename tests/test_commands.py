@@ -39,7 +39,7 @@ SMALLEST = {
   'training.lora': '--model=MODEL --data=PROBLEMS --steps=1 --rank=2 --workdir=RUNS',
   'training.main_job': '--seeds=1 --workdir=RUNS TINY',
   'training.our_step': '--workdir=RUNS TINY',
-  'training.overlap': '--steps=1 TINY',
+  'training.overlap': '--rounds=2 TINY --config.steps=60',
   'training.processes': '--devices=2 --rounds=1 --steps=2 --workdir=RUNS TINY',
   'training.rl_step': '--model=MODEL --data=PROBLEMS --pairs=1 --steps=1 '
   '--cases=SmolLM2-135M --workdir=RUNS',

@@ -108,6 +108,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
     'tokenizer.template': 'chat:{problem}',
     'rewards.rule': 'gsm8k',
     'prompts.count': args.prompts,
+    'learner.minibatches': 1,  # nothing is trained
     'prompts.max_prompt_tokens': 64,
     'sampler.max_new_tokens': 64,
     'sampler.max_num_seqs': 64,
