@@ -82,7 +82,7 @@ def flags_of(mode: str) -> Parser:
   parser = Parser(
     prog=f'bapo {mode}',
     description=f'bapo {mode} {MODES[mode]}.',
-    epilog='--config.KNOB=VALUE overrides a knob; docs/config.md lists all knobs.',
+    epilog='--config.KNOB=VALUE overrides a knob: docs/reference/config.md.',
     allow_abbrev=False,
   )
   for name, (modes, default, meaning) in FLAGS.items():

@@ -1,4 +1,4 @@
-"""A config of your own: the small policy with a graded reward, RLOO and more steps.
+"""A config of your own: the small policy with a graded reward, RLOO and 40 steps.
 
   python -m bapo_jax.main --config=examples/own_config.py --workdir=runs/own
 
