@@ -23,10 +23,9 @@ import jax
 from bapo_jax import main as command_line
 from bapo_jax.models import logprob_tiles
 from bapo_jax.rollout import decode
-from bapo_jax.tools.plan import devices, plan, programs
+from bapo_jax.tools.plan import devices, hlo, plan, programs
 from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import budget, resolve
-from benchmarks import hlo
 from benchmarks.on_gpu import models, ours
 
 OPCODE = re.compile(r' = (.*?) ([a-z][\w\-]*)\(')
@@ -167,7 +166,8 @@ def planned() -> dict[str, Any]:
         gib = {}
         for what, make in programs.programs_of(job.spec).items():
           row = plan.compiled(make(job), job.mesh)
-          gib[what] = round(row.total / budget.GIB, 2)
+          bytes_ = row.total if isinstance(row, plan.Row) else row
+          gib[what] = round(bytes_ / budget.GIB, 2)
         found[gpu.name][name] = {'schedule': str(job.schedule), 'gib': gib}
   return found
 

@@ -17,9 +17,8 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import decode
-from bapo_jax.tools.plan import devices, programs, roofline
+from bapo_jax.tools.plan import devices, hlo, programs, roofline
 from bapo_jax.types import empty_groups
-from benchmarks import hlo
 from tests.tools.test_plan import SEEING, small
 
 LARGE = 2**19  # bytes; smaller arrays may be replicated

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
-from bapo_jax.tools.plan import devices, plan, programs, roofline, search
+from bapo_jax.tools.plan import devices, hlo, plan, programs, roofline, search
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
-from benchmarks import hlo
 from configs import aime
 
 SMALL = {  # Qwen2.5-1.5B in all but depth
@@ -280,6 +279,23 @@ def test_what_a_pass_moves_between_devices(config, mesh):
   ):
     received = sum(t.received(job.shape) for t in make(job).traffic)
     assert received == gathered + columns / 4 * sums
+
+
+def test_the_links_are_those_of_the_compiled_program(config, mesh):
+  job = job_of(config, mesh)
+  chip = roofline.CHIPS['v5p']
+  rows = {
+    name: plan.Row(make(job), *[0] * 4) for name, make in programs.PROGRAMS.items()
+  }
+
+  def link_seconds():
+    text = plan.roofline_table(rows, chip, job, 1.0)
+    return float(re.search(r'^prefill(?: +\S+){2} +(\S+)', text, re.M)[1])
+
+  counted = sum(t.received(job.shape) for t in rows['prefill'].program.traffic)
+  assert link_seconds() == pytest.approx(counted / chip.links, rel=1e-3)
+  rows['prefill'] = rows['prefill']._replace(linked=3 * counted)
+  assert link_seconds() == pytest.approx(3 * counted / chip.links, rel=1e-3)
 
 
 # ----- the search tries all meshes, refuses with a reason, and counts as the plan does

@@ -15,9 +15,8 @@ from bapo_jax import sharding
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan import hlo, roofline
 from bapo_jax.tools.plan.roofline import Traffic
-from benchmarks import hlo
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import programs, roofline, search
+from bapo_jax.tools.plan import hlo, programs, roofline, search
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.tools.plan.roofline import GIB, Chip
+from bapo_jax.tools.plan.roofline import GIB, Chip, Cost
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
@@ -33,6 +33,7 @@ class Row(NamedTuple):
   output: float  # beyond donated arguments
   temporaries: float
   total: float  # of the whole run while this program runs
+  linked: float | None = None  # received per call, or per token; None: not compiled
 
   def left(self, chip: Chip) -> float:
     """Returns the GiB of a chip that stay free; negative if the run cannot fit."""
@@ -56,7 +57,9 @@ def compiled(program: Program, mesh: Mesh) -> Row:
   assert m is not None, 'every TPU and GPU reports it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
   parts = m.argument_size_in_bytes, output, m.temp_size_in_bytes
-  return Row(program, *parts, sum(parts) + program.resident)
+  runs = hlo.in_loops(executable.as_text() or '', program.micro_batches)
+  linked = sum(run.received for run in runs) / program.tokens
+  return Row(program, *parts, sum(parts) + program.resident, linked)
 
 
 def bytes_needed(message: str, program: Program) -> float:
@@ -163,8 +166,7 @@ def run(
       found = remedy(name, job, chip, echo)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   echo(f'\n{memory_table(rows, verdicts)}')
-  planned_ = {name: row.program for name, row in rows.items()}
-  echo(f'\n{roofline_table(planned_, chip, job, mean_share)}')
+  echo(f'\n{roofline_table(rows, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -182,7 +184,7 @@ def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
   """Formats the memory of each program, in GiB per device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
   for name, row in rows.items():
-    program, *sizes, total = row
+    program, *sizes, total, _ = row
     sizes += [program.cache, program.resident, total]
     cells = ''.join(f'{size / GIB:12.2f}' for size in sizes)
     lines.append(f'{name:16}{cells}  {verdicts[name]}')
@@ -194,16 +196,24 @@ def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
 
 
 def roofline_table(
-  programs_: dict[str, Program], chip: Chip, job: Job, mean_share: float
+  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float
 ) -> str:
-  """Formats lower bounds on the seconds of each program and of a step."""
+  """Formats lower bounds on the seconds of each program and of a step.
+
+  The bytes on links are those of the compiled program, or counted if there is none.
+  """
   lines = [
     f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}'
     f'{"network":>12}  of one'
   ]
   took = {}
-  for name, (_, _, _, cost, traffic, *_) in programs_.items():
-    seconds = roofline.bounds(cost, chip, job.mesh, traffic).values()
+
+  def bounds(row: Row, cost: Cost):
+    return roofline.bounds(cost, chip, job.mesh, row.program.traffic, row.linked)
+
+  for name, row in rows.items():
+    cost = row.program.cost
+    seconds = bounds(row, cost).values()
     took[name] = max(seconds)
     cells = ''.join(f'{s:12.4g}' for s in seconds)
     share = cost.model_flops / chip.flops / took[name]
@@ -217,8 +227,7 @@ def roofline_table(
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
   hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
   cost, share = programs.decode_cost(job, mean_share)
-  traffic = programs_['decode'].traffic
-  live = max(roofline.bounds(cost, chip, job.mesh, traffic).values())
+  live = max(bounds(rows['decode'], cost).values())
   lines.append(
     f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
     f'slots are full; a rollout of responses of {sampler.max_new_tokens} tokens at '

@@ -65,6 +65,8 @@ class Program(NamedTuple):
   traffic: Sequence[Traffic]  # likewise
   resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
+  tokens: int = 1  # that a call decodes in every slot
+  micro_batches: int = 1  # most turns of the loop over them
 
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
@@ -130,6 +132,7 @@ def train_step(job: Job) -> Program:
     roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
     roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
     beside_update(job),
+    micro_batches=n,
   )
 
 
@@ -238,6 +241,7 @@ def decode(job: Job) -> Program:
     [sums(job, sampler.max_num_seqs)],
     bytes_per_device((learner_state(job), buffer(job))),
     bytes_per_device(slots.cache),
+    tokens=n,
   )
 
 

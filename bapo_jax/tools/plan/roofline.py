@@ -346,10 +346,18 @@ def into_device(
 
 
 def bounds(
-  cost: Cost, chip: Chip, mesh: Mesh, traffic: Sequence[Traffic]
+  cost: Cost,
+  chip: Chip,
+  mesh: Mesh,
+  traffic: Sequence[Traffic],
+  linked: float | None = None,
 ) -> dict[str, float]:
-  """Returns lower bounds on the seconds per resource, with the traffic of the mesh."""
+  """Returns lower bounds on the seconds per resource, with the traffic of the mesh.
+
+  `linked` is the number of bytes that a device receives; by default that of `traffic`.
+  """
   shape = dict(mesh.shape)
-  linked = sum(t.received(shape) for t in traffic)
+  if linked is None:
+    linked = sum(t.received(shape) for t in traffic)
   process_of = [device.process_index for device in mesh.devices.flat]
   return cost.seconds(chip, linked, into_device(traffic, shape, process_of))
