@@ -74,11 +74,12 @@ def initialise(
 ) -> None:
   """Joins the other processes and waits for them; JAX must not be in use yet.
 
-  Without arguments, lets JAX look for SLURM, GKE and TPU metadata; without any of
-  these, the process runs alone. `coordinator` is host:port of process 0, `process`
-  counts from 0, and `start_s` limits the wait in seconds. Raises ValueError if the
-  flags are inconsistent, the port is taken, or the environment describes a cluster but
-  the other processes cannot be found.
+  Without arguments, reads the variables of a JobSet (JAX_COORDINATOR_ADDRESS,
+  JAX_NUM_PROCESSES, JOB_COMPLETION_INDEX) or lets JAX look for SLURM, GKE and TPU
+  metadata; without any of these, the process runs alone. `coordinator` is host:port of
+  process 0, `process` counts from 0, and `start_s` limits the wait in seconds. Raises
+  ValueError if the flags are inconsistent, the port is taken, or the environment
+  describes a cluster but the other processes cannot be found.
   """
   flags = {'coordinator': coordinator, 'process': process, 'processes': processes}
   present = [f'--{name}={x}' for name, x in flags.items() if x not in ('', None)]
@@ -86,11 +87,16 @@ def initialise(
     raise ValueError(
       f'{" ".join(present)}: give all of --coordinator, --process, --processes, or none'
     )
-  cluster = None
-  if process is not None and processes is not None:
+  if process is None or processes is None:
+    # A JobSet without TPUs sets these; JAX detects it only with access to Kubernetes.
+    names = ('JAX_COORDINATOR_ADDRESS', 'JOB_COMPLETION_INDEX', 'JAX_NUM_PROCESSES')
+    at, i, n = (os.environ.get(name, '') for name in names)
+    cluster = (at, int(i), int(n)) if at and i and n else None
+  else:
     cluster = coordinator, process, processes
+  if cluster:
     _check(*cluster)
-    if processes == 1:
+    if cluster[2] == 1:
       return
   _explain_abort(
     f'not all processes reached {cluster[0] if cluster else "the coordinator"} within '

@@ -25,6 +25,15 @@ def test_flags_that_do_not_fit_are_refused(coordinator, process, count, words):
   assert hosts.processes() == 1
 
 
+def test_the_variables_of_a_jobset_stand_for_the_flags(monkeypatch):
+  variables = {'COORDINATOR_ADDRESS': 'here:1', 'NUM_PROCESSES': '2'}
+  for name, value in variables.items():
+    monkeypatch.setenv(f'JAX_{name}', value)
+  monkeypatch.setenv('JOB_COMPLETION_INDEX', '2')  # counts from 0
+  with pytest.raises(ValueError, match='--process=2'):
+    hosts.initialise(start_s=0.0)
+
+
 def test_a_port_that_is_taken_is_refused():
   # gRPC would share it, and two runs would wait for each other's processes.
   with socket.create_server(('', 0)) as taken:
