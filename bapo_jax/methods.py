@@ -5,7 +5,7 @@ docs/algorithms.md explains every method, with the sources of its values.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 
@@ -175,10 +175,23 @@ METHODS: dict[str, Method] = {
 }
 
 
-def advice(name: Any) -> str:
-  """Says which knobs the method of a name sets; '' for another name."""
-  method = METHODS.get(str(name).lower().replace('-', '_'))
-  if method is None:
+def advice(name: Any, rules: Container[Any]) -> str:
+  """Says which knobs the method of a name sets; '' for another name.
+
+  Args:
+    name: a name in METHODS, or the first word of a title.
+    rules: of the part whose rule was to have this name; of several methods, the first
+      that sets one of them counts.
+  """
+  word = str(name).lower().replace('-', '_')
+  named = [
+    (key, method)
+    for key, method in METHODS.items()
+    if word in (key, *(x.split()[0] for x in method.title.lower().split(', ')))
+  ]
+  if not named:
     return ''
+  named.sort(key=lambda x: not any(v in rules for v in x[1].overrides.values()))
+  key, method = named[0]
   knobs = ', '.join(f'{knob}={value}' for knob, value in method.overrides.items())
-  return f'{method.title} is {knobs}, or --config=FILE:{name}; '
+  return f'{method.title} is {knobs}, or --config=FILE:{key}; '

@@ -87,7 +87,7 @@ class OneOf:
       except ValueError as error:
         raise ValueError(f'rule={error}') from None
     if not isinstance(rule, str) or rule not in self.names:
-      advice = f'{methods.advice(rule)}give {knobs.expected(self.field)}'
+      advice = f'{methods.advice(rule, self.names)}give {knobs.expected(self.field)}'
       raise ValueError(f'rule={shown(rule)}: {advice}')
     return self.names[rule]
 

@@ -1,6 +1,9 @@
 """A published method is chosen by its name, in place of a variant of a config file."""
 
+import re
+
 import pytest
+from refusals import refusal
 
 from bapo_jax.algorithms.clip import Fixed
 from bapo_jax.methods import METHODS
@@ -54,3 +57,25 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   assert (config.clip.rule, config.loss.cap, config.loss.kl) == ('unclipped', 2.0, 0.5)
   few = config_file("  config = ConfigDict({'seed': 3})")
   assert parse(load(f'{few}:icepop')).mask.rule == 'icepop'
+
+
+@pytest.mark.parametrize(
+  ('knob', 'value', 'answer'),
+  [
+    ('clip.rule', 'grpo', r'PPO, GRPO is clip\.rule=fixed, or --config=FILE:grpo;'),
+    ('advantage.rule', 'grpo', r'GRPO is advantage\.rule=group_relative, or'),
+    (
+      'clip.rule',
+      'DAPO',
+      r'clip\.rule=fixed, clip\.high=1\.28, or --config=FILE:clip_h',
+    ),
+    (
+      'loss.rule',
+      'gspo',
+      r'GSPO is loss\.rule=sequence, .*FILE:gspo; give one',
+    ),
+    ('loss.rule', 'mine', r"loss\.rule='mine': give one of"),
+  ],
+)
+def test_a_method_in_place_of_a_rule_is_answered_with_its_knobs(knob, value, answer):
+  assert re.search(answer, refusal(**{knob: value}))
