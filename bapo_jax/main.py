@@ -51,7 +51,11 @@ FLAGS: dict[str, tuple[str, Any, str]] = {
   'config': (' '.join(MODES), '', 'a config file, or file:variant'),
   'workdir': ('train eval export show report', WORKDIR, 'directory of all results'),
   'seeds': ('sweep', '0:3', 'values of --config.seed: a range, or a list 0,7,9'),
-  'workers': ('sweep', None, 'processes at once (default: one per core)'),
+  'workers': (
+    'sweep',
+    None,
+    'processes at once; 1 on a GPU (default: one per core)',
+  ),
   'coordinator': ('train', '', 'host:port of process 0 of several; empty: detected'),
   'process': ('train', None, 'number of this process, from 0'),
   'processes': ('train', None, 'number of processes'),
@@ -314,10 +318,15 @@ def sweep(args: argparse.Namespace) -> int:
   """Trains the grid of --set and --seeds; returns the exit status."""
   from bapo_jax.tools import sweep as tool
 
-  configs, commands = {}, {}
+  configs = {}
+  commands = {}
   for name, overrides in tool.grid(args.set, tool.seeds_of(args.seeds)).items():
-    commands[name] = [f'--config={args.config}', *args.knobs, *overrides]
+    for override in overrides:
+      knob = override.partition('=')[0]
+      if fixed := [x for x in args.knobs if x.partition('=')[0] == knob]:
+        raise ValueError(f'{fixed[0]}: the sweep sets this knob; leave it out')
     knobs = [*args.knobs, *overrides]
+    commands[name] = [f'--config={args.config}', *knobs]
     configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
   workers = len(tool.cores()) if args.workers is None else args.workers
   return tool.sweep(configs, commands, args.workdir, workers)

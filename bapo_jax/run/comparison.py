@@ -30,6 +30,7 @@ FINAL = """
   learner/grad_norm time/step
 """
 LEVEL = 0.95  # of the intervals
+SEED = '0123456789-_.'  # at the end of the name of a run
 
 
 class Group(NamedTuple):
@@ -78,14 +79,12 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
 
 
 def label(names: Sequence[str]) -> str:
-  """Returns the directory or the beginning that the names share, else all names."""
+  """Returns the directory and the beginning that the names share, else all names."""
   if len(names) == 1:
     return names[0]
-  if directory := os.path.commonpath(names):
-    return directory
   prefix = os.path.commonprefix(names)  # noqa: RUF071 (of characters)
-  shared = prefix.rstrip('0123456789-_./')
-  return shared or ', '.join(names)
+  directory, name = os.path.split(prefix)
+  return os.path.join(directory, name.rstrip(SEED)).rstrip('/') or ', '.join(names)
 
 
 def interval(values: ArrayLike) -> tuple[float, float]:

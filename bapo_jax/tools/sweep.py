@@ -72,6 +72,8 @@ def grid(sets: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
     options = COMMA.split(values)
     if not knob or not all(options):
       raise ValueError(f'--set {text}: give knob=value,value')
+    if knob == 'seed':
+      raise ValueError(f'--set {text}: give the seeds as --seeds={values}')
     if knob in axes or len(set(options)) < len(options):
       raise ValueError(
         f'--set {text}: the knob or a value is given twice; give it once'
@@ -171,8 +173,11 @@ def drive(
         if status and not stop.signal:
           failed[run] = status
         text = f'status {status}' if status else outcome(run) or 'done'
-        left = (total - over) * (time.monotonic() - began) / over / 60
-        log(f'{run}: {text}. {over} of {total} over, {left:.0f} min left.')
+        text = f'{run}: {"stopped" if status and stop.signal else text}.'
+        if not stop.signal:
+          left = (total - over) * (time.monotonic() - began) / over / 60
+          text += f' {over} of {total} over, {left:.1f} min left.'
+        log(text)
       time.sleep(0 if ended else POLL_S)
   return failed, stop.signal
 

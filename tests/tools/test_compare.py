@@ -43,7 +43,7 @@ def page_of(paths, to):
 
 def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
-  assert [*page.texts['button']] == ['fixed (2 seeds)', 'balanced']
+  assert [*page.texts['button']] == ['fixed/seed (2 seeds)', 'balanced']
   # Mean of 0.4 and 0.7; deviation 0.15 sqrt 2, over sqrt 2 is 0.15; t of 1 degree of
   # freedom at 97.5 % is tan(0.475 pi) = 12.7062.
   half = 0.15 * math.tan(0.475 * math.pi)

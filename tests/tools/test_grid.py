@@ -134,6 +134,8 @@ def test_seeds_are_a_range_or_a_list():
     (['--set', 'clip.rule=fixed,fixed'], r'twice; give it once'),
     (['--set', 'clip.rule=fixed', '--set', 'clip.rule=dcpo'], r'twice; give it once'),
     (['--set', 'clip.rule=fixed,balence'], r"'balence': give one of 'balanced'"),
+    (['--set', 'seed=1,2'], r'give the seeds as --seeds=1,2'),
+    (['--config.seed=5'], r'--config\.seed=5: the sweep sets this knob'),
     (['--workers=0'], r'--workers=0: give at least 1'),
     (['--config=configs/none.py'], r'no such file'),
   ],
