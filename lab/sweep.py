@@ -18,7 +18,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bapo_jax.run import experiment
 from bapo_jax.runtime import machine
@@ -80,6 +80,43 @@ def table(made: Experiment, results: str) -> str:
   return '\n\n'.join(filter(None, parts))
 
 
+def train_all(
+  command: list[str],
+  specs: Mapping[str, RunSpec],
+  folder: str,
+  results: str,
+  workers: int,
+) -> int:
+  """Trains all runs without a result and packs the results; returns an exit status.
+
+  Run r is a process of the command with --only=r, and logs to <folder>/<r>.log.
+  """
+  commit()
+  undone = experiments.undone(results, specs, machine.versions())
+  waiting = {run: runner.warm_start(spec.config) for run, spec in undone.items()}
+  log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
+  # Runs of equal shapes share compiled programs; even small programs are cached.
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.abspath(f'{folder}/compiled')
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  others = list(pathlib.Path(folder).parent.glob('*/*'))
+  others += [pathlib.Path(folder, run) for run in specs]
+  with locked(folder), writable(folder):
+    failed, signal = runner.drive(
+      waiting,
+      lambda run, core: runner.launch(
+        [*command, f'--only={run}'], f'{folder}/{run}.log', core
+      ),
+      lambda run, start: runner.share(f'{folder}/{run}', start, others),
+      workers,
+    )
+  for run, status in failed.items():
+    log(f'{run} failed with status {status}; see {folder}/{run}.log')
+  if failed or signal:
+    return 128 + signal if signal else 1
+  experiments.pack(results)
+  return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs an experiment or prints its table.
 
@@ -116,30 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   if args.only:
     return train(specs[args.only], args.only, folder, results)
   if not args.table:
-    commit()
-    undone = experiments.undone(results, specs, machine.versions())
-    waiting = {run: runner.warm_start(spec.config) for run, spec in undone.items()}
-    log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
-    # Runs of equal shapes share compiled programs; even small programs are cached.
-    os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.abspath(f'{folder}/compiled')
-    os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
     command = [sys.executable, '-m', 'lab.sweep', *argv]
-    others = list(pathlib.Path(args.runs).glob('*/*'))
-    others += [pathlib.Path(folder, run) for run in specs]
-    with locked(folder), writable(folder):
-      failed, signal = runner.drive(
-        waiting,
-        lambda run, core: runner.launch(
-          [*command, f'--only={run}'], f'{folder}/{run}.log', core
-        ),
-        lambda run, start: runner.share(f'{folder}/{run}', start, others),
-        args.workers,
-      )
-    for run, status in failed.items():
-      log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
-    if failed or signal:
-      return 128 + signal if signal else 1
-    experiments.pack(results)
+    if status := train_all(command, specs, folder, results, args.workers):
+      return status
   log(table(made, results))
   return 0
 
