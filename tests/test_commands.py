@@ -52,6 +52,7 @@ NEEDS = {'training.train_step': 'torch', 'training.trl_step': 'trl'}
 SKIPPED = {  # pattern -> reason
   r'pip install': 'installs packages',
   r'-m pytest': 'runs this test',
+  r'lab\.outcomes': 'writes papers/results.csv, which tests/lab compares',
   r'--mode=plan': 'needs the files of a 7B model; tests/tools/test_plan.py plans',
 }
 FINETUNE = {
@@ -137,7 +138,11 @@ def small(command, folder, work):
     own = [f'--mode={own[0]}', *own[1:]]
   own = [word.replace('<directory>', f'{folder}/model') for word in own]
   own = [word.replace('<sums.jsonl>', f'{folder}/problems.jsonl') for word in own]
-  run = [sys.executable, '-m', module]
+  # A laptop stands in for the devices of a mesh.
+  devices = [word for word in words if word.startswith('XLA_FLAGS=')]
+  if 'mesh.tensor' in command:
+    devices = ['XLA_FLAGS=--xla_force_host_platform_device_count=8']
+  run = ['env', *devices, sys.executable, '-m', module]
   if module.startswith('benchmarks.'):
     return run + own + smallest(module.removeprefix('benchmarks.'), folder, work)
   if module == 'lab.claims':  # --check writes nothing
