@@ -119,6 +119,30 @@ def test_a_rule_that_never_reads_the_bounds_is_found(tmp_path):
     check(tiny(**{'loss.rule': f'{path}:f'}))
 
 
+@pytest.mark.parametrize(
+  ('gain_BT', 'uses'),
+  [
+    ('logp_BT', False),
+    ('logp_BT * bounds.low', True),
+    ('jax.jit(jnp.minimum)(logp_BT, jnp.log(bounds.high))', True),
+    ('logp_BT * jax.lax.stop_gradient(bounds.dual)', True),
+  ],
+)
+def test_a_rule_that_asks_for_bounds_uses_them(tmp_path, gain_BT, uses):
+  path = tmp_path / 'own.py'
+  text = 'import jax, jax.numpy as jnp\ndef f(logp_BT, batch, find):\n'
+  text += f'  bounds = find(jnp.exp(logp_BT))\n  return {gain_BT}, bounds'
+  path.write_text(text)
+  config = {'loss.rule': f'{path}:f'}
+  if uses:
+    check(tiny(**config))
+  else:
+    message = "does not use the bounds .* clip.rule='balanced' has no effect"
+    with pytest.raises(ValueError, match=message):
+      check(tiny(**config))
+  check(tiny(**config, **{'clip.rule': 'unclipped'}))
+
+
 def test_every_slot_takes_a_function_that_fits():
   own = {
     'loss': 'sapo',

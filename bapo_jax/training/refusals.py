@@ -365,6 +365,26 @@ def of_custom_rules(config: Config) -> Iterator[str]:
         f'{rule} never calls `find`, so no clip rule has an effect; return '
         '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
       )
+    elif (
+      name == 'loss'
+      and config.clip.gives == 'bounds'
+      and config.loss.bounds != 'ignored'
+    ):
+      gain = jax.make_jaxpr(lambda none: config.loss(f32, batch, lambda _: none)[0])
+      if not _depends(gain(none)):
+        yield (
+          f'{rule} does not use the bounds that `find` returns, so clip.rule='
+          f"{config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
+        )
+
+
+def _depends(function: Any) -> bool:
+  """Returns whether a result of a traced function depends on one of its arguments."""
+  known = {id(x) for x in function.jaxpr.invars}
+  for equation in function.jaxpr.eqns:
+    if known.intersection(map(id, equation.invars)):
+      known.update(map(id, equation.outvars))
+  return bool(known.intersection(map(id, function.jaxpr.outvars)))
 
 
 def _misfit(found: Any, wanted: Any) -> str:
