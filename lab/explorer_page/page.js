@@ -614,7 +614,7 @@ function drawPath(bounds) {
   text += line(turn, frame.top, turn, frame.bottom, 'bound');
   const y = frame.toY(bounds.target);
   text += line(frame.left, y, frame.right, y, 'target');
-  text += words(frame.right - 4, y - 5, 'target', 'end', 'cut-label');
+  text += words(frame.left + 4, y - 5, 'target', 'start', 'cut-label');
   text += curve(frame, points, 'share');
   text += `<circle class="dot" r="5" cx="${frame.toX(bounds.index)}" cy="${frame.toY(bounds.share(bounds.index))}"/>`;
   svg.innerHTML = text;
