@@ -30,7 +30,7 @@ METRICS = """
   rollout/responses batch/learnable clip/low clip/high loss/ratio_max loss/ess
   learner/grad_norm time/step
 """
-FINAL = METRICS.split()
+FINAL: list[str] = METRICS.split()
 MAIN = FINAL[:7]  # the page folds the others
 LEVEL = 0.95  # of the intervals
 SEED = '0123456789-_.'  # at the end of the name of a run
