@@ -30,7 +30,7 @@ METRICS = """
   rollout/responses batch/learnable clip/low clip/high loss/ratio_max loss/ess
   learner/grad_norm time/step
 """
-FINAL: list[str] = METRICS.split()
+FINAL = METRICS.split()
 MAIN = FINAL[:7]  # the page folds the others
 LEVEL = 0.95  # of the intervals
 SEED = '0123456789-_.'  # at the end of the name of a run
@@ -190,7 +190,7 @@ def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
     each group, '' if there are fewer than two pairs.
   """
   unit, (base, *others) = _finals(groups)
-  table = {}
+  table: dict[str, list[str]] = {}
   for name in FINAL:
     pairs = [paired(base.get(name, {}), other.get(name, {})) for other in others]
     table[name] = [
