@@ -13,10 +13,11 @@ A policy of 0.1 M parameters learns to solve ax + c = b (mod m), such as
    PPO, whose bounds are searched at every update (arXiv:2510.18927, Algorithm 1).
 
 This is the loop of bapo_jax.main on one device in float32, without replay, checkpoints,
-packing or records. The accuracy on held-out problems rises from .36 to .80. Axes: P problems, G responses to each, B responses in rows b = p G + g (512 of a step or
-64 of a minibatch), T tokens. A row has the prompt, then the response with its <eos>,
-then zeros; column t of an array is about the token in column t. A response that is
-still unfinished after 40 tokens ends there, without an <eos> and mostly without a box.
+packing or records. The accuracy on held-out problems rises from .36 to .80. Axes: P
+problems, G responses to each, B responses in rows b = p G + g (512 of a step or 64 of a
+minibatch), T tokens. A row has the prompt, then the response with its <eos>, then
+zeros; column t of an array is about the token in column t. A response that is still
+unfinished after 40 tokens ends there, without an <eos> and mostly without a box.
 """
 
 import functools
