@@ -4,7 +4,8 @@
 
 A policy of 0.1 M parameters learns to solve ax + c = b (mod m), such as
 '13x+10=29 mod 8', by trial. It first imitates worked solutions, which end in
-\\boxed{7}, and then solves a third of the problems. Each step on its own responses
+\\boxed{7}, and then solves a third of the problems. Then it learns from its own
+responses. Each of 40 steps
 
 1. draws 8 responses to each of 64 problems (`sample`);
 2. compares the last \\boxed{} with the answer: reward 1 or 0 (`verify`);
@@ -53,11 +54,11 @@ GROUP = 8  # G
 MINIBATCHES = 8  # updates per step
 HELD_OUT = 512  # problems that are never trained on; a multiple of PROBLEMS
 PROMPT, RESPONSE = 17, 40  # most tokens of a problem and of a response
-# (start, end) of each bound of r = pi / mu. A token is kept if A > 0 and r < high, or
-# A < 0 and r > low, and weighs |A| r in the gradient. The positive share is the sum
-# over kept tokens with A > 0, divided by that over all kept tokens. The search raises
-# `high` in steps of .05 to its end, then `low` in steps of .02, and takes the first
-# pair whose share is at least the target, else both ends; if all A are 0, both starts.
+# (start, end) of each bound of r = pi / mu; mu is the policy that sampled the token. A
+# token is kept if A > 0 and r < high, or A < 0 and r > low, and weighs |A| r in the
+# gradient. The positive share is the sum over kept tokens with A > 0, divided by that
+# over all kept tokens. The search raises `high` in steps of .05; at its end, it raises
+# `low` in steps of .02. It stops when the share is at the target, or both at their end.
 CLIP = Balanced(target=0.42, low=(0.6, 0.9), high=(1.2, 3.0))
 OPTIMIZER = optax.chain(
   optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.0)
@@ -65,8 +66,6 @@ OPTIMIZER = optax.chain(
 
 
 class Policy(NamedTuple):
-  """The fixed pieces of a run."""
-
   spec: ModelSpec
   tokenizer: Tokenizer
   engine: RolloutEngine
@@ -74,7 +73,7 @@ class Policy(NamedTuple):
 
 def make_policy() -> Policy:
   """Returns a small Qwen2-like model with a token per character, and its sampler."""
-  backend = characters()
+  backend = characters()  # digits, signs and letters of these problems; others raise
   eos = backend.convert_tokens_to_ids('<eos>')
   tokenizer = Tokenizer(backend, (eos,), '{problem}\n')
   spec = ModelSpec(
@@ -101,10 +100,10 @@ def make_policy() -> Policy:
 
 
 def warm_start(policy: Policy, problems: list, knobs: ProblemsConfig) -> dict:
-  """Returns weights that imitate worked solutions, which `solve` writes.
+  """Returns weights that imitate worked solutions: 700 steps right, 100 wrong ones.
 
-  700 steps imitate correct ones, and 100 ones in which trials go wrong (SftConfig).
-  Problems of your own need `text` (the prompt) and `row.answer` (a string).
+  solve(problem, rng, slip, repeat) writes one, to the prompt of problem.row. Without
+  solutions, start from models.transformer.init(policy.spec, jax.random.key(0)).
   """
   imitated, solve = synthetic.to_imitate(knobs, tuple(problems))
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])  # data x fsdp x tensor
@@ -131,9 +130,9 @@ def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
   uid_B = np.arange(len(problems) * GROUP, dtype=np.uint32)
   every_P = np.arange(len(prompts))
   rollouts.submit(Prompts(every_P, tokens_PT, length_P), uid_B)
-  # With a copy of the weights in the sampler's layout, until all responses have ended.
+  # Copies the weights to the sampler's layout, and decodes until all responses end.
   rollouts.decode(decoder.actor(params, policy.spec), key)
-  rows = rollouts.read(every_P, seats=len(prompts))  # [P, G, T] of these places
+  rows = rollouts.read(every_P, seats=len(prompts))  # [P, G, T], mask with <eos>
   tokens_BT, logp_BT, mask_BT = (
     np.asarray(x).reshape(len(uid_B), -1)
     for x in (rows.tokens_BT, rows.logp_BT, rows.response_mask_BT)
@@ -171,8 +170,8 @@ def objective(params: dict, batch: Batch, spec: ModelSpec) -> tuple[Array, tuple
   ratio_BT = jnp.exp(jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0))
   adv_B1 = batch.adv_B[:, None]
 
-  # The weight of each token before a bound cuts it, d gain / d logp: of another
-  # surrogate, its weights. The argument is for weights that depend on bounds.
+  # Returns d gain / d logp of each token without a cut; change it with the surrogate.
+  # Only weights that no bound changes can be searched, so the argument is not used.
   def weigh(_):
     return jax.lax.stop_gradient(ratio_BT * adv_B1)
 
@@ -185,7 +184,7 @@ def objective(params: dict, batch: Batch, spec: ModelSpec) -> tuple[Array, tuple
 
 @functools.partial(jax.jit, static_argnames='spec')
 def update(params: dict, opt: Tree, batch: Batch, spec: ModelSpec) -> tuple:
-  """Updates the weights on one minibatch; returns (params, opt, (low, high))."""
+  """Returns (params, opt, (low, high)) after one minibatch."""
   grads, bounds = jax.grad(objective, has_aux=True)(params, batch, spec)
   updates, opt = OPTIMIZER.update(grads, opt, params)
   return optax.apply_updates(params, updates), opt, bounds
@@ -200,15 +199,15 @@ def batch_of(sampled: dict, adv_B: np.ndarray, rows: np.ndarray) -> Batch:
     tokens_BT=tokens_BT,
     loss_mask_BT=mask_BT,
     behavior_logp_BT=logp_BT,
-    prox_BT=logp_BT,  # this and the last two fields are for other rules
+    prox_BT=logp_BT,  # not read here, like source_B and on_policy_BT
     adv_B=jnp.asarray(adv_B[rows], jnp.float32),
-    source_B=jnp.zeros(len(rows), jnp.int32),  # 0: fresh
+    source_B=jnp.zeros(len(rows), jnp.int32),
     on_policy_BT=mask_BT,
   )
 
 
 def accuracy(policy: Policy, params: dict, problems: list) -> float:
-  """Returns the share of right responses to held-out problems, with equal noise."""
+  """Returns the share of right responses; every call samples with the same noise."""
   right = []
   for start in range(0, len(problems), PROBLEMS):
     part = problems[start : start + PROBLEMS]

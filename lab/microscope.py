@@ -19,11 +19,12 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from scipy import stats
@@ -425,12 +426,30 @@ def train(
   lr: float = 1e-3,
   groups: int = 16,
   seed: int = 0,
+  block: int = 1,
 ) -> list[Tree]:
-  """Trains by reinforcement on fresh samples; returns the weights after each update.
+  """Trains by reinforcement; returns the weights after each update.
 
   Entry 0 holds the weights before the first update. An update is `learner.learn`, with
-  the objective of the package, on `groups` groups of GROUP responses.
+  the objective of the package, on `groups` groups of GROUP responses, which the weights
+  at the start of its block of updates sample.
   """
+  tx, learn = learner_of(rule, lr)
+  opt, kept = tx.init(params), [params]
+  for i, key in enumerate(jax.random.split(jax.random.key(seed), updates)):
+    if i % block == 0:
+      logp_NT = table(params, task)
+      tables = Tables(logp_NT, logp_NT)
+      up_to_QR = cumulative(task, tables)
+    batch, _ = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
+    params, opt, _, _ = learn(params, opt, batch)
+    kept.append(params)
+  return kept
+
+
+@functools.cache
+def learner_of(rule: Rule, lr: float) -> tuple[optax.GradientTransformation, Any]:
+  """Returns AdamW and the jitted update of a rule."""
   objective = Objective(
     clip_rule=rule.clip,
     loss_rule=rule.loss,
@@ -440,16 +459,7 @@ def train(
     pack=False,
   )
   tx = optimizer.adamw(lr=lr)
-  opt, kept = tx.init(params), [params]
-  learn = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
-  for key in jax.random.split(jax.random.key(seed), updates):
-    logp_NT = table(params, task)
-    tables = Tables(logp_NT, logp_NT)
-    up_to_QR = cumulative(task, tables)
-    batch, _ = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
-    params, opt, _, _ = learn(params, opt, batch)
-    kept.append(params)
-  return kept
+  return tx, jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
 
 
 def dot(a: Array, b: Array) -> float:

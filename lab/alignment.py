@@ -1,0 +1,139 @@
+"""Measures whether the rules that are closest to the true gradient train best.
+
+  python -m lab.alignment              measures what is not stored
+  python -m lab.microscope_page --write      writes the page
+
+The question and its settings are registered in papers/protocol3.md. Per seed: the
+alignment of every rule of the microscope's page at one staleness, and training with
+each of them at each rate, by the exact accuracy J of the policy after each block.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bapo_jax.runtime import files
+from lab import experiments, microscope, microscope_page, plots, sweep
+from lab.microscope import Tables
+from lab.microscope_page import FOLDER, LR, RULES, UPDATES, WARM
+from lab.outcomes import kendall
+
+RESULTS = FOLDER / 'results' / 'alignment'
+FIGURE = FOLDER / 'figures' / 'alignment.png'
+SEEDS = (10, 11, 12, 13)
+RATES = (1e-3, 5e-3)
+STALENESS = 16
+RESPONSES = 1024  # of the minibatch whose alignment is compared
+BLOCKS, BLOCK = 12, 16  # blocks of updates on responses of the weights at their start
+Run = dict[str, Any]
+
+
+def measure(seed: int) -> Run:
+  """Returns the alignment of each rule, and rate -> rule -> J after each block."""
+  task = microscope.enumerate_task()
+  first = microscope.warm_start(task, WARM, seed)
+  kept = microscope.train(first, task, UPDATES, lr=LR, seed=seed)
+  logp_NT, old_NT = (microscope.table(kept[-1 - k], task) for k in (0, STALENESS))
+  slopes_KP = microscope.slopes(kept[-1], task)
+  truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
+  of_rules = microscope_page.updates(
+    task, Tables(logp_NT, old_NT), slopes_KP, truth_P, seed
+  )
+  run: Run = {'alignment': {x: of_rules[x][1][str(RESPONSES)] for x in RULES}}
+  for rate in RATES:
+    curves = {}
+    for name, rule in RULES.items():
+      weights = microscope.train(
+        first, task, BLOCKS * BLOCK, rule, rate, seed=seed, block=BLOCK
+      )
+      tables = (microscope.table(x, task) for x in weights[BLOCK::BLOCK])
+      curves[name] = [float(microscope.accuracy(x, task)) for x in tables]
+    run[f'{rate:g}'] = curves
+    print(f'seed {seed}, rate {rate:g}', flush=True)
+  return run
+
+
+def orders(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+  """Returns what orders the rules -> rule -> its mean over the seeds."""
+  found = {'alignment': {x: mean([r['alignment'][x] for r in runs]) for x in RULES}}
+  for rate in RATES:
+    of_rate = [run[f'{rate:g}'] for run in runs]
+    where = f'at a rate of {rate:g}'
+    found[f'J over the run {where}'] = {
+      x: mean([mean(curves[x]) for curves in of_rate]) for x in RULES
+    }
+    found[f'J at the end {where}'] = {
+      x: mean([curves[x][-1] for curves in of_rate]) for x in RULES
+    }
+  return found
+
+
+def mean(values: Sequence[float]) -> float:
+  """Returns the mean of values that are all finite; 0 for a rule without an update."""
+  return float(np.mean(np.nan_to_num(values)))
+
+
+def taus(runs: Sequence[Run]) -> dict[str, float]:
+  """Returns outcome -> Kendall's tau of its order of the rules with alignment's."""
+  alignment, *others = (found := orders(runs))
+  return {name: kendall(found[alignment], found[name]) for name in others}
+
+
+def section(runs: Sequence[Run]) -> str:
+  """Returns the part of the microscope's page about training."""
+  correlations = '; '.join(f'{tau:.2f} with {name}' for name, tau in taus(runs).items())
+  return '\n\n'.join(
+    [
+      '## Does the closest rule train best?',
+      f"Kendall's tau of the {len(RULES)} rules by the alignment of {RESPONSES} "
+      f'responses at a staleness of {STALENESS} is {correlations}. {BLOCKS} blocks of '
+      f'{BLOCK} updates with {16 * microscope.GROUP} responses each, sampled by the '
+      f'weights at the start of the block; means over {len(runs)} seeds, registered '
+      'in [protocol 3](../protocol3.md) before they were measured '
+      '([results](results/alignment.jsonl)). 21 rules are no sample, so nothing is '
+      'tested.',
+      '![alignment against training](figures/alignment.png)',
+    ]
+  )
+
+
+def draw(runs: Sequence[Run]) -> Any:
+  """Returns a figure: alignment against J, a panel per outcome, a point per rule."""
+  from matplotlib.figure import Figure
+
+  alignment, *others = (found := orders(runs))
+  figure = Figure(figsize=(11, 9), layout='constrained')
+  axes = figure.subplots(2, 2, sharex=True)
+  for name, ax in zip(others, axes.T.flat, strict=True):
+    for rule in RULES:
+      x, y = found[alignment][rule], found[name][rule]
+      ax.plot(x, y, 'o', color=microscope_page.colour(rule), ms=6)
+      ax.annotate(rule, (x, y), xytext=(4, 3), textcoords='offset points', fontsize=7)
+    ax.set_title(f'{name} (tau {taus(runs)[name]:.2f})', fontsize=11)
+    ax.set_ylabel('accuracy J')
+    ax.spines[['top', 'right']].set_visible(False)
+  for ax in axes[-1]:
+    ax.set_xlabel(f'alignment of {RESPONSES} responses, k = {STALENESS}')
+  return figure
+
+
+def read() -> list[Run]:
+  """Returns the stored results, a run per seed."""
+  return [*experiments.read_runs(str(RESULTS)).values()]
+
+
+def main() -> None:
+  """Measures the seeds that are not stored, and draws the figure."""
+  commit = sweep.commit()
+  stored = experiments.read_runs(str(RESULTS))
+  for seed in SEEDS:
+    if str(seed) not in stored:
+      run = measure(seed) | {'commit': commit}
+      files.write_json(str(RESULTS / f'{seed}.json'), run)
+  experiments.pack(str(RESULTS))
+  plots.save(draw(read()), FIGURE, 100)
+
+
+if __name__ == '__main__':
+  main()
