@@ -159,6 +159,9 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'{found.answer[i][:40]!r}:\n{quoted(text)}\n'
     for i, text in enumerate(prompt_texts(r, material, SHOWN))
   ]
+  answers = 'not verified, because the rule needs a response'
+  if verified.tried:
+    answers = f'{verified.right} of {verified.tried} are right by their own verifier'
   training, held_out = known.lengths(config.tokenizer.template)
   disk = r.budget.disk / 2**30
   free = free_bytes(workdir) / 2**30
@@ -166,8 +169,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}\n'
-    f'answers    {verified.right} of {verified.tried} are right by their own verifier '
-    f'({config.rewards.rule})\n'
+    f'answers    {answers} ({config.rewards.rule})\n'
     f'{knob_lists.lines(config, indent="")}\n'
     f'products   in {config.model.compute}\n'
     f'disk       checkpoints {disk:.3g} GiB, free {free:.3g} GiB'

@@ -16,6 +16,7 @@ import numpy as np
 
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.custom_code import paths_in
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
@@ -232,7 +233,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'give a higher limit, such as --config.sampler.max_new_tokens={2 * limit}, and '
       'check that the model can write an end token (a base model may not)',
     )
-  if not sampled.read_PG.any():
+  # A custom function may return a number without an answer.
+  if not (sampled.read_PG.any() or paths_in(config.rewards.rule)):
     yield warning(
       'no answer',
       f'the verifier found no answer in any of {n} responses; ask for its format '

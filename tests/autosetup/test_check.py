@@ -197,6 +197,9 @@ def test_findings_about_responses(right, changes, expected):
   if 'undecided' in expected:
     assert '3 of 16 responses' in found[0].text
     assert 'the most frequent reason: slow;' in found[0].text
+  if 'no answer' in expected:  # a custom function returns numbers without answers
+    custom = Config().with_values(rewards={'rule': 'my.py:score'})
+    assert not list(check_rules.of_responses(custom, sampled))
 
 
 @pytest.fixture
