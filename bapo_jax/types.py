@@ -86,6 +86,7 @@ class Batch(NamedTuple):
   adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
+  update_B: Int32[Array, ' B'] | None = None  # number of this optimiser update, equal in all rows; step s of n updates has s n to s n + n - 1, even if its batch is underfilled
   pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: a text model
 
 

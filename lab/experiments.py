@@ -22,12 +22,12 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_jax.runtime import files, metrics
+from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config
@@ -44,7 +44,15 @@ METRICS = """
   learner/skipped learner/updates
 """
 STEP_METRICS = METRICS.split()
-DETAILS = ('right', 'steps', 'versions')  # fields of a result in details.zip
+BOUNDS = {  # field of a result's `updates` -> metric
+  'number': 'update/number',
+  'low': 'clip/low',
+  'high': 'clip/high',
+  'choice': 'clip/search_steps',  # the point on the path of the search
+  'met': 'clip/target_met',
+  'no_evidence': 'clip/no_evidence',
+}
+DETAILS = ('right', 'steps', 'updates', 'versions')  # fields of a result in details.zip
 WAY_OUT = 'remove the file and run the experiment again'
 
 
@@ -63,6 +71,9 @@ class Experiment(NamedTuple):
   arms: Mapping[str, Knobs]
   seeds: tuple[int, ...]
   factors: Mapping[str, Mapping[str, Knobs]] = {}  # factor -> level -> knobs
+  # (arm, factor -> level, seed) -> knobs of that run alone; they win over all others.
+  of_run: Callable[[str, Mapping[str, str], int], Knobs] = lambda arm, levels, seed: {}
+  block: int = 1  # seeds that take turns, so that the last arm can read the first one
 
 
 class RunSpec(NamedTuple):
@@ -113,7 +124,7 @@ def load(description: str) -> Experiment:
 
 
 def runs(experiment: Experiment) -> dict[str, RunSpec]:
-  """Returns run name -> run; runs of a seed share warm starts and are adjacent.
+  """Returns run name -> run; runs of a block of seeds are adjacent.
 
   Raises:
     ValueError: a config is invalid, or two runs have the same config.
@@ -123,17 +134,20 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
   combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
   specs: dict[str, RunSpec] = {}
   run_of: dict[str, str] = {}  # fingerprint -> run name
-  for seed, levels, arm in itertools.product(
-    experiment.seeds, combinations, experiment.arms
+  seeds, size = experiment.seeds, experiment.block
+  blocks = (seeds[i : i + size] for i in range(0, len(seeds), size))
+  for levels, arm, seed in itertools.chain.from_iterable(
+    itertools.product(combinations, experiment.arms, block) for block in blocks
   ):
-    name = '-'.join([arm, *levels.values(), f'seed{seed}'])
+    name = run_name(arm, levels, seed)
     values = experiment.values
-    # Later knobs win: an arm overrides the levels, and nothing overrides the seed.
+    # Later knobs win: an arm overrides the levels, a run the arm, the seed all.
     for factor, level in levels.items():
       values = config_lib.merged(values, factors[factor][level])
     # A seed has a warm start of its own, made without the user's cache.
-    of_run = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
-    values = config_lib.merged(values, {**experiment.arms[arm], **of_run})
+    own = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
+    of_run = experiment.of_run(arm, levels, seed)
+    values = config_lib.merged(values, {**experiment.arms[arm], **of_run, **own})
     try:
       config = config_lib.parse(values)
     except ValueError as error:
@@ -143,6 +157,11 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
       raise ValueError(f'runs {twin} and {name} have the same config; change an arm')
     specs[name] = RunSpec(arm, levels, seed, config)
   return specs
+
+
+def run_name(arm: str, levels: Mapping[str, str], seed: int) -> str:
+  """Returns the name of a run."""
+  return '-'.join([arm, *levels.values(), f'seed{seed}'])
 
 
 def fingerprint(config: Config) -> str:
@@ -159,7 +178,8 @@ def outcome(
   `evaluations` are [step, accuracy, standard error, responses sampled]. `right` is step
   -> number of right responses, of `group_size`, to each held-out problem, for the first
   and the last evaluation. `steps` is metric -> values after every step, five digits,
-  null if not finite. `seconds` exclude the warm start.
+  null if not finite. `updates` has the columns of BOUNDS, a value per update.
+  `seconds` exclude the warm start.
   """
   rows = metrics.read(workdir)
   trained = [row for row in rows if row['step'] > 0]
@@ -188,8 +208,17 @@ def outcome(
       name: [_short(row.get(name, math.nan)) for row in trained]
       for name in STEP_METRICS
     },
+    'updates': _updates(metrics.read(workdir, metrics.UPDATES)),
+    'processor': machine.processor(),
     'seconds': _short(sum(row.get('time/step', 0.0) for row in trained)),
   }
+
+
+def _updates(rows: Sequence[metrics.Row]) -> dict[str, Any]:
+  """Returns the bounds and the search of each update: BOUNDS -> values."""
+  columns = {x: [row[metric] for row in rows] for x, metric in BOUNDS.items()}
+  exact = {x: [float(str(np.float32(v))) for v in columns[x]] for x in ('low', 'high')}
+  return {x: list(map(int, columns[x])) for x in BOUNDS} | exact
 
 
 def _short(value: float) -> float | None:

@@ -51,6 +51,7 @@ class Updated(NamedTuple):
   seats_P: np.ndarray  # seats of the groups in `tokens`, in order of rows
   metrics: Mapping[str, Any]  # on the host, once all updates of the step are done
   tokens: UpdatedTokens
+  number: int = 0  # Batch.update_B
 
 
 def flatten(
@@ -61,6 +62,7 @@ def flatten(
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   version: int | Array = -1,
   pictures: Seen = None,
+  number: int | Array = 0,
 ) -> Batch:
   """Returns the flat batch [P*G, T]; empty seats and masked responses have no loss.
 
@@ -71,6 +73,7 @@ def flatten(
       rules use the weighted advantages.
     version: learner step of the weights before the first update; -1 if these weights
       sampled none of the tokens.
+    number: see Batch.update_B.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
@@ -86,6 +89,7 @@ def flatten(
     adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
     source_B=jnp.repeat(source_P, G),
     on_policy_BT=on_policy_PGT.reshape(P * G, T),
+    update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
   )
 
@@ -106,6 +110,7 @@ def update(
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
+  number: int = 0,
 ) -> tuple[Tree, Tree, list[Updated]]:
   """Runs epochs x minibatches optimiser updates on one batch.
 
@@ -119,6 +124,7 @@ def update(
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
       before the first update, for loss rules that need them; else None.
     place: puts a batch onto the mesh.
+    number: Batch.update_B of the first update.
 
   Returns:
     (params, opt, updates in order).
@@ -130,11 +136,14 @@ def update(
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
   arrays = groups, source_P, prox_PGT, pictures
   updates = []
-  for order_P in exchange.whole(order_EP):
-    for seats_P in _minibatches(order_P, filled_P, minibatches):
-      batch = place(_part(arrays, seats_P, version, advantage_rule, weights))
-      params, opt, metrics, tokens = train_step(params, opt, batch)
-      updates.append(Updated(seats_P, metrics, tokens))
+  orders = exchange.whole(order_EP)
+  parts = (
+    x for order_P in orders for x in _minibatches(order_P, filled_P, minibatches)
+  )
+  for now, seats_P in enumerate(parts, number):
+    batch = place(_part(arrays, seats_P, version, now, advantage_rule, weights))
+    params, opt, metrics, tokens = train_step(params, opt, batch)
+    updates.append(Updated(seats_P, metrics, tokens, now))
   on_host = exchange.fetched([update.metrics for update in updates])
   updates = [u._replace(metrics=x) for u, x in zip(updates, on_host, strict=True)]
   return params, opt, updates
@@ -171,9 +180,10 @@ def _minibatches(
 
 
 @functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
-def _part(arrays, seats_P, version, advantage_rule, weights) -> Batch:
+def _part(arrays, seats_P, version, number, advantage_rule, weights) -> Batch:
   groups, source_P, prox_PGT, pictures = take(arrays, seats_P)
-  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, version, pictures)
+  of_step = version, pictures, number
+  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, *of_step)
 
 
 def learn(

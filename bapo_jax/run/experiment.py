@@ -276,7 +276,11 @@ class Run:
     config = self.t.config
     s = first
     knobs = config.metrics.model_dump() | {'config': config.model_dump()}
-    with metrics.writing(self.workdir, s.step or -1, **knobs) as write:
+    at = self.workdir, s.step or -1
+    with (
+      metrics.writing(*at, **knobs) as write,
+      metrics.writing(*at, metrics.UPDATES) as write_update,
+    ):
       if s.step == 0:
         row, message = self.evaluate(s)
         write(0, row)
@@ -289,6 +293,9 @@ class Run:
         self.t.timer.since()
         for s, row, record in train_loop(self.t, first):
           self.report_step(s, row, write)
+          for update in record.updates:
+            of_update = {x: update.metrics[x] for x in metrics.OF_UPDATE}
+            write_update(s.step, of_update | {'update/number': update.number})
           speed = f'{row["rollout/tokens_per_s"]:.0f} tokens/s'
           progress.set_postfix_str(speed, refresh=False)
           progress.update()

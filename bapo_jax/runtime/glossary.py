@@ -81,6 +81,7 @@ _SENTENCES = {
   'learner/skipped': 'Updates of the step that were skipped because the loss or the gradient was not finite.',
   'learner/tokens': 'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
   'learner/tokens_computed': 'Tokens trained on in the step that were also computed: those of responses with an advantage, or all tokens where loss.kl > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
+  'update/number': 'Number of the optimiser update, from 0, in updates.jsonl: step s of n updates has s n to s n + n - 1, even if its batch is underfilled.',
   'learner/idle_steps': 'Steps in a row, this one included, in which no group of the batch had rewards that differ, so that nothing was learned.',
   'theory/gain_{s}': 'Estimate of the first term of Theorem 3.2 for {s} groups, times their share of the filled seats: the surrogate, mean over the updates; 0 without a group of both verdicts.',
   'theory/moved_{s}': 'Estimate of the second term of Theorem 3.2 for {s} groups, 2 K TV(pi, alpha), times their share of the filled seats: the current policy against the one that sampled them; 0 without a group of both verdicts.',

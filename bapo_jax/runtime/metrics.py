@@ -1,6 +1,7 @@
 """Writes the metrics of every step, reads them back, and prints one line per step.
 
 Rows go to metrics.jsonl, to TensorBoard and to W&B; the glossary defines every name.
+updates.jsonl has the clip bounds of every optimiser update, a row each.
 """
 
 import importlib
@@ -22,6 +23,18 @@ from bapo_jax.runtime.glossary import GLOSSARY
 PARTS = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
+STEPS = 'metrics.jsonl'
+UPDATES = 'updates.jsonl'
+OF_UPDATE = (  # what updates.jsonl has of each optimiser update
+  'clip/low',
+  'clip/high',
+  'clip/search_steps',
+  'clip/target_met',
+  'clip/no_evidence',
+  'clip/share_start',
+  'clip/share',
+  'learner/skipped',
+)
 
 
 def to_json(row: Mapping[str, float]) -> str:
@@ -31,15 +44,15 @@ def to_json(row: Mapping[str, float]) -> str:
   return json.dumps({'step': int(row['step']), **finite}, allow_nan=False)
 
 
-def read(workdir: Path) -> list[Row]:
-  """Reads the rows of workdir/metrics.jsonl, oldest first; [] if the file is missing.
+def read(workdir: Path, name: str = STEPS) -> list[Row]:
+  """Reads the rows of a file of a workdir, oldest first; [] if the file is missing.
 
   null is nan. Skips a last line that is incomplete, as a killed run leaves it.
 
   Raises:
     ValueError: a line before the last is not a row of metrics.
   """
-  path = pathlib.Path(workdir, 'metrics.jsonl')
+  path = pathlib.Path(workdir, name)
   lines = path.read_bytes().splitlines() if path.exists() else []
   rows: list[Row] = []
   for i, line in enumerate(lines, 1):
@@ -66,9 +79,9 @@ def _need(package, knob):
     ) from error
 
 
-def _jsonl(workdir: Path, step, stack: ExitStack):
-  path = os.path.join(workdir, 'metrics.jsonl')
-  lines = (to_json(row) for row in read(workdir) if row['step'] <= step)
+def _jsonl(workdir: Path, name: str, step, stack: ExitStack):
+  path = os.path.join(workdir, name)
+  lines = (to_json(row) for row in read(workdir, name) if row['step'] <= step)
   files.write(path, ''.join(f'{line}\n' for line in lines))
   with files.naming(path):
     # Unbuffered: closing the file does not retry a write that failed on a full disk.
@@ -130,12 +143,13 @@ def _wandb(workdir: Path, stack: ExitStack, config: dict | None):
 def writing(
   workdir: Path,
   step: int,
+  name: str = STEPS,
   *,
   tensorboard: bool = False,
   wandb: bool = False,
   config: dict | None = None,
 ) -> Iterator[Write]:
-  """Yields a function that writes the metrics of a step; only process 0 writes.
+  """Yields a function that writes a row to a file; only process 0 writes.
 
   Removes rows after `step`, the step resumed from; -1 removes all rows.
   TensorBoard and W&B show the config next to the curves.
@@ -161,7 +175,7 @@ def writing(
         sinks.append(_wandb(workdir, stack, config))
       if tensorboard:
         sinks.append(_tensorboard(workdir, step, stack, config))
-      sinks.insert(0, _jsonl(workdir, step, stack))
+      sinks.insert(0, _jsonl(workdir, name, step, stack))
     yield write
 
 

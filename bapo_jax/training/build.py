@@ -111,7 +111,7 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   `pictures` are shapes from `pictured.abstract`, or None without pictures.
   """
   size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = {'tokens': jnp.int32, 'source': jnp.int32}
+  kinds = dict.fromkeys(('tokens', 'source', 'update'), jnp.int32)
   kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   rows = sharding.over_rows(mesh)
   fields = list[Any]()

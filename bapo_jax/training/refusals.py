@@ -319,7 +319,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   G = config.sampler.group_size
   seats = config.batch.seats(P)
   f32, i32, flags = (jnp.zeros((B, T), kind) for kind in (jnp.float32, jnp.int32, bool))
-  batch = Batch(i32, flags, f32, f32, f32[:, 0], i32[:, 0], flags)
+  batch = Batch(i32, flags, f32, f32, f32[:, 0], i32[:, 0], flags, i32[:, 0])
   none = Unclipped()(f32, batch, lambda _: f32)
   groups = empty_groups(P, G, T)
   reward_PG = jnp.zeros((P, G))
@@ -365,26 +365,27 @@ def of_custom_rules(config: Config) -> Iterator[str]:
         f'{rule} never calls `find`, so no clip rule has an effect; return '
         '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
       )
-    elif (
-      name == 'loss'
-      and config.clip.gives == 'bounds'
-      and config.loss.bounds != 'ignored'
-    ):
-      gain = jax.make_jaxpr(lambda none: config.loss(f32, batch, lambda _: none)[0])
-      if not _depends(gain(none)):
-        yield (
-          f'{rule} does not use the bounds that `find` returns, so clip.rule='
-          f"{config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
-        )
+    elif name == 'loss':
+      yield from _unused_bounds(config, f32, batch, none)
 
 
-def _depends(function: Any) -> bool:
-  """Returns whether a result of a traced function depends on one of its arguments."""
+def _unused_bounds(
+  config: Config, logp_BT: Array, batch: Batch, bounds: Bounds
+) -> Iterator[str]:
+  """Yields a sentence if a clip rule gives bounds on which the gain does not depend."""
+  if config.clip.gives != 'bounds' or config.loss.bounds == 'ignored':
+    return
+  gain = jax.make_jaxpr(lambda bounds: config.loss(logp_BT, batch, lambda _: bounds)[0])
+  function = gain(bounds)
   known = {id(x) for x in function.jaxpr.invars}
   for equation in function.jaxpr.eqns:
     if known.intersection(map(id, equation.invars)):
       known.update(map(id, equation.outvars))
-  return bool(known.intersection(map(id, function.jaxpr.outvars)))
+  if not known.intersection(map(id, function.jaxpr.outvars)):
+    yield (
+      f'loss.rule={config.loss.rule} does not use the bounds that `find` returns, so '
+      f"clip.rule={config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
+    )
 
 
 def _misfit(found: Any, wanted: Any) -> str:

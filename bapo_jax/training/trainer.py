@@ -203,6 +203,7 @@ def update(
         weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
+        number=s.step * t.config.updates_per_step,
       )
     )
   learned = live(updates)

@@ -93,6 +93,10 @@ SHOWN = {
     whole=True,
     ordered='area',
   ),
+  **{
+    name: Shown((LEARNING, BOUNDS, SEARCH), whole=True)
+    for name in ('yoked', 'yoked_s1', 'yoked_depths')
+  },
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
     (Compared('int8', ('bfloat16',), 'final'),),

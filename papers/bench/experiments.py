@@ -1,18 +1,23 @@
-"""The experiments of the second protocol: off-policy methods in settings that can tell.
+"""The experiments of protocols 2 and 3: off-policy methods in settings that can tell.
 
-The protocol is ../protocol2.md. `s1` has 256 responses per update, so that the search
+Those of ../protocol2.md: `s1` has 256 responses per update, so that the search
 of Balanced PO stops between its ends; `control` is the setting of the first protocol at
 rates at which fixed bounds differ; `recipe_again` repeats its best arm on new seeds,
 beside fixed bounds with the same mean; `quantised` trains with actors of low precision;
 `depths` samples ahead of the learner, so that data are older than their batch makes
 them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
+
+Those of ../protocol3.md: `yoked` (R), `yoked_s1` (B) and `yoked_depths` (D) give an arm
+the bounds that the search of another run chose, with the clip rules of bounds.py.
 """
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from bapo_jax.methods import METHODS
 from configs import base
-from lab.experiments import Experiment
+from lab.experiments import Experiment, run_name
 
 TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
@@ -29,7 +34,13 @@ NAMES = (
   'quantised',
   'depths',
   's3',
+  'yoked',
+  'yoked_s1',
+  'yoked_depths',
 )
+YOKED_SEEDS = tuple(range(600, 628))
+YOKED_S1_SEEDS = tuple(range(640, 656))
+YOKED_DEPTH_SEEDS = tuple(range(660, 668))
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/notes/performance.md.
@@ -191,6 +202,71 @@ PRECISION: dict[str, dict[str, Any]] = {
 }
 
 
+RULES = 'papers/bench/bounds.py'
+WIDE_SHARE = {'lr0.0006': 0.54, 'lr0.0008': 0.45}  # of `recipe` in protocol 2
+
+
+def constant(low: float, high: float, search: str) -> dict[str, Any]:
+  """An arm with constant bounds that records what a search would have chosen."""
+  knobs = {'low': low, 'high': high, 'search': search}
+  return _rule('constant', knobs)
+
+
+def _rule(name: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
+  own = {f'clip.{knob}': value for knob, value in knobs.items()}
+  return {'clip.rule': f'{RULES}:{name}'} | own
+
+
+REPLAYING = _rule('recorded', {'search': 'recipe'}) | LIMIT
+YOKED: dict[str, dict[str, Any]] = {  # the donors first, and those who read them last
+  'recipe': CLIPPING['recipe'],
+  'coin': _rule('coin', {'search': 'recipe'}) | LIMIT,
+  'low80_high120': constant(0.8, 1.2, 'recipe') | LIMIT,
+  'low80_high200': constant(0.8, 2.0, 'recipe') | LIMIT,
+  'low95_high120': constant(0.95, 1.2, 'recipe') | LIMIT,
+  'low95_high200': constant(0.95, 2.0, 'recipe') | LIMIT,
+  'yoked': REPLAYING,
+}
+YOKED_S1: dict[str, dict[str, Any]] = {
+  'balanced': CLIPPING['balanced'],
+  'low80_high120': constant(0.8, 1.2, 'balanced'),
+  'low80_high300': constant(0.8, 3.0, 'balanced'),
+  'low90_high120': constant(0.9, 1.2, 'balanced'),
+  'low90_high300': constant(0.9, 3.0, 'balanced'),
+  'yoked': _rule('recorded', {'search': 'balanced'}),
+}
+
+
+def partner(seed: int) -> int:
+  """Returns the other seed of a pair: 600 and 601 are partners."""
+  return seed ^ 1
+
+
+def of_run(name: str, arm: str, levels: Mapping[str, str], seed: int) -> dict[str, Any]:
+  """Returns the knobs of one run: its problems, the donor, and the coin."""
+  knobs: dict[str, Any] = {'problems.seed': seed}
+  if arm == 'yoked':
+    donor = 'balanced' if name == 'yoked_s1' else 'recipe'
+    knobs['clip.results'] = f'papers/bench/results/{name}'
+    knobs['clip.donor'] = run_name(donor, levels, partner(seed))
+  if arm == 'coin':
+    knobs['clip.wide'] = WIDE_SHARE[levels['rate']]
+    knobs['clip.draw'] = seed
+  return knobs
+
+
+def yoked(
+  name: str,
+  values: dict[str, Any],
+  arms: Mapping[str, dict[str, Any]],
+  seeds: tuple[int, ...],
+  factors: Mapping[str, Mapping[str, dict[str, Any]]] = {},
+) -> Experiment:
+  """Returns an experiment of protocol 3: pair of seeds by pair, donors first."""
+  each = functools.partial(of_run, name)
+  return Experiment(values, arms, seeds, factors, each, block=2)
+
+
 def get_experiment(name: str) -> Experiment:
   """Returns one of NAMES.
 
@@ -201,6 +277,10 @@ def get_experiment(name: str) -> Experiment:
   two = {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}
   repeated = {arm: CLIPPING[arm] for arm in ('recipe', 'widest')}
   repeated['recipe_mean'] = fixed(*RECIPE_MEAN) | LIMIT
+  ahead = {x: YOKED[x] for x in ('recipe', 'low80_high120', 'low95_high200', 'yoked')}
+  deep = control()
+  deep['optimizer']['lr'] = 6e-4
+  depth = {x: DEPTHS[x] for x in ('depth4', 'depth16')}
   tuning = s1()
   tuning['problems']['seed'] = 0
   return {
@@ -212,4 +292,9 @@ def get_experiment(name: str) -> Experiment:
     'quantised': Experiment(quantised(), PRECISION, TEST[:3]),
     's3': Experiment(s3(), two, S3_SEEDS),
     'depths': Experiment(depths(), AHEAD, DEPTH_SEEDS, {'depth': DEPTHS}),
+    'yoked': yoked('yoked', control(), YOKED, YOKED_SEEDS, {'rate': rates}),
+    'yoked_s1': yoked('yoked_s1', s1(), YOKED_S1, YOKED_S1_SEEDS),
+    'yoked_depths': yoked(
+      'yoked_depths', deep, ahead, YOKED_DEPTH_SEEDS, {'depth': depth}
+    ),
   }[name]
