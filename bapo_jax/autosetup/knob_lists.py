@@ -45,9 +45,9 @@ def wide_bound(clip: ClipRule) -> str:
 
   0 is a published bound, CISPO's.
   """
-  low = np.min(clip.low) if isinstance(clip, Fixed | Balanced) else 0.0
-  if not 0 < low < LOWEST:
+  if not isinstance(clip, Fixed | Balanced) or not 0 < np.min(clip.low) < LOWEST:
     return ''
+  low = np.min(clip.low)
   return (
     f'clip.low={clip.low} bounds the ratio and is not epsilon: a token is cut only '
     f'when its probability has fallen to {low:.4g} of its value; give 1 - epsilon, '

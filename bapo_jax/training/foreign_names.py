@@ -75,7 +75,8 @@ _OURS = {
   ),
   "loss.rule='sequence' with loss.aggregate='sequence'": 'importance_sampling_level',
   "loss.cap with loss.rule='decoupled'": (
-    'tis_imp_ratio_cap vllm_importance_sampling_cap'
+    'tis_imp_ratio_cap vllm_importance_sampling_cap '
+    'vllm_importance_sampling_correction vllm_importance_sampling_mode'
   ),
   "advantage.rule: 'group_relative' for grpo, 'leave_one_out' for rloo; there is no "
   'gae, which needs a value function': 'adv_estimator advantage_estimator',
@@ -109,7 +110,9 @@ _OURS = {
   'lora.rank': 'lora_r lora_rank',
   'lora.alpha': 'lora_alpha',
   'lora.targets': 'target_modules lora_target_modules',
-  'mesh.tensor': 'tensor_model_parallel_size tensor_parallel_size tp_size',
+  'mesh.tensor': (
+    'tensor_model_parallel_size tensor_parallel_size tp_size vllm_tensor_parallel_size'
+  ),
   'mesh.fsdp': 'fsdp_size',
   'mesh.data, mesh.fsdp and mesh.tensor to divide the devices; all attached ones are '
   'used': 'n_gpus_per_node',
@@ -137,8 +140,12 @@ _NONE = {
   ),
   'adapters have no dropout; lora has rank, alpha and targets': 'lora_dropout',
   'every step is in metrics.jsonl; evaluate.every sets evaluations': 'logging_steps',
-  'sampling is built in; its knobs are in the section sampler': 'use_vllm',
-  'sampler.max_num_seqs sets the memory of the sampler': 'gpu_memory_utilization',
+  'sampling is built in; its knobs are in the section sampler': (
+    'use_vllm vllm_mode rollout.name'
+  ),
+  'sampler.max_num_seqs sets the memory of the sampler': (
+    'gpu_memory_utilization vllm_gpu_memory_utilization'
+  ),
   'give --workdir=..., the folder of a run': 'output_dir default_local_dir',
 }
 KNOBS, ABSENT = (
