@@ -29,6 +29,8 @@ def test_keyword_arguments_are_knobs():
   stored = json.loads(json.dumps(made.model_dump()))
   assert from_json(stored) == made  # tuples, custom knobs too
   assert tiny(**SAPO).loss.tau == 1.0
+  # A title may be a file's name.
+  assert tiny(**SAPO, title='a, b.py').code == made.code
 
 
 def test_command_line_arguments_set_custom_knobs_in_any_order():

@@ -74,7 +74,8 @@ def parse(values: dict[str, Any]) -> Config:
 def code(config: Config) -> tuple[str, ...]:
   """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  paths = {path for text in texts for path in custom_code.paths_in(text)}
+  named = {path for text in texts for path in custom_code.paths_in(text)}
+  paths = {path for path in named if not path.endswith('.py')}  # such as a title
   return tuple(
     sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
   )
