@@ -1,7 +1,7 @@
 r"""RL with verifiable rewards on problems whose answers are integers in \boxed{}.
 
-  python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny
-  python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny_fixed \
+  .venv/bin/python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny
+  .venv/bin/python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny_fixed \
     --config.clip.rule=fixed
 
 `tiny` (the default): made problems (bapo_jax/data/made/synthetic.py) and a policy of

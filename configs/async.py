@@ -1,8 +1,9 @@
 r"""Rollouts beside training: the embedded default, sampled one step ahead.
 
-  python -m bapo_jax.main --config=configs/async.py --workdir=runs/ahead
+  .venv/bin/python -m bapo_jax.main --config=configs/async.py --workdir=runs/ahead
   XLA_FLAGS=--xla_force_host_platform_device_count=2 \
-    python -m bapo_jax.main --config=configs/async.py:beside --workdir=runs/beside
+    .venv/bin/python -m bapo_jax.main --config=configs/async.py:beside \
+      --workdir=runs/beside
 
 With `rollout.depth=1`, step s trains on groups that the weights of step s - 1 sampled.
 The first command samples and trains in turn, on all devices: it is the reference. The

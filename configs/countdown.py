@@ -1,7 +1,9 @@
 r"""Countdown: four cells at equal numbers of responses, on the embedded policy.
 
-  python -m bapo_jax.main --config=configs/countdown.py:both --workdir=runs/both
-  python -m lab.sweep configs/countdown.py:cells --results=runs/countdown --workers=2
+  .venv/bin/python -m bapo_jax.main --config=configs/countdown.py:both \
+    --workdir=runs/both
+  .venv/bin/python -m lab.sweep configs/countdown.py:cells --workers=2 \
+    --results=runs/countdown
 
 The first command trains a single cell. The second trains all four cells for seeds 0 to
 2 and prints a table of them.

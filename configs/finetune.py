@@ -1,6 +1,6 @@
 r"""A model and problems of your own: three knobs, and the run decides the others.
 
-  python -m bapo_jax.main --config=configs/finetune.py --workdir=runs/mine \
+  .venv/bin/python -m bapo_jax.main --config=configs/finetune.py --workdir=runs/mine \
     --config.model.path=M --config.problems.source=train.jsonl \
     --config.problems.test_source=test.jsonl
 

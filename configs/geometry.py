@@ -1,10 +1,10 @@
 r"""RL on pictures: what is asked for stands in the picture alone.
 
-  python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry
-  python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry-1 \
-    --config.seed=1 --config.sft.seed=1
-  python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry \
-    --mode=eval --config.problems.drawn.kind=blank
+  .venv/bin/python -m bapo_jax.main --config=configs/geometry.py --workdir=runs/geometry
+  .venv/bin/python -m bapo_jax.main --config=configs/geometry.py \
+    --workdir=runs/geometry-1 --config.seed=1 --config.sft.seed=1
+  .venv/bin/python -m bapo_jax.main --config=configs/geometry.py \
+    --workdir=runs/geometry --mode=eval --config.problems.drawn.kind=blank
 
 The default: bars that are drawn from a seed beside an axis, and a question such as
 `x1-x3 mod 10` (bapo_jax/data/made/drawn.py), for a policy of 0.16 M parameters, a tower

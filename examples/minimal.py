@@ -1,6 +1,6 @@
 """Balanced Policy Optimization in one file: reads in ten minutes, runs in three.
 
-  python examples/minimal.py
+  .venv/bin/python examples/minimal.py
 
 A policy of 0.1 M parameters learns to solve ax + c = b (mod m) by trial. It first
 imitates worked solutions (700 steps on clean ones, 100 on ones with slips), after which

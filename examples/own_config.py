@@ -1,6 +1,6 @@
 """A config of your own: the small policy with a graded reward, RLOO and 40 steps.
 
-  python -m bapo_jax.main --config=examples/own_config.py --workdir=runs/own
+  .venv/bin/python -m bapo_jax.main --config=examples/own_config.py --workdir=runs/own
 
 Every knob that is not set here has its default (docs/reference/config.md), and the
 command line may override each of them.

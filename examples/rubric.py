@@ -1,6 +1,6 @@
 """A graded reward to copy: parts for the answer, its form and its length.
 
-  python -m bapo_jax.main --config=examples/own_config.py
+  .venv/bin/python -m bapo_jax.main --config=examples/own_config.py
 
 Keyword-only arguments are knobs: --config.rewards.custom.brief=0.2. The sum of the
 parts is the reward; every part has a curve of its own (reward/answer, ...). A response

@@ -69,6 +69,8 @@ class Shown(NamedTuple):
   compared: tuple[Compared, ...] = ()
   figures: Mapping[str, Drawn] = {}  # file name without suffix -> figure
   whole: bool = False  # True: nothing is shown before all runs are done
+  # results of the experiment -> tables of its own protocol, below the others
+  further: Callable[[Mapping[str, Result]], str] | None = None
   ordered: str = ''  # outcome by which the arms are ranked at every level of a factor
 
 

@@ -212,6 +212,7 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'recipe': clip.Recipe.settings._asdict(),
     'tolerance': clip.TOLERANCE,
     'methods': methods(),
+    'typed': {method.title: name for name, method in METHODS.items()},
     'batch': recorded_of(batch),
     'own': own_table.table(own, batch) if own else None,
   }

@@ -194,7 +194,7 @@ def write(plan: Plan) -> str:
     for run in compare.read([fork.path for fork in plan.forks])
   ]
   files.write(os.path.join(plan.to, 'fork.html'), page(runs))
-  return '\n'.join(comparison.console(comparison.grouped(runs)))
+  return '\n'.join(comparison.results(comparison.grouped(runs)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -294,7 +294,8 @@ def results_csv(papers: pathlib.Path) -> str:
   """
   rows = []
   for folder in sorted(papers.glob('*/results')):
-    for experiment in experiments.names(folder):
+    # Not an experiment under way, at which nobody looks before it is complete.
+    for experiment in sorted(path.stem for path in folder.glob('*.jsonl')):
       for run, result in experiments.read_runs(f'{folder}/{experiment}').items():
         if 'evaluations' not in result:  # not a run of an experiment
           continue

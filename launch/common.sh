@@ -10,6 +10,7 @@ need_python() { # ends the script with one sentence unless the program $1 exists
   command -v "$1" > /dev/null && return
   echo "launch/${0##*/}: no program $1; make it with 'python3 -m venv .venv &&" \
     ".venv/bin/pip install -r requirements.txt -c requirements/constraints.txt' in" \
-    "$PWD, or set PYTHON to a Python that has these packages" >&2
+    "$PWD (for GPUs and TPUs see docs/system/scaling.md), or set PYTHON to a Python" \
+    "that has these packages" >&2
   exit 2
 }

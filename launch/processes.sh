@@ -60,6 +60,7 @@ command_of() { # fills `line` with the command of process $1, its environment fi
     list="${XLA_FLAGS:-} --xla_force_host_platform_device_count=$each"
     line+=("XLA_FLAGS=${list# }")
   else
+    line[1]+=,cpu # where weights are loaded
     first=$(($1 * each))
     list=$(seq -s, "$first" $((first + each - 1)))
     line+=("CUDA_VISIBLE_DEVICES=$list")

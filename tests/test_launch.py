@@ -119,6 +119,10 @@ def test_gpus_are_divided():
   text = run(LAUNCH / 'processes.sh', 2, *flags, env={'JAX_PLATFORMS': 'cuda'})
   found = [w for line in text.splitlines() for w in words(line) if 'CUDA' in w]
   assert found == ['CUDA_VISIBLE_DEVICES=0,1', 'CUDA_VISIBLE_DEVICES=2,3']
+  # Weights are loaded on the CPU, which JAX would not start with `cuda` alone.
+  assert [words(line)[1] for line in text.splitlines()] == [
+    'JAX_PLATFORMS=cuda,cpu'
+  ] * 2
   assert 'XLA_FLAGS' not in text
 
 

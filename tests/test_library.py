@@ -4,9 +4,12 @@ import os
 import pathlib
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import runs
 
 from bapo_jax import main
+from bapo_jax.algorithms import loss
 from bapo_jax.runtime import metrics
 from bapo_jax.training import needs
 
@@ -66,7 +69,27 @@ def test_the_printed_command_is_accepted(tmp_path, monkeypatch):
   (text,) = re.findall(r'```python\n# my.py\n([^`]*)```', PAGE)
   (tmp_path / 'my.py').write_text(text)
   monkeypatch.chdir(tmp_path)
-  (command,) = re.findall(r'python -m bapo_jax.main ((?:.*\\\n)*.*)', PAGE)
-  config, *given = command.replace('\\\n', ' ').split()
-  made = main.read_config(str(ROOT / config.partition('=')[2]), given)
-  assert made.loss.tau == 1.05 and made.rewards.custom.per_token == 0.01
+  made = []
+  for command in re.findall(r'python -m bapo_jax.main ((?:.*\\\n)*.*)', PAGE):
+    config, *given = command.replace('\\\n', ' ').split()
+    knobs = [x for x in given if x.startswith('--config.')]
+    made.append(main.read_config(str(ROOT / config.partition('=')[2]), knobs))
+  soft, cut = made
+  assert soft.loss.tau == 1.05 and soft.rewards.custom.per_token == 0.01
+  assert cut.loss.power == 0.5
+
+
+def test_the_printed_losses_weigh_as_rules_of_ours(tmp_path):
+  (text,) = re.findall(r'```python\n# my.py\n([^`]*)```', PAGE)
+  printed = {'__name__': 'my'}
+  exec(text, printed)
+  found = executed('the bounds and the gradient of my batch')
+  # Many ratios of the example are beyond these bounds.
+  bounds = found['bounds']._replace(low=jnp.float32(0.8), high=jnp.float32(1.3))
+  ours = {'cut': loss.Clipped(), 'soft': loss.Sapo(positive=1.0, negative=1.0)}
+  for name, rule in ours.items():
+    batch = found['logp_BT'], found['batch'], bounds
+    weight_BT = loss.weights(printed[name], *batch)
+    wanted_BT = loss.weights(rule, *batch)
+    np.testing.assert_allclose(weight_BT, wanted_BT, rtol=1e-5, atol=1e-6)
+    assert (wanted_BT == 0).any() == (name == 'cut')

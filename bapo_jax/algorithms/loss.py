@@ -328,13 +328,13 @@ class Vespo(LossRule):
   rule: Literal['vespo'] = 'vespo'
   positive: Range = knob(
     (2.0, 3.0),
-    'Power of W and rate of its decay for responses with A >= 0.',
+    'Power of pi(y) / mu(y) and rate of its decay for responses with A >= 0.',
     above=0,
     most=100,
   )
   negative: Range = knob(
     (3.0, 2.0),
-    'Power of W and rate of its decay for responses with A < 0.',
+    'Power of pi(y) / mu(y) and rate of its decay for responses with A < 0.',
     above=0,
     most=100,
   )

@@ -4,7 +4,8 @@
 2. `final` is the value of a metric at the end of a run;
 3. `differences` compares the final metrics of each group with those of the first group,
    seed by seed, which removes the variation that a seed causes in both. Single
-   runs are compared problem by problem, with the last evaluation of each.
+   runs are compared problem by problem, with the last evaluation of each;
+4. `results` says in words which groups lead in held-out accuracy.
 """
 
 import math
@@ -19,16 +20,18 @@ from scipy import special
 
 from bapo_jax.run.run_files import RunFiles
 from bapo_jax.run.series import ERRORS, fifths, mean, series
-from bapo_jax.training.evaluate import mean_and_error
+from bapo_jax.training.evaluate import mean_and_error, plus_minus
 
 # Knobs that may differ within a group, beside the seeds: they change no result.
 NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
-FINAL = """
-  eval/accuracy eval/reward eval/length eval/truncated rollout/reward rollout/accuracy
-  rollout/length rollout/truncated rollout/responses batch/learnable clip/share clip/low
-  clip/high clip/fraction loss/entropy loss/kl loss/ratio_max loss/ess
+METRICS = """
+  eval/accuracy eval/reward eval/length rollout/reward loss/entropy loss/kl clip/share
+  clip/fraction eval/truncated rollout/accuracy rollout/length rollout/truncated
+  rollout/responses batch/learnable clip/low clip/high loss/ratio_max loss/ess
   learner/grad_norm time/step
 """
+FINAL = METRICS.split()
+MAIN = FINAL[:7]  # the page folds the others
 LEVEL = 0.95  # of the intervals
 SEED = '0123456789-_.'  # at the end of the name of a run
 
@@ -112,14 +115,14 @@ def final(run: RunFiles, name: str) -> float:
 
 def cell(group: Group, name: str) -> str:
   """Formats the final value of a metric with its interval or error; '' without one."""
-  values = [value for run in group.runs if math.isfinite(value := final(run, name))]
+  values = [*by_seed(group, name).values()]
   if not values:
     return ''
   middle, half = interval(values)
   if len(group.runs) == 1 and name in ERRORS:
     half = final(group.runs[0], ERRORS[name])
   few = f' (n={len(values)})' if len(values) < len(group.runs) else ''
-  return f'{middle:.4g}' + (f' ± {half:.2g}' if math.isfinite(half) else '') + few
+  return plus_minus(middle, half) + few
 
 
 def by_seed(group: Group, name: str) -> dict[Any, float]:
@@ -142,55 +145,56 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
   return means
 
 
-def paired(base: dict[Any, float], other: dict[Any, float]) -> str:
-  """Formats the mean of other - base over common keys; '' if there are fewer than 2.
+def paired(base: dict[Any, float], other: dict[Any, float]) -> list[float]:
+  """Returns other - base for each common key: a seed, or a held-out problem."""
+  return [other[key] - base[key] for key in base if key in other]
 
-  Keys are seeds, or held-out problems if single runs are compared.
+
+def _finals(groups: Sequence[Group]):
+  """Returns what is paired, and for each group metric -> key -> final value.
+
+  The keys are seeds, or held-out problems if every group is a single run.
   """
-  pairs = [other[key] - base[key] for key in base if key in other]
-  if len(pairs) < 2:
-    return ''
-  middle, half = interval(pairs)
-  return f'{middle:+.4g} ± {half:.2g} (n={len(pairs)})'
+  if all(len(group.runs) == 1 for group in groups):
+    return 'held-out problem', [by_problem(group.runs[0]) for group in groups]
+  return 'seed', [{name: by_seed(group, name) for name in FINAL} for group in groups]
+
+
+def results(groups: Sequence[Group]) -> Iterator[str]:
+  """Yields a sentence per group after the first: which leads in held-out accuracy.
+
+  Skips a group with fewer than two seeds or held-out problems of the first.
+  """
+  unit, (base, *others) = _finals(groups)
+  for group, other in zip(groups[1:], others, strict=True):
+    pairs = paired(base.get('eval/accuracy', {}), other.get('eval/accuracy', {}))
+    if len(pairs) > 1:
+      middle, half = interval(pairs)
+      yield (
+        f'{group.label} '
+        f'{"leads" if middle > 0 else "trails" if middle < 0 else "equals"} '
+        f'{groups[0].label} in held-out accuracy: {plus_minus(middle, half, "+")}, the '
+        f'mean difference and its {100 * LEVEL:.0f} % t interval, paired over '
+        f'{len(pairs)} {unit}s{"" if unit == "seed" else " of one run each"}. The '
+        'interval '
+        f'{"excludes 0" if abs(middle) > half else "includes 0, so this may be chance"}'
+        f'{"" if unit == "seed" else "; it lacks the variation between seeds"}.'
+      )
 
 
 def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
   """Compares each group but the first with the first.
 
   Returns:
-    What is paired, 'seed' or 'held-out problem', and metric -> a difference per group;
-    without metrics that have no difference.
+    What is paired, 'seed' or 'held-out problem', and metric -> the mean difference of
+    each group, '' if there are fewer than two pairs.
   """
-  if all(len(group.runs) == 1 for group in groups):
-    unit = 'held-out problem'
-    base, *others = [by_problem(group.runs[0]) for group in groups]
-  else:
-    unit = 'seed'
-    names = FINAL.split()
-    base, *others = [{name: by_seed(group, name) for name in names} for group in groups]
-  table = {
-    name: [paired(values, other.get(name, {})) for other in others]
-    for name, values in base.items()
-  }
-  return unit, {name: row for name, row in table.items() if any(row)}
-
-
-def paired_by(unit: str) -> str:
-  """Explains the intervals of differences."""
-  return (
-    f'± {100 * LEVEL:.0f} % t interval over the n {unit}s that both have, for each '
-    'number by itself: of many such intervals some miss the true difference.'
-  )
-
-
-def console(groups: Sequence[Group]) -> Iterator[str]:
-  """Yields a line per metric and group that `differences` compares."""
-  unit, table = differences(groups)
-  if table:
-    yield (
-      f'Mean difference from {groups[0].label}, paired by {unit}. {paired_by(unit)}'
-    )
-  for i, group in enumerate(groups[1:]):
-    for name, row in table.items():
-      if row[i]:
-        yield f'  {group.label}  {name:<18} {row[i]}'
+  unit, (base, *others) = _finals(groups)
+  table: dict[str, list[str]] = {}
+  for name in FINAL:
+    pairs = [paired(base.get(name, {}), other.get(name, {})) for other in others]
+    table[name] = [
+      f'{plus_minus(*interval(x), "+")} (n={len(x)})' if len(x) > 1 else ''
+      for x in pairs
+    ]
+  return unit, table

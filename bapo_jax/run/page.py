@@ -7,12 +7,13 @@
 The runs may be in progress: the page omits what they have not written yet.
 """
 
+import contextlib
 import datetime
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import knobs
@@ -37,6 +38,7 @@ from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import config as config_lib
+from bapo_jax.training import needs
 from bapo_jax.training.config import Config, fingerprint
 from bapo_jax.types import SOURCES
 
@@ -142,8 +144,9 @@ def _comparison(groups: Sequence[Group]):
     attributes = {'type': 'button', 'aria_pressed': 'true', 'data_group': f'c{i}'}
     keys.append(element('button', swatch, f'{group.label}{seeds}', **attributes))
   yield element('div', *keys, class_='legend')
+  yield from (element('p', text) for text in comparison.results(groups))
   yield element('h2', 'What differs')
-  columns = {group.label: group.runs[0].knobs for group in groups}
+  columns = {group.label: _known(group.runs[0])[0] for group in groups}
   yield _knobs(columns, comparison.nuisance)
   text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
   yield element('p', text, class_='soft')
@@ -151,33 +154,32 @@ def _comparison(groups: Sequence[Group]):
   means = 'over the last fifth of the steps'
   if start := runs[0].start:
     means = f'over the steps after step {start}, where the runs begin to differ'
+  unit, differences = comparison.differences(groups)
   yield element(
     'p',
     f'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
     f'the others are means {means}. Groups of several seeds: mean ± '
     f'{100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: its '
     'evaluation ± one standard error over the problems, without the variation between '
-    'seeds.',
+    f'seeds. Differences: mean ± t interval over the n {unit}s that both have, for '
+    'each number by itself; of many such intervals some miss the true difference.',
     class_='soft',
   )
-  ends = {
-    name: [comparison.cell(group, name) for group in groups]
-    for name in comparison.FINAL.split()
-  }
-  yield _metrics({name: cells for name, cells in ends.items() if any(cells)}, names)
-  unit, table = comparison.differences(groups)
-  if table:
-    yield element('h2', f'Differences from {groups[0].label}, paired by {unit}')
-    yield element('p', comparison.paired_by(unit), class_='soft')
-    yield _metrics(table, names[1:])
+  header = ['metric', *names, *(f'{name} - {names[0]}' for name in names[1:])]
+  parts = {True: [], False: []}
+  for name in comparison.FINAL:
+    cells = [comparison.cell(group, name) for group in groups]
+    cells += differences[name]
+    if any(cells):
+      parts[name in comparison.MAIN].append((element('code', name), *cells))
+  main, others = (
+    html.table(rows, header, 'l' + 'r' * len(header[1:])) for rows in parts.values()
+  )
+  yield main
+  yield element('details', element('summary', 'Other metrics'), others)
   yield from _curves(groups, None)
   yield element('h2', 'Runs')
   yield _runs(groups)
-
-
-def _metrics(cells: dict[str, list[str]], names: Sequence[str]):
-  rows = [(element('code', name), *row) for name, row in cells.items()]
-  return html.table(rows, ('metric', *names), 'l' + 'r' * len(names))
 
 
 def _runs(groups: Sequence[Group]):
@@ -186,15 +188,13 @@ def _runs(groups: Sequence[Group]):
   for i, group in enumerate(groups):
     for run in group.runs:
       swatch = element('i', class_=f'swatch c{i}')
-      accuracy = comparison.final(run, 'eval/accuracy')
-      error = comparison.final(run, 'eval/stderr')
       rows.append(
         (
           element('span', swatch, run.workdir),
           str(run.values.get('title', '')),
           str(run.values.get('seed', '')),
           f'{run.last} of {run.values.get("steps", "?")}',
-          f'{accuracy:.4g} ± {error:.2g}' if math.isfinite(accuracy) else '',
+          comparison.cell(Group('', [run]), 'eval/accuracy'),
         )
       )
   return html.table(rows, ('workdir', 'title', 'seed', 'steps', 'accuracy'), 'llrrr')
@@ -335,25 +335,42 @@ def _progress(rows: Sequence[Row]):
 def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
   hidden = {'title', *config_lib.by_program(run.values)}
-  columns = {'value': run.knobs, 'default': run_files.flat(Config().model_dump())}
-  yield element('h2', 'Knobs that are not at their defaults')
-  yield _knobs(columns, hidden.__contains__, run.values.get('derived', ()))
+  columns = dict(zip(('value', 'default'), _known(run), strict=True))
+  yield element('h2', 'Knobs with an effect that are not at their defaults')
+  yield _knobs(columns, hidden.__contains__)
   config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
 
 
-def _knobs(
-  columns: Mapping[str, Mapping[str, Any]],
-  hidden: Callable[[str], bool],
-  derived: Sequence[str] = (),
-):
+def _known(run: RunFiles):
+  """Returns two dicts, knob -> (value, meaning) and knob -> (default, meaning).
+
+  Only knobs that have an effect, as the rules of the run describe them. A knob of
+  another version of the program has no meaning and no default.
+  """
+  values = {name: (shown(value), '') for name, value in run.knobs.items()}
+  defaults = {}
+  config = Config()
+  with contextlib.suppress(ValueError):  # of another version, or a file is missing
+    config = config_lib.from_json(run.values)
+    values = {}
+  for name, field, _ in knobs.fields(config):
+    meaning = f'{"Derived. " * (name in config.derived)}{field.description or ""}'
+    values[name] = shown(run.knobs.get(name)), meaning
+    defaults[name] = shown(field.get_default(call_default_factory=True)), meaning
+  for name in needs.inert(config):
+    del values[name], defaults[name]
+  return values, defaults
+
+
+def _knobs(columns: Mapping[str, dict], hidden):
   """Returns a table of the knobs that differ between columns."""
-  meanings = {name: text for name, _, _, text in knobs.describe(Config())}
   rows = []
-  for name in dict.fromkeys(name for column in columns.values() for name in column):
-    values = [shown(column.get(name)) for column in columns.values()]
+  for name in dict.fromkeys(itertools.chain(*columns.values())):
+    cells = [column.get(name, ('-', '')) for column in columns.values()]
+    values, meanings = zip(*cells, strict=True)
     if len(set(values)) > 1 and not hidden(name):
-      meaning = 'Derived. ' * (name in derived) + meanings.get(name, '')
+      meaning = ' / '.join(filter(None, dict.fromkeys(meanings)))
       rows.append((element('code', name), *values, meaning))
   header = 'knob', *columns, 'meaning'
   if not rows:

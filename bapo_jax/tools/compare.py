@@ -9,7 +9,7 @@ from bapo_jax.runtime import files, metrics
 
 
 def write(workdirs: Sequence[str], path: str) -> None:
-  """Writes a page on the runs; prints their differences and its path.
+  """Writes a page on the runs; prints their results and its path.
 
   Raises:
     ValueError: fewer than two runs, one of them twice, a path that does not exist, or
@@ -24,7 +24,7 @@ def write(workdirs: Sequence[str], path: str) -> None:
       f'{len(look.LIGHT)} colours; give fewer workdirs'
     )
   files.write(path, page.page(runs))
-  for line in comparison.console(groups):
+  for line in comparison.results(groups):
     print(line)
   print(f'{len(runs)} runs of {len(groups)} configs are compared in {path}')
 

@@ -182,12 +182,20 @@ def drive(
   return failed, stop.signal
 
 
-def accuracy(workdir: str) -> str:
-  """Returns the first and the last held-out accuracy of a run; '' without them."""
-  _, value_N = series(metrics.read(workdir), 'eval/accuracy')
+def accuracy(workdir: str, rows_before: int) -> str:
+  """Returns the first and the last held-out accuracy of a run; '' without them.
+
+  `rows_before` is the number of metrics rows at the start of the sweep: a run without
+  another was done before.
+  """
+  rows = metrics.read(workdir)
+  _, value_N = series(rows, 'eval/accuracy')
   if not len(value_N):
     return ''
-  return f'held-out accuracy {value_N[0]:.3f} -> {value_N[-1]:.3f}'
+  return (
+    f'{"done before, " * (len(rows) == rows_before)}held-out accuracy '
+    f'{value_N[0]:.3f} -> {value_N[-1]:.3f}'
+  )
 
 
 def sweep(
@@ -223,9 +231,10 @@ def sweep(
 
   waiting = {run: warm_start(config) for run, config in configs.items()}
   log(f'{len(waiting)} runs, {workers} at once, in {folder}')
+  rows = {run: len(metrics.read(path)) for run, path in paths.items()}
   with locked(folder), writable(folder):
     failed, signal = drive(
-      waiting, start, ready, workers, lambda run: accuracy(paths[run])
+      waiting, start, ready, workers, lambda run: accuracy(paths[run], rows[run])
     )
     for run, status in failed.items():
       log(f'{run} failed with status {status}; see {paths[run]}.log')

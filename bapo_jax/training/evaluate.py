@@ -28,6 +28,7 @@ from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.types import Tree
 
+ROUNDING = 1e-9  # a smaller interval is a rounding error
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
 
 
@@ -273,6 +274,21 @@ def mean_and_error(values: ArrayLike) -> tuple[float, float]:
   n = len(value_N)
   error = value_N.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
   return float(value_N.mean()), float(error)
+
+
+def plus_minus(middle: float, half: float, sign: str = '') -> str:
+  """Formats a value ± half an interval or an error, with equal decimals.
+
+  The interval has two significant digits: 0.0130 and 0.0561 give '0.013 ± 0.056'. An
+  interval of 0, up to rounding, leaves four digits of the value; nan is left out.
+
+  Args:
+    sign: '+' also writes the sign of a positive value.
+  """
+  if not half > ROUNDING:
+    return f'{middle:{sign}.4g}{" ± 0" * (half <= ROUNDING)}'
+  decimals = max(0, 1 - int(f'{half:.1e}'[4:]))  # 1 - the exponent of 5.6e-02
+  return f'{middle:{sign}.{decimals}f} ± {half:.{decimals}f}'
 
 
 def clustered_error(correct_PG: ArrayLike) -> float:

@@ -6,15 +6,17 @@
 'use strict';
 
 const PAGE_KNOBS = {
-  stale: { value: 1, slider: [0, 4, 0.05], meaning: 'Staleness: the recorded log-ratios, times this.' },
-  moved: { value: 0, slider: [0, 1, 0.05], meaning: 'Part of the log-ratio that the policy had moved before the learner step: log(prox / mu) / log r.' },
+  stale: { value: 1, slider: [0, 4, 0.05], meaning: 'Factor of the recorded log-ratios log r; 1: as recorded.' },
+  moved: { value: 0, slider: [0, 1, 0.05], meaning: 'Share of the log-ratio that the policy had moved before the learner step: log(prox / mu) / log r.' },
   p: { value: 0.15, slider: [0.01, 1, 0.01], meaning: 'Probability of the token, at which the curves cut the planes.' },
   range: { value: 4, choices: [1.002, 1.02, 1.2, 2, 4, 8], meaning: 'The axis of ratios goes from 1 / range to range.' },
   right: { value: 2, slider: [0, 8, 1], meaning: 'Right responses in a group of eight.' },
 };
-const LABELS = { stale: 'staleness', moved: 'moved before the step', p: 'π(token)', range: 'range of ratios',
-  right: 'right responses', 'loss.kl': 'cost, loss.kl', 'loss.kl_direction': 'direction' };
+const LABELS = { stale: 'staleness, × recorded log r', moved: 'moved before the step, share of log r', p: 'π(token)', range: 'range of ratios',
+  right: 'right responses, of 8', 'loss.kl': 'cost, loss.kl', 'loss.kl_direction': 'direction' };
 const MORE = ['limit', 'dual', 'order', 'contribution', 'weight', 'resolution', 'low_step', 'high_step'];
+// With the default target of a run, the search does not move on the recorded batch.
+const OPENING = { 'clip.balanced.target': 0.47 };
 const byId = (id) => document.getElementById(id);
 
 // Numbers are packed as base64 of float32, and infinity is the string 'inf'.
@@ -34,6 +36,7 @@ for (const [part, formulas] of Object.entries({ loss: LOSSES, clip: CLIPS, mask:
 if (DATA.own) addOwnRule();
 const DEFAULTS = Object.fromEntries(
   Object.entries(KNOBS).map(([name, knob]) => [name, knob.value]));
+Object.assign(DEFAULTS, OPENING);
 if (DATA.own) Object.assign(DEFAULTS, { [`${DATA.own.slot}.rule`]: 'own', ...DATA.own.beside });
 const METHODS = DATA.own ? { [DATA.own.title]: {}, ...ownMethods() } : methods();
 let knobs = { ...DEFAULTS };
@@ -214,7 +217,8 @@ function choose(select, choices, value, then) {
 function buildChoices() {
   const method = Object.entries(METHODS).find(([, values]) => Object.keys(KNOBS).every(
     (name) => name in PAGE_KNOBS || same(knobs[name], values[name] ?? DEFAULTS[name])));
-  const names = Object.keys(METHODS).map((name) => [name, name]);
+  const typed = (title) => (title in DATA.typed ? `${title}  :${DATA.typed[title]}` : title);
+  const names = Object.keys(METHODS).map((title) => [typed(title), title]);
   const all = method ? names : [['your own setting', ''], ...names];
   choose(byId('method'), all, method ? method[0] : '', (name) => {
     if (name) set({ ...DEFAULTS, ...METHODS[name] });
@@ -471,14 +475,15 @@ function drawLines(svg, range, ends, lines, behind = () => '') {
   svg.frame = frame;
 }
 
-// The penalty in all directions, at the cost of the knob, or 1 if that is 0.
+// The penalty in all directions, at the cost of the knob; nothing if that is 0.
 function drawPenalty() {
-  const cost = knobs['loss.kl'] || 1;
-  const chosen = knobs['loss.kl'] ? knobs['loss.kl_direction'] : '';
+  const [cost, chosen] = [knobs['loss.kl'], knobs['loss.kl_direction']];
   const scaled = (name, r) => PENALTIES[name](Math.log(r)).map((x) => cost * x);
   const names = Object.keys(PENALTIES);
-  byId('cost').textContent = chosen ? `These curves are for loss.kl=${knobs['loss.kl']}.`
-    : 'These curves are for loss.kl=1; this setting has no penalty.';
+  byId('penalty').classList.toggle('free', !cost);
+  byId('cost').textContent = cost ? `These curves are for loss.kl=${cost}.`
+    : 'The cost is 0, so there is no penalty; raise it to see the curves of each direction.';
+  if (!cost) return;
   byId('penalty').querySelectorAll('svg.chart').forEach((svg, i) => {
     const range = Math.max(2, knobs.range);
     const ratios = Array.from({ length: 161 }, (_, j) => range ** (j / 80 - 1));
@@ -583,6 +588,10 @@ function drawBatch({ bounds, before, after, tokens }) {
   byId('path').hidden = !searches;
   const idle = knobs['clip.rule'] === 'balanced' && bounds.met && bounds.index === 0;
   byId('hint').hidden = !idle;
+  const usual = KNOBS['clip.balanced.target'].value;
+  const wouldRest = knobs['clip.rule'] === 'balanced' && bounds.target > usual && bounds.share(0) >= usual;
+  byId('target-note').textContent = wouldRest
+    ? `The share at the start bounds exceeds ${usual}, the default target of a run, with which the bounds would not move on this batch.` : '';
   byId('hint').querySelector('button').onclick = () =>
     set({ 'clip.balanced.target': Number((bounds.share(0) + 0.008).toFixed(3)) });
   if (searches) drawPath(bounds);
@@ -605,7 +614,7 @@ function drawPath(bounds) {
   text += line(turn, frame.top, turn, frame.bottom, 'bound');
   const y = frame.toY(bounds.target);
   text += line(frame.left, y, frame.right, y, 'target');
-  text += words(frame.right - 4, y - 5, 'target', 'end', 'cut-label');
+  text += words(frame.left + 4, y - 5, 'target', 'start', 'cut-label');
   text += curve(frame, points, 'share');
   text += `<circle class="dot" r="5" cx="${frame.toX(bounds.index)}" cy="${frame.toY(bounds.share(bounds.index))}"/>`;
   svg.innerHTML = text;

@@ -11,6 +11,7 @@ import numpy as np
 from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, differ
 from lab.experiments import Result
 from lab.outcomes import stopped_between
+from papers.bench import feedback
 
 FIXED = ('grpo', 'clip_higher', 'start', 'own_mean', 'widest')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
@@ -94,8 +95,8 @@ SHOWN = {
     ordered='area',
   ),
   **{
-    name: Shown((LEARNING, BOUNDS, SEARCH), whole=True)
-    for name in ('yoked', 'yoked_s1', 'yoked_depths')
+    name: Shown((), whole=True, further=functools.partial(feedback.tables, name=name))
+    for name in feedback.SEARCHING
   },
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),

@@ -15,6 +15,7 @@ from bapo_jax import custom_code
 from bapo_jax.algorithms import bound_search, loss
 from bapo_jax.algorithms.advantage import AdvantageRule
 from bapo_jax.learner.objective import Objective
+from bapo_jax.methods import METHODS
 from bapo_jax.training import refusals
 from bapo_jax.training.config import Config
 from lab import counterfactual, explorer, own_table, rule_curves
@@ -372,6 +373,33 @@ def test_sliders_hover_and_address(browser):
   with browser.open(explorer.PAGE, width=390, touch=True, fragment=address) as page:
     assert page.evaluate("[knobs['loss.rule'], knobs.stale]") == ['tis', 2]
     assert page.evaluate('document.documentElement.scrollWidth') == 390
+
+
+@pytest.mark.parametrize('width', [1280, 390])
+def test_the_page_opens_with_a_search_that_moves(browser, width):
+  drawn = "[...byId('penalty').querySelectorAll('svg')].some((x) => x.clientWidth)"
+  with browser.open(explorer.PAGE, width=width, touch=width < 500) as page:
+    symbols = "[...document.querySelectorAll('header p b')].map((x) => x.innerText)"
+    assert page.evaluate(symbols) == [*'\u03c0\u03bcrAgW']
+    bounds = page.evaluate('current.applied.bounds')
+    assert bounds['met'] and bounds['low'] > 0.6 and bounds['high'] > 1.2
+    # The command has the target, which is not the default of a run.
+    assert '--config.clip.target=0.47' in page.evaluate("byId('command').innerText")
+    assert '0.42' in page.evaluate("byId('target-note').innerText")
+    # A method is named as a command names it.
+    options = page.evaluate("[...byId('method').options].map((x) => x.text)")
+    named = dict(option.rsplit(' :', 1) for option in options)
+    assert named.pop('Balanced PO') == 'balanced' and len(named) > 20
+    assert all(METHODS[name].title == title for title, name in named.items())
+    # Only the picture of a penalty that has a cost is drawn.
+    assert not page.evaluate(drawn)
+    page.evaluate(f"({SLIDE})('loss.kl', 0.5)")
+    assert page.evaluate(drawn)
+    # No card is between the weight and the gain.
+    boxes = "['weight', 'gain'].map((id) => byId(id).getBoundingClientRect())"
+    gap = f'(([a, b]) => Math.max(b.top - a.bottom, b.left - a.right))({boxes})'
+    assert 0 < page.evaluate(gap) < 20
+    assert page.evaluate('document.documentElement.scrollWidth') == width
 
 
 def test_unknown_parts_of_the_address_are_named(browser):

@@ -106,6 +106,15 @@ def test_what_no_user_set_is_not_listed_as_set(tmp_path):
   assert meaning.startswith('Derived. ')
 
 
+def test_a_default_is_that_of_the_rule(tmp_path):
+  clip = {'rule': 'fixed', 'high': 1.28}
+  text = made(recordings.run(tmp_path, [{}], parse({'clip': clip}).model_dump())).text
+  assert cells(text, 'clip.high')[:2] == ['1.28', '1.2']
+  assert cells(text, 'clip.rule')[:2] == ['fixed', 'balanced']
+  for name in ('clip.low', 'clip.target'):
+    assert f'<code>{name}</code>' not in text
+
+
 def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   right, wrong = response('yes', True), response('no', False)
   cut = dict(pieces=['a', 'b<', 'c'], ratio=[1.0, 2.5, None], cut=[2, 1, 0])

@@ -21,7 +21,8 @@ def run(folder, name, rows, **knobs):
 
 def accuracy(*values, entropy=0.5):
   rows = [{'eval/accuracy': v, 'eval/stderr': 0.01 * (1 + v)} for v in values]
-  return [row | {'loss/entropy': entropy, 'rollout/reward': 0.1} for row in rows]
+  others = {'loss/entropy': entropy, 'rollout/reward': 0.1, 'time/step': 2.0}
+  return [row | others for row in rows]
 
 
 @pytest.fixture
@@ -47,11 +48,34 @@ def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
   # Mean of 0.4 and 0.7; deviation 0.15 sqrt 2, over sqrt 2 is 0.15; t of 1 degree of
   # freedom at 97.5 % is tan(0.475 pi) = 12.7062.
   half = 0.15 * math.tan(0.475 * math.pi)
-  assert cells(page.text, 'eval/accuracy') == [f'0.55 ± {half:.2g}', '0.9 ± 0.019']
-  assert cells(page.text, 'loss/entropy') == [f'0.75 ± {0.25 * 12.7062:.2g}', '0.5']
-  assert cells(page.text, 'clip.rule')[:2] == ['fixed', 'balanced']
+  assert cells(page.text, 'eval/accuracy') == [f'0.6 ± {half:.1f}', '0.900 ± 0.019', '']
+  assert cells(page.text, 'loss/entropy') == [f'0.8 ± {0.25 * 12.7062:.1f}', '0.5', '']
   for name in ('seed', 'title', 'checkpoint.keep', 'steps'):
     assert f'<code>{name}</code>' not in page.text
+
+
+def test_a_knob_is_shown_for_the_rules_that_have_it(three, tmp_path):
+  page = page_of(three, tmp_path / 'c.html')
+  assert cells(page.text, 'clip.rule')[:2] == ['fixed', 'balanced']
+  assert cells(page.text, 'clip.target')[:2] == ['-', '0.42']
+  *values, meaning = cells(page.text, 'clip.low')
+  assert values == ['0.8', '[0.6, 0.9]']
+  assert re.match(r'Lower bound of the ratio.* / First and last value', meaning)
+  # Without a replay buffer it has no effect.
+  assert '<code>clip.reused_high</code>' not in page.text
+  # An older version had other knobs, and a moved file cannot be read.
+  values = parse({'clip': {'rule': 'fixed'}}).model_dump()
+  values['clip'] = {'rule': 'moved.py:bounds', 'lower': 0.7}
+  old = recordings.run(tmp_path / 'old', accuracy(0.5), values)
+  page = page_of([*three, old], tmp_path / 'c.html')
+  assert cells(page.text, 'clip.lower') == ['-', '-', '0.7', '']
+
+
+def test_the_main_metrics_come_first_and_the_others_are_folded(three, tmp_path):
+  text = page_of(three, tmp_path / 'c.html').text
+  shown, _, folded = text.partition('<summary>Other metrics</summary>')
+  found = [re.findall('<code>([a-z]+/.*?)</code>', part) for part in (shown, folded)]
+  assert found == [['eval/accuracy', 'rollout/reward', 'loss/entropy'], ['time/step']]
 
 
 def test_differences_are_paired_by_seed(tmp_path, capsys):
@@ -65,12 +89,34 @@ def test_differences_are_paired_by_seed(tmp_path, capsys):
       made = run(tmp_path, f'{rule}-{seed}', [row], seed=seed, clip={'rule': rule})
       paths.append(made)
   text = page_of(paths, tmp_path / 'c.html').text
-  _, text = text.split('Differences from fixed, paired by seed')
   # 0.1, 0.3 and 0.2: mean 0.2, deviation 0.1, t of two degrees of freedom 4.3027.
-  accuracy = f'+0.2 ± {4.302653 * 0.1 / math.sqrt(3):.2g} (n=3)'
-  assert cells(text, 'eval/accuracy') == [accuracy]
-  assert cells(text, 'rollout/reward') == ['+0.5 ± 0 (n=2)']
-  assert f'  balanced  eval/accuracy      {accuracy}\n' in capsys.readouterr().out
+  difference = f'+0.20 ± {4.302653 * 0.1 / math.sqrt(3):.2f}'
+  assert cells(text, 'eval/accuracy')[2] == f'{difference} (n=3)'
+  assert cells(text, 'rollout/reward')[2] == '+0.5 ± 0 (n=2)'
+  for output in (text, capsys.readouterr().out):
+    assert (
+      f'balanced leads fixed in held-out accuracy: {difference}, the mean' in output
+    )
+    assert 'paired over 3 seeds. The interval includes 0' in output
+
+
+@pytest.mark.parametrize(
+  ('other', 'words'),
+  [
+    ((0.5, 0.6, 0.7), 'leads .* The interval excludes 0'),  # 0.3 for every seed
+    ((0.1, 0.2, 0.3), 'trails .* The interval excludes 0'),
+    ((0.2, 0.3, 0.4), 'equals .* The interval includes 0'),
+    ((0.2, 0.3, 0.7), 'leads .* The interval includes 0'),
+  ],
+)
+def test_the_result_says_who_leads(other, words, tmp_path):
+  paths = [
+    run(tmp_path, f'{rule}-{seed}', accuracy(value), seed=seed, clip={'rule': rule})
+    for rule, values in {'fixed': (0.2, 0.3, 0.4), 'balanced': other}.items()
+    for seed, value in enumerate(values)
+  ]
+  (sentence,) = comparison.results(comparison.grouped(compare.read(paths)))
+  assert re.match(f'balanced {words}', sentence)
 
 
 def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
@@ -94,9 +140,7 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
   fixed, balanced = comparison.grouped(compare.read(paths))
   name = 'eval/accuracy'
   found = comparison.paired(*(comparison.by_seed(x, name) for x in (fixed, balanced)))
-  middle, _, half, pairs = found.split()
-  assert pairs == '(n=2)' and float(middle) == pytest.approx(0.2)
-  assert float(half) == pytest.approx(0, abs=1e-9)
+  assert found == pytest.approx([0.2, 0.2])
 
 
 def test_what_cannot_be_compared_is_refused(three, tmp_path):

@@ -173,6 +173,24 @@ def test_mean_and_error_by_hand():
   assert mean == 0.25 and math.isnan(error)
 
 
+@pytest.mark.parametrize(
+  ('value', 'half', 'sign', 'text'),
+  [
+    (0.000651, 0.031, '+', '+0.001 ± 0.031'),
+    (0.0130208, 0.0561, '', '0.013 ± 0.056'),
+    (-8.014e-05, 0.0021, '+', '-0.0001 ± 0.0021'),
+    (0.5, 0.0999, '', '0.50 ± 0.10'),  # rounds up to two digits
+    (22.8, 0.69, '', '22.80 ± 0.69'),
+    (1234.5, 321.4, '', '1234 ± 321'),
+    (-0.2, 3e-17, '+', '-0.2 ± 0'),
+    (0.123456, 0, '', '0.1235 ± 0'),
+    (0.123456, math.nan, '', '0.1235'),
+  ],
+)
+def test_a_value_has_the_decimals_of_its_interval(value, half, sign, text):
+  assert evaluate.plus_minus(value, half, sign) == text
+
+
 @pytest.mark.parametrize('group', [1, 8])
 def test_the_standard_error_is_the_spread_of_repeated_evaluations(group):
   # Problems of very different difficulty, as in practice: rates from Beta(0.4, 0.4).
