@@ -126,7 +126,7 @@ def load(path: str) -> Function:
   Raises:
     ValueError: the file or the function does not exist, or the file raises an error.
   """
-  file, _, name = path.rpartition(':')
+  name = path.rpartition(':')[2]
   if is_registered(path):
     if name not in _registered:
       raise ValueError(
@@ -134,12 +134,12 @@ def load(path: str) -> Function:
         'again by bapo_jax.train from that program'
       )
     return _registered[name]
-  module = _module(file, digest(path))
+  module = _module(file_of(path), digest(path))
   function = getattr(module, name, None)
   if not callable(function):
     has = [n for n, x in vars(module).items() if inspect.isfunction(x)]
     names = ', '.join(has) or 'none'
-    raise ValueError(f'{path}: the file has no function {name}; its functions: {names}')
+    raise ValueError(f'{path} names no function of the file; its functions: {names}')
   return function
 
 
@@ -173,7 +173,7 @@ def _module(path: str, of_text: str) -> types.ModuleType:
 
 def file_of(path: str) -> str:
   """Returns the file of a function's path; the path itself if it is registered."""
-  return path if is_registered(path) else path.rpartition(':')[0]
+  return path if is_registered(path) else re.sub(r':\w+$', '', path)
 
 
 def digest(path: str) -> str:
@@ -185,7 +185,7 @@ def digest(path: str) -> str:
   Raises:
     ValueError: the file cannot be read.
   """
-  file, _, _ = path.rpartition(':')
+  file = file_of(path)
   if is_registered(path):
     function = load(path)
     try:

@@ -9,6 +9,7 @@
 
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic.fields import FieldInfo
 
-PATH = r'(?:python|.+\.py):[A-Za-z_]\w*'  # of a custom function
+# Of a custom function; `custom_code.load` refuses a file without a function's name.
+PATH = r'(?:python:[A-Za-z_]\w*|.+\.py(?::[A-Za-z_]\w*)?)'
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
 Range = tuple[float, float]
@@ -46,8 +48,7 @@ class Section(pydantic.BaseModel):
       values = value if isinstance(value, tuple) else (value,)
       falls = limits.get('rising') and list(values) != sorted(values)
       if falls or not all(_inside(x, limits) for x in values):
-        meaning = (field.description or '').rstrip('.')
-        raise ValueError(f'{name}={shown(value)}: give {expected(field)} ({meaning})')
+        raise ValueError(f'{name}={shown(value)}: give {wanted(field)}')
     return self
 
 
@@ -150,6 +151,16 @@ def expected(field: FieldInfo) -> str:
   return f'{words}{link} {range_}' if range_ else words
 
 
+def wanted(field: FieldInfo) -> str:
+  """Describes the accepted values and the meaning of a knob, for an error.
+
+  The default of a tuple of numbers shows how a tuple is written on the command line.
+  """
+  text = f'{expected(field)} ({(field.description or "").rstrip(".")})'
+  example = re.fullmatch(r'\((\d.*)\)', repr(field.default).replace(' ', ''))
+  return f'{text}, such as {example[1]}' if example else text
+
+
 def shown(value: Any) -> str:
   """Formats a value for an error: on one line, at most 60 characters."""
   try:
@@ -246,4 +257,4 @@ def _sentence(section: type[Section], values: Any, error: Any, name):
     near = difflib.get_close_matches(path[-1], section.model_fields, n=3, cutoff=0.0)
     has = f'the nearest in its section are {", ".join(near)}' if near else ''
     return f'{dotted} is not a knob; {has or "its section has no knobs"}'
-  return f'{dotted}={shown(values)}: give {expected(field)}'
+  return f'{dotted}={shown(values)}: give {wanted(field)}'

@@ -148,6 +148,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fail(bare_knob(error.flagname, mode))
   except (ValueError, flags.Error, OSError) as error:
     fail(error)
+  if words and '=' in words[0]:  # as verl writes its overrides
+    fail(bare_knob(words[0].partition('=')[0], mode))
   if words:
     fail(
       f'unknown argument {words[0]!r}; a mode comes first ({", ".join(MODES)}), and an '

@@ -174,6 +174,14 @@ METHODS: dict[str, Method] = {
   ),
 }
 
+# Values of TRL and verl that are no names of methods.
+OTHERS = {
+  'bnpo': 'loss.aggregate=token, the default',
+  'vanilla': 'loss.rule=clipped, the default',
+  'geo_mean': 'GMPO, --config=FILE:gmpo',
+  'gae': 'absent, because it needs a value function',
+}
+
 
 def advice(name: Any, rules: Container[Any]) -> str:
   """Says which knobs the method of a name sets; '' for another name.
@@ -189,6 +197,8 @@ def advice(name: Any, rules: Container[Any]) -> str:
     for key, method in METHODS.items()
     if word in (key, *(x.split()[0] for x in method.title.lower().split(', ')))
   ]
+  if word in OTHERS:
+    return f'{name} is {OTHERS[word]}; '
   if not named:
     return ''
   named.sort(key=lambda x: not any(v in rules for v in x[1].overrides.values()))

@@ -29,25 +29,37 @@ def test_keyword_arguments_are_knobs():
   stored = json.loads(json.dumps(made.model_dump()))
   assert from_json(stored) == made  # tuples, custom knobs too
   assert tiny(**SAPO).loss.tau == 1.0
+  # A title may be a file's name.
+  assert tiny(**SAPO, title='a, b.py').code == made.code
 
 
 def test_command_line_arguments_set_custom_knobs_in_any_order():
   given = ['--config.loss.tau=2', f'--config.loss.rule={MY}:sapo']
   assert overrides(given)['loss.tau'] == 2.0
   values = {'buffer': {'thresholds': {'rule': f'{MY}:rate'}}}
-  with pytest.raises(ValueError, match=r'buffer.thresholds.rule=.* no function rate'):
+  with pytest.raises(ValueError, match=r'buffer.thresholds.rule=.* no function of'):
     overrides(['--config.buffer.thresholds.x=1'], values)
+  # The message names the whole knob before its value is validated, too.
+  for part in ('rewards', 'problems'):
+    name = 'rule' if part == 'rewards' else 'source'
+    with pytest.raises(ValueError, match=rf'^{part}\.{name}=.*:none names no function'):
+      overrides(['--config.steps=1'], {part: {name: f'{MY}:none'}})
 
 
 @pytest.mark.parametrize(
   ('knobs', 'message'),
   [
-    ({**SAPO, 'loss.tau': 'hot'}, r"^loss\.tau='hot': give a number$"),
+    ({**SAPO, 'loss.tau': 'hot'}, r"^loss\.tau='hot': give a number \(tau of"),
     (
       {**SAPO, 'loss.low': 1.0},
       r'^loss\.low is not a knob; rule=.* has aggregate, kl, kl_direction, tau$',
     ),
-    ({'loss.rule': f'{MY}:nothing'}, r'loss\.rule=.*: .* no function nothing; its'),
+    (
+      {'loss.rule': f'{MY}:nothing'},
+      r'^loss\.rule=.*:nothing names no function of',
+    ),
+    ({'loss.rule': MY}, r'^loss\.rule=.*\.py names no function of .*: .*sapo'),
+    ({'rewards.rule': f'exact,{MY}'}, r'^rewards\.rule=.*py names no fun.*: .*sapo'),
     (
       {'loss.rule': f'{MY}:signs'},
       r'called with \(logp_BT, batch, find\): .* signs\(logp_BT, b',

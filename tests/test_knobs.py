@@ -1,6 +1,7 @@
 """Knobs: a bad value is refused in one sentence, and every rule binds its section."""
 
 import math
+import re
 import typing
 
 import pytest
@@ -9,7 +10,7 @@ from refusals import refusal
 from bapo_jax import knobs
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.knobs import Section, knob
-from bapo_jax.training.config import PARTS, Config, parse
+from bapo_jax.training.config import PARTS, Config, overrides, parse
 
 INF, NAN = math.inf, math.nan
 
@@ -44,7 +45,12 @@ def test_every_knob_refuses_what_it_excludes(path):
   for value in bad_values(field, default):
     expected = f'{path}={knobs.shown(value)}: give {knobs.expected(field)}'
     meaning = (field.description or '').rstrip('.')
-    assert refusal(**{path: value}) in (expected, f'{expected} ({meaning})')
+    said = refusal(**{path: value})
+    if example := re.search(r', such as ([\d.,]+)$', said):
+      said = said[: example.start()]
+      # The command line accepts the example.
+      assert overrides([f'--config.{path}={example[1]}']) == {path: default}
+    assert said in (expected, f'{expected} ({meaning})')
   if isinstance(default, tuple):  # elements and length
     for value in ((*default, None), ({},) * max(1, len(default))):
       assert refusal(**{path: value}).startswith(

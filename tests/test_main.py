@@ -26,6 +26,8 @@ CASES = [  # flags, what the sentence must say
     [GOOD, '--steps=3'],
     'bapo train has no flag --steps; a knob is written --config.steps=',
   ),
+  ([GOOD, 'trainer.n_gpus_per_node=8'], 'use mesh.data, mesh.fsdp and mesh.tensor to'),
+  ([GOOD, 'steps=3'], 'a knob is written --config.steps='),
   ([GOOD, '--output_dir=x'], 'give --workdir=..., the folder of a run'),
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
   (['eval', GOOD], 'names no model; train there first'),

@@ -74,6 +74,7 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
       'gspo',
       r'GSPO is loss\.rule=sequence, .*FILE:gspo; give one',
     ),
+    ('loss.rule', 'bnpo', r"'bnpo': bnpo is loss\.aggregate=token, .*; give one of"),
     ('loss.rule', 'mine', r"loss\.rule='mine': give one of"),
   ],
 )

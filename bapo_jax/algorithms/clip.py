@@ -75,9 +75,17 @@ class Fixed(ClipRule):
   """
 
   rule: Literal['fixed'] = 'fixed'
-  low: float = knob(0.8, 'Lower bound of the ratio, 1 - epsilon.', least=0, most=1)
+  low: float = knob(
+    0.8,
+    'Lower bound of the ratio, 1 - epsilon: 0.8 for an epsilon of 0.2.',
+    least=0,
+    most=1,
+  )
   high: float = knob(
-    1.2, 'Upper bound of the ratio, 1 + epsilon; inf: none.', least=1, infinite=True
+    1.2,
+    'Upper bound of the ratio, 1 + epsilon: 1.28 for an epsilon of 0.28; inf: none.',
+    least=1,
+    infinite=True,
   )
   dual: float = _dual(math.inf, needs='cuts_tokens')
 
@@ -113,11 +121,17 @@ class Balanced(ClipRule):
     below=1,
   )
   low: Range = knob(
-    (0.6, 0.9), 'First and last value of the lower bound.', above=0, most=1, rising=True
+    (0.6, 0.9),
+    'First and last value of the lower bound of the ratio, 1 - epsilon; '
+    'clip.rule=fixed has a constant bound.',
+    above=0,
+    most=1,
+    rising=True,
   )
   high: Range = knob(
     (1.2, 3.0),
-    'First and last value of the upper bound.',
+    'First and last value of the upper bound of the ratio, 1 + epsilon; '
+    'clip.rule=fixed has a constant bound.',
     least=1,
     most=1e9,
     rising=True,
@@ -142,7 +156,7 @@ class Balanced(ClipRule):
   )
   reused_high: float = knob(
     math.inf,
-    'Upper limit of the upper bound for reused rows; inf: none.',
+    'Upper limit of the upper bound, 1 + epsilon, for reused rows; inf: none.',
     above=1,
     infinite=True,
     needs='batch.uses_buffer',
@@ -256,7 +270,10 @@ class Dcpo(ClipRule):
   low: float = knob(0.16, 'Epsilon of the lower bound.', above=0, most=1)
   high: float = knob(0.2, 'Epsilon of the upper bound.', above=0, most=10)
   cap: float = knob(
-    10.0, 'Largest upper bound of a token; inf: none.', above=1, infinite=True
+    10.0,
+    'Largest upper bound of the ratio of a token; inf: none.',
+    above=1,
+    infinite=True,
   )
   dual: float = _dual(3.0)
 

@@ -133,7 +133,7 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
   ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
   read = [verdict.answer is not None for verdict in rollout.verdicts]
-  undecided = sum(verdict.right is None for verdict in rollout.verdicts)
+  undecided = [x.reason for x in rollout.verdicts if x.right is None]
   read_PG = np.reshape(read, correct_PG.shape)
   return Sampled(correct_PG, np.logical_not(ended_PG), read_PG, undecided)
 
@@ -159,18 +159,20 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'{found.answer[i][:40]!r}:\n{quoted(text)}\n'
     for i, text in enumerate(prompt_texts(r, material, SHOWN))
   ]
+  answers = 'not verified, because the rule needs a response'
+  if verified.tried:
+    answers = f'{verified.right} of {verified.tried} are right by their own verifier'
   training, held_out = known.lengths(config.tokenizer.template)
-  disk = r.budget.disk / 1e9
-  free = free_bytes(workdir) / 1e9
+  disk = r.budget.disk / 2**30
+  free = free_bytes(workdir) / 2**30
   return (
     f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}\n'
-    f'answers    {verified.right} of {verified.tried} are right by their own verifier '
-    f'({config.rewards.rule})\n'
+    f'answers    {answers} ({config.rewards.rule})\n'
     f'{knob_lists.lines(config, indent="")}\n'
     f'products   in {config.model.compute}\n'
-    f'disk       checkpoints {disk:.3g} GB, free {free:.3g} GB'
+    f'disk       checkpoints {disk:.3g} GiB, free {free:.3g} GiB'
   )
 
 
@@ -206,7 +208,8 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
     f'{correct_PG.size} responses at temperature {knobs.temperature:g}, before any '
     f'training\n'
     f'learnable  {sampled.mixed} of {len(correct_PG)} groups have right and wrong '
-    f'responses\n'
+    f'responses; only these produce a gradient, and below {check_rules.FEW:.0%} of the '
+    f'groups a warning follows\n'
     f'length     {tokens:.3g} tokens on average, {sampled.truncated_PG.mean():.0%} cut '
     f'at {knobs.max_new_tokens}; an answer found in {sampled.read_PG.mean():.0%}'
   )

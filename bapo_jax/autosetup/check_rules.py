@@ -8,6 +8,7 @@ A `mistake` certainly makes the run useless, a `warning` probably does.
 
 import functools
 import re
+import statistics
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.custom_code import paths_in
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
@@ -43,7 +45,7 @@ class Sampled(NamedTuple):
   correct_PG: np.ndarray  # bool
   truncated_PG: np.ndarray  # bool, no end token
   read_PG: np.ndarray  # bool, the verifier found an answer
-  undecided: int  # responses
+  undecided: list[str]  # the reason of each undecided response
 
   @property
   def mixed(self) -> int:
@@ -184,9 +186,9 @@ def _room(r: Resolved, memory, free):
     yield Finding(
       'mistake' if each > free else 'warning',
       'disk',
-      f'checkpoints take {r.budget.disk / 1e9:.3g} GB ({each / 1e9:.3g} each, '
+      f'checkpoints take {r.budget.disk / 2**30:.3g} GiB ({each / 2**30:.3g} each, '
       f'{knobs.keep} newest, {knobs.best} best, one being written), but only '
-      f'{free / 1e9:.3g} GB are free; use a --workdir with more space, or lower '
+      f'{free / 2**30:.3g} GiB are free; use a --workdir with more space, or lower '
       '--config.checkpoint.keep or --config.checkpoint.best',
     )
 
@@ -208,7 +210,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
     yield warning(
       'little to learn',
       f'only {sampled.mixed} of {groups} groups have right and wrong responses '
-      f'(accuracy {accuracy:.3f}), and only these produce a gradient; {way_out}'
+      f'(accuracy {accuracy:.3f}), fewer than {FEW:.0%}, and only these produce a '
+      f'gradient; {way_out}'
       f'{more if config.batch.rule == "fresh_only" else ""}',
     )
   if not sampled.mixed:
@@ -230,7 +233,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'give a higher limit, such as --config.sampler.max_new_tokens={2 * limit}, and '
       'check that the model can write an end token (a base model may not)',
     )
-  if not sampled.read_PG.any():
+  # A custom function may return a number without an answer.
+  if not (sampled.read_PG.any() or paths_in(config.rewards.rule)):
     yield warning(
       'no answer',
       f'the verifier found no answer in any of {n} responses; ask for its format '
@@ -239,7 +243,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   if sampled.undecided:
     yield warning(
       'undecided',
-      f'{sampled.undecided} of {n} responses in {groups} groups could not be verified '
-      'and count as wrong; see the reasons above, and correct right answers that are '
-      'malformed',
+      f'{len(sampled.undecided)} of {n} responses in {groups} groups could not be '
+      'verified and count as wrong; the most frequent reason: '
+      f'{statistics.mode(sampled.undecided)}; remove this cause, or give another '
+      '--config.rewards.rule',
     )

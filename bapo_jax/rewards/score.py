@@ -121,7 +121,8 @@ class Scorer:
     weights = self._k.weights or (1.0,) * len(values)
     for rule, weight, verdict in zip(self.rules, weights, verdicts, strict=True):
       reward += weight * verdict.earned
-      parts[rule.rpartition(':')[2]] = verdict.earned
+      if len(values) > 1 or not verdict.parts:  # else the reward itself
+        parts[rule.rpartition(':')[2]] = verdict.earned
       parts |= verdict.parts or {}
     return verdicts[0]._replace(reward=reward, parts=parts)
 

@@ -175,7 +175,8 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   if verdict.right is None:
     raise ValueError(
       f'rewards.rule={verifier.rule} fails on a trial response to the first problem: '
-      f'{verdict.reason}; correct the function'
+      f'{verdict.reason}; define a reward as f(sample), which returns the number of '
+      'one response: sample.response, .answer, .prompt, .tokens and .row, a dict'
     )
 
 

@@ -74,7 +74,8 @@ def parse(values: dict[str, Any]) -> Config:
 def code(config: Config) -> tuple[str, ...]:
   """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  paths = {path for text in texts for path in custom_code.paths_in(text)}
+  named = {path for text in texts for path in custom_code.paths_in(text)}
+  paths = {path for path in named if not path.endswith('.py')}  # such as a title
   return tuple(
     sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
   )
@@ -188,7 +189,7 @@ def overrides(
     try:
       values_of[name] = _from_text(kind, text)
     except (ValueError, LookupError, SyntaxError, RecursionError, MemoryError):
-      wanted = knobs.expected(known[name])
+      wanted = knobs.wanted(known[name])
       text = text or ''
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
@@ -199,6 +200,8 @@ def overrides(
 
 def unknown(name: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> str:
   """Says what to use in place of an unknown knob, as the end of a sentence."""
+  if foreign := foreign_names.translated(name, ()):
+    return foreign
   for path, rules in PARTS.items():
     if name.startswith(f'{path}.'):
       rule, _, knob = name.removeprefix(f'{path}.').partition('.')
@@ -223,13 +226,15 @@ def known_knobs(
     inner = values.get(key)
     inner = inner if isinstance(inner, Mapping) else {}
     kind = field.annotation
-    if rules := part_of(field):
-      try:
+    prefix = path
+    try:
+      if rules := part_of(field):
+        prefix = f'{name}.'
         kind = rules.chosen(inner)
-      except ValueError as error:
-        raise ValueError(f'{name}.{error}') from None
-    elif key == 'custom' and issubclass(section, custom_code.CustomSection):
-      kind = section.custom_type(values)
+      elif key == 'custom' and issubclass(section, custom_code.CustomSection):
+        kind = section.custom_type(values)
+    except ValueError as error:
+      raise ValueError(f'{prefix}{error}') from None
     if isinstance(kind, type) and issubclass(kind, Section):
       known |= known_knobs(inner, kind, f'{name}.')
     else:

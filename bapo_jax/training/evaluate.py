@@ -188,6 +188,8 @@ def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
   if not (parts := result.get('parts')):  # old records have none
     return {}
   reward = {'reward': (result['reward'], result['reward_stderr'])}
+  if len(parts) == 1:  # of one function: the reward itself
+    return reward
   return reward | {f'reward/{x}': (v['mean'], v['stderr']) for x, v in parts.items()}
 
 

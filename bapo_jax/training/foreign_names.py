@@ -63,13 +63,23 @@ _OURS = {
   "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
   KL: ('beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'),
   'loss.kl_direction': 'kl_penalty kl_loss_type',
-  'loss.rule and loss.aggregate': 'loss_type loss_mode',
-  'loss.aggregate': 'loss_agg_mode',
+  "loss.aggregate ('sequence' for grpo, 'token' for dapo and bnpo, 'constant' for "
+  'dr_grpo), or name a method: --config=FILE:dr_grpo, :gspo, :cispo, :sapo or :vespo': (
+    'loss_type'
+  ),
+  'a method, such as --config=FILE:gspo, :gmpo (geo_mean), :cispo, :sapo, :dppo_tv or '
+  ':dppo_kl, or loss.rule': 'loss_mode',
+  "loss.aggregate: 'token' for token-mean, 'sequence' for seq-mean-token-mean, and "
+  "'constant', up to a factor, for seq-mean-token-sum and seq-mean-token-sum-norm": (
+    'loss_agg_mode'
+  ),
   "loss.rule='sequence' with loss.aggregate='sequence'": 'importance_sampling_level',
   "loss.cap with loss.rule='decoupled'": (
-    'tis_imp_ratio_cap vllm_importance_sampling_cap'
+    'tis_imp_ratio_cap vllm_importance_sampling_cap '
+    'vllm_importance_sampling_correction vllm_importance_sampling_mode'
   ),
-  'advantage.rule': 'adv_estimator advantage_estimator',
+  "advantage.rule: 'group_relative' for grpo, 'leave_one_out' for rloo; there is no "
+  'gae, which needs a value function': 'adv_estimator advantage_estimator',
   "advantage.rule: 'group_relative' divides by the standard deviation, 'group_centred' "
   'does not': 'scale_rewards norm_adv_by_std_in_grpo',
   "batch.rule='learnable_only'": 'filter_groups dynamic_sampling filter_groups.enable',
@@ -100,15 +110,21 @@ _OURS = {
   'lora.rank': 'lora_r lora_rank',
   'lora.alpha': 'lora_alpha',
   'lora.targets': 'target_modules lora_target_modules',
-  'mesh.tensor': 'tensor_model_parallel_size tensor_parallel_size tp_size',
+  'mesh.tensor': (
+    'tensor_model_parallel_size tensor_parallel_size tp_size vllm_tensor_parallel_size'
+  ),
   'mesh.fsdp': 'fsdp_size',
-  'mesh.data': 'n_gpus_per_node nnodes num_processes',
+  'mesh.data, mesh.fsdp and mesh.tensor to divide the devices; all attached ones are '
+  'used': 'n_gpus_per_node',
+  'mesh.data for devices, and --processes, a flag of bapo train, for machines': (
+    'nnodes num_processes'
+  ),
 }
 WHOLE = 'training samples from the whole distribution; only evaluations truncate it, by'
 # Why there is no such knob, and what comes closest -> foreign names.
 _NONE = {
   'there is no entropy bonus; use loss.kl, or a custom loss.rule': (
-    'entropy_coeff entropy_coef ent_coef entropy_bonus'
+    'entropy_coeff entropy_coef ent_coef entropy_bonus entropy entropy_loss'
   ),
   'a response has one reward and no value function, so there is no discount; '
   'advantage.rule turns rewards into advantages': (
@@ -118,11 +134,18 @@ _NONE = {
   f'{WHOLE} evaluate.sampling.top_k': 'top_k',
   f'{WHOLE} evaluate.sampling.top_p and top_k': 'min_p repetition_penalty',
   f'there is no reference model; use {KL}': 'ref_model sync_ref_model ref',
-  'the rate is constant after optimizer.warmup updates': 'lr_scheduler_type',
+  'there is no schedule: the rate is constant after optimizer.warmup updates': (
+    'lr_scheduler_type lr_scheduler lr_scheduler_kwargs lr_schedule schedule scheduler '
+    'warmup_style min_lr_ratio lr_decay_steps'
+  ),
   'adapters have no dropout; lora has rank, alpha and targets': 'lora_dropout',
   'every step is in metrics.jsonl; evaluate.every sets evaluations': 'logging_steps',
-  'sampling is built in; its knobs are in the section sampler': 'use_vllm',
-  'sampler.max_num_seqs sets the memory of the sampler': 'gpu_memory_utilization',
+  'sampling is built in; its knobs are in the section sampler': (
+    'use_vllm vllm_mode rollout.name'
+  ),
+  'sampler.max_num_seqs sets the memory of the sampler': (
+    'gpu_memory_utilization vllm_gpu_memory_utilization'
+  ),
   'give --workdir=..., the folder of a run': 'output_dir default_local_dir',
 }
 KNOBS, ABSENT = (

@@ -184,15 +184,22 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
     ([8, 8], {}, {'nothing to learn': 'mistake'}),
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
-    ([1, 2], {'undecided': 3}, {'undecided': 'warning'}),
+    ([1, 2], {'undecided': ['late', 'slow', 'slow']}, {'undecided': 'warning'}),
   ],
 )
 def test_findings_about_responses(right, changes, expected):
   right_PG = np.arange(8) < np.asarray(right)[:, None]
   nothing_PG = np.zeros(right_PG.shape, bool)
-  sampled = Sampled(right_PG, nothing_PG, ~nothing_PG, 0)._replace(**changes)
+  sampled = Sampled(right_PG, nothing_PG, ~nothing_PG, [])._replace(**changes)
   found = check_rules.of_responses(Config(), sampled)
+  found = list(found)
   assert {each.name: each.kind for each in found} == expected
+  if 'undecided' in expected:
+    assert '3 of 16 responses' in found[0].text
+    assert 'the most frequent reason: slow;' in found[0].text
+  if 'no answer' in expected:  # a custom function returns numbers without answers
+    custom = Config().with_values(rewards={'rule': 'my.py:score'})
+    assert not list(check_rules.of_responses(custom, sampled))
 
 
 @pytest.fixture
@@ -242,6 +249,8 @@ def test_the_check_of_a_model_that_knows_nothing(
   assert '  | <|user|>What is 0 + 0?<|end|><|assistant|>' in text
   assert 'answers    48 of 48 are right by their own verifier' in text
   assert 'accuracy   0.000' in text and 'learnable  0 of 8' in text
+  assert 'below 25% of the groups a warning follows' in text
+  assert ' GiB, free 931 GiB' in text and ' GB' not in text  # 10^12 bytes
   assert 'MISTAKE (nothing to learn): all 64 responses are wrong' in text
 
 

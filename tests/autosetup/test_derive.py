@@ -1,6 +1,7 @@
 """What a run decides by itself: by which fact, with which reason, and only once."""
 
 import pathlib
+import re
 import types
 
 import foreign
@@ -16,6 +17,7 @@ from bapo_jax.autosetup.facts import Facts, Verified
 from bapo_jax.data.row import Row
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
+from bapo_jax.methods import METHODS
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import experiment
 from bapo_jax.training import budget
@@ -287,6 +289,25 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
   assert shown['clip'].startswith(
     'balanced: target 0.42, low (0.6, 0.9), high (1.2, 3.0), low_step 0.02'
   )
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'warning'),
+  [
+    ({'clip.rule': 'fixed', 'clip.low': 0.2}, 'clip.low=0.2 .* is 0.8 for an epsilon'),
+    ({'clip.rule': 'fixed', 'clip.low': 3e-4}, '.* 0.9997 for an epsilon of 0.0003'),
+    (
+      {'clip.low': (0.2, 0.3)},
+      r'clip.low=\(0.2, 0.3\) .* is 0.8 for an epsilon of 0.2',
+    ),
+    ({'clip.low': (0.5, 0.9)}, ''),
+    ({'clip.rule': 'dcpo', 'clip.low': 0.16}, ''),  # an epsilon
+    *((method.overrides, '') for method in METHODS.values()),
+  ],
+)
+def test_the_first_screen_warns_of_an_epsilon_in_place_of_a_bound(knobs, warning):
+  lines = ' '.join(knob_lists.lines(parse(plain(**knobs))).split())
+  assert re.search(f' warning {warning}', lines) if warning else 'warning' not in lines
 
 
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():

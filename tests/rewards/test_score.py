@@ -39,7 +39,7 @@ def test_a_function_sees_tokens_and_row_and_names_its_parts():
   good, bad = scored(f'{MY}:score', GOOD, BAD, custom={'per_token': 0.1})
   assert (good.right, bad.right) == (True, False)
   assert good.reward == pytest.approx(1 - 0.3) and bad.reward == pytest.approx(-0.1)
-  assert bad.parts == {'score': bad.reward, 'right': 0.0, 'length': -0.1}
+  assert bad.parts == {'right': 0.0, 'length': -0.1}  # their sum is the reward
 
 
 def test_the_first_rule_decides_and_all_add_to_the_reward():

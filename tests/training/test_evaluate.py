@@ -124,6 +124,9 @@ def test_graded_rewards_and_their_parts_by_hand():
     'reward/fit': pytest.approx((0.5, 0.25)),
     'reward/style': (-2.0, 0.0),
   }
+  # The only part is the reward itself.
+  del result['parts']['style']
+  assert list(evaluate.rewards_of(result)) == ['reward']
 
 
 @hypothesis.given(st.integers(1, 8), st.data())

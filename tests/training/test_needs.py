@@ -50,6 +50,18 @@ SLIPS = [  # overrides, what the sentence must say
   ('epsilon_high=0.28', "; use clip.high (1 + epsilon) with clip.rule='fixed'"),
   ('sampler.top_p=0.9', 'only evaluations truncate it, by evaluate.sampling.top_p'),
   ('algorithm.gamma=1', 'there is no discount; advantage.rule'),
+  ('actor.loss_agg_mode=token-mean', "loss.aggregate: 'token' for token-mean, 'seq"),
+  ('loss.loss_type=dr_grpo', "'constant' for dr_grpo), or name a method: --config=FI"),
+  ('algorithm.adv_estimator=grpo', "advantage.rule: 'group_relative' for grpo, 'leav"),
+  ('trainer.n_gpus_per_node=8', 'use mesh.data, mesh.fsdp and mesh.tensor to divide'),
+  ('loss.entropy=0.01', 'there is no entropy bonus; use loss.kl'),
+  ('optimizer.schedule=cosine', 'the rate is constant after optimizer.warmup updates'),
+  # values that mean something else in TRL and verl
+  ('clip.rule=fixed clip.high=0.28', '1 + epsilon: 1.28 for an epsilon of 0.28; inf'),
+  ('clip.low=0.8', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
+  ('clip.low=(0.6', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
+  ('loss.aggregate=seq-mean-token-mean', 'sequence: mean over responses of their tok'),
+  ('advantage.rule=gae', 'gae is absent, because it needs a value function; give one'),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
   ('target=0.4', 'did you mean clip.target'),
