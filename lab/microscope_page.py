@@ -400,7 +400,9 @@ def draw(
     for i, name in enumerate(names):
       pairs = [interval(values(runs, k, name, *path)) for k in STALENESS]
       moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
-      style = {'color': colour(name), 'ls': '--' if name in SEARCHES[1:] else '-'}
+      # The colour of SAPO is close to that of GSPO.
+      line = '--' if name in ('balanced .50', 'GSPO') else '-'
+      style = {'color': colour(name), 'ls': line}
       width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
       mean, half = np.transpose(pairs)
       ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
@@ -409,11 +411,13 @@ def draw(
     ax.spines[['top', 'right']].set_visible(False)
   for family, first, last in zip(families, axes[0], axes[-1], strict=True):
     first.set_title(family, fontsize=12)
-    last.set_xlabel('updates between mu and pi')
+    last.set_xlabel('updates since the data were sampled')
     below = {'loc': 'upper center', 'bbox_to_anchor': (0.5, -0.18)}
     last.legend(fontsize=9, ncols=3, frameon=False, **below)
   for title, ax in zip(shown, axes[:, 0], strict=True):
     ax.set_ylabel(title)
+    if 'cosine' in title:  # an interval may pass 1
+      ax.set_ylim(top=1.02)
   return figure
 
 

@@ -23,7 +23,7 @@ from lab import microscope, plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
-from lab.plots import BLUE, ORANGE
+from lab.plots import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -90,16 +90,18 @@ def draw_recorded(
   """Returns a figure with a panel per rule: tokens by probability and ratio.
 
   Blue is for tokens with A > 0 and orange for A < 0: shaded where the rule cuts such
-  tokens, dots for those that it cuts, grey for the others. The titles have the shares
-  of the tokens cut, and of their mass in the unclipped gradient.
+  tokens, dots for those that it cuts, grey for the others. A token beyond the axes is
+  drawn at their edge. The titles have the shares of the tokens cut, and of their mass
+  in the unclipped gradient.
   """
   from matplotlib.colors import ListedColormap
 
   figure, axes = _panels(len(applied), columns, 2.9, 2.6, 9)
-  p_BT, mask_BT = np.exp(recorded.logp_BT), recorded.loss_mask_BT
+  p_BT, mask_BT = np.exp(recorded.logp_BT).clip(PROBABILITY[0]), recorded.loss_mask_BT
   for ax, (name, one) in zip(axes, applied.items(), strict=True):
+    ratio_BT = one.ratio_BT.clip(RATIO[0], RATIO[-1])
     kept_BT = mask_BT & (one.cut_BT == 0)
-    ax.plot(p_BT[kept_BT], one.ratio_BT[kept_BT], ',', color='#999999', alpha=0.6)
+    ax.plot(p_BT[kept_BT], ratio_BT[kept_BT], '.', ms=2, color=GREY, clip_on=False)
     texts, regions = [], cut_regions(configs[name], one)
     for sign, colour in ((1, BLUE), (-1, ORANGE)):
       if sign in regions:
@@ -108,7 +110,7 @@ def draw_recorded(
           PROBABILITY, RATIO, shade, cmap=ListedColormap([colour]), alpha=0.18
         )
       cut_BT = mask_BT & (one.cut_BT > 0) & (np.sign(one.adv_B) == sign)[:, None]
-      ax.plot(p_BT[cut_BT], one.ratio_BT[cut_BT], '.', ms=2, color=colour)
+      ax.plot(p_BT[cut_BT], ratio_BT[cut_BT], '.', ms=2, color=colour, clip_on=False)
       tokens, mass = cut_mass(recorded, one, sign)
       texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')
     _dress(ax, f'{name}\ncut {",  ".join(texts)}')
@@ -127,6 +129,8 @@ def _panels(
   axes = [*figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat]
   for ax in axes[count:]:
     ax.set_axis_off()
+  for ax in axes[:count][-columns:]:  # the last of each column
+    ax.tick_params(labelbottom=True)
   figure.supxlabel(
     'probability of the token under the current policy', fontsize=fontsize
   )

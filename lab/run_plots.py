@@ -32,7 +32,7 @@ PANELS = (  # (title, unit, metrics: first solid, second dashed)
   ('Response length, right (solid) and wrong (dashed)', 'tokens', LENGTHS),
   ('Entropy of the policy', 'nats per token', ('loss/entropy',)),
   ('Clip bounds, upper (solid) and lower (dashed)', 'probability ratio', BOUNDS),
-  ('Tokens clipped', 'share', ('clip/fraction',)),
+  ('Tokens cut', 'share', ('clip/fraction',)),
   ('Largest ratio of a token', 'probability ratio', ('loss/ratio_max',)),
   ('KL from behaviour to current policy', 'nats per token', ('loss/kl',)),
 )
@@ -103,6 +103,8 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
     ax.set_xlabel('step', fontsize=9)
     ax.set_ylabel(unit, fontsize=9)
     ax.grid(color='0.9', linewidth=0.8)
+    if 'loss/ratio_max' in names:
+      ax.set_yscale('log')
     ax.locator_params(axis='x', integer=True)
   handles = [
     axes.flat[0].plot([], [], color=colour, label=run.label)[0]
@@ -115,8 +117,8 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
 def ratios(runs: Sequence[RunFiles]) -> 'Figure':
   """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
 
-  Crosses are tokens clipped by their update, pluses are masked tokens. Grey lines are
-  the bounds of the updates.
+  Crosses are tokens cut by the bounds of their update, pluses are masked tokens. Grey
+  lines are the bounds of all updates.
   """
   figure = new_figure(5.5 * len(runs), 4, DPI)
   labels = 'probability when sampled', 'ratio'
@@ -131,8 +133,9 @@ def ratios(runs: Sequence[RunFiles]) -> 'Figure':
     for bound in bounds - {None}:
       ax.axhline(bound, color=GREY, linewidth=0.8, zorder=0)
     ax.set_yscale('log')
+    ax.locator_params(axis='y', subs=(1, 2, 5))
     ax.yaxis.set_major_formatter('{x:g}')
-    ax.yaxis.set_minor_formatter('{x:g}')
+    ax.minorticks_off()
   return figure
 
 
@@ -161,15 +164,19 @@ def tokens(
 
 
 def lengths(runs: Sequence[RunFiles]) -> 'Figure':
-  """Draws length and advantage of the recorded responses, coloured by verdict."""
+  """Draws length and advantage of the recorded responses, coloured by verdict.
+
+  The area of a dot is proportional to the number of responses at this point.
+  """
   figure = new_figure(5.5 * len(runs), 3.2, DPI)
   for ax, run in _panels(figure, runs, ('tokens', 'advantage'), sharex=True):
     responses = [r for group in run.groups for r in group.responses]
     for name, colour, correct in (('right', BLUE, True), ('wrong', ORANGE, False)):
       pairs = [(r.tokens, r.advantage) for r in responses if r.correct == correct]
-      length_N, adv_N = np.asarray(pairs, float).reshape(-1, 2).T
+      points_2N = np.asarray(pairs, float).reshape(-1, 2).T
+      area_N = [14 * pairs.count(pair) for pair in pairs]
       label = f'{name}: {len(pairs)} responses'
-      ax.scatter(length_N, adv_N, s=14, alpha=0.6, color=colour, label=label)
+      ax.scatter(*points_2N, s=area_N, alpha=0.6, color=colour, label=label)
     ax.axhline(0, color=GREY, linewidth=0.8, zorder=0)
     ax.locator_params(axis='x', integer=True)
   return figure
