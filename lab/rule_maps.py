@@ -100,8 +100,7 @@ def draw_recorded(
   p_BT, mask_BT = np.exp(recorded.logp_BT).clip(PROBABILITY[0]), recorded.loss_mask_BT
   for ax, (name, one) in zip(axes, applied.items(), strict=True):
     ratio_BT = one.ratio_BT.clip(RATIO[0], RATIO[-1])
-    kept_BT = mask_BT & (one.cut_BT == 0)
-    ax.plot(p_BT[kept_BT], ratio_BT[kept_BT], '.', ms=2, color=GREY, clip_on=False)
+    ax.plot(p_BT[mask_BT], ratio_BT[mask_BT], '.', ms=2, color=GREY, clip_on=False)
     texts, regions = [], cut_regions(configs[name], one)
     for sign, colour in ((1, BLUE), (-1, ORANGE)):
       if sign in regions:
