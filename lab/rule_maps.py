@@ -23,7 +23,7 @@ from lab import microscope, plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_page import RULES
-from lab.plots import BLUE, GREY, ORANGE
+from lab.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -100,7 +100,7 @@ def draw_recorded(
   p_BT, mask_BT = np.exp(recorded.logp_BT).clip(PROBABILITY[0]), recorded.loss_mask_BT
   for ax, (name, one) in zip(axes, applied.items(), strict=True):
     ratio_BT = one.ratio_BT.clip(RATIO[0], RATIO[-1])
-    ax.plot(p_BT[mask_BT], ratio_BT[mask_BT], '.', ms=2, color=GREY, clip_on=False)
+    ax.plot(p_BT[mask_BT], ratio_BT[mask_BT], '.', ms=2, color='#AAAAAA')
     texts, regions = [], cut_regions(configs[name], one)
     for sign, colour in ((1, BLUE), (-1, ORANGE)):
       if sign in regions:
@@ -109,11 +109,12 @@ def draw_recorded(
           PROBABILITY, RATIO, shade, cmap=ListedColormap([colour]), alpha=0.18
         )
       cut_BT = mask_BT & (one.cut_BT > 0) & (np.sign(one.adv_B) == sign)[:, None]
-      ax.plot(p_BT[cut_BT], ratio_BT[cut_BT], '.', ms=2, color=colour, clip_on=False)
+      ax.plot(p_BT[cut_BT], ratio_BT[cut_BT], '.', ms=2, color=colour)
       tokens, mass = cut_mass(recorded, one, sign)
       texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')
     _dress(ax, f'{name}\ncut {",  ".join(texts)}')
-    ax.set(xlim=(PROBABILITY[0], 1), ylim=(RATIO[0], RATIO[-1]))
+    # With a margin for the dots at the edge.
+    ax.set(xlim=(PROBABILITY[0] / 1.2, 1.2), ylim=(RATIO[0] / 1.2, RATIO[-1] * 1.2))
   return figure
 
 
