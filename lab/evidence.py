@@ -9,6 +9,7 @@ cells, minus a constant. `judge` gives the verdict:
   opposite        a part has the opposite sign with p < .05;
   not seen        all other outcomes;
   suggested       every seed has the claimed sign, but there are fewer than six;
+  too few seeds   there are fewer than six, and not every one has the claimed sign;
   premise absent  a check of the claim fails, so that nothing could have been seen;
   not measurable  the quantity cannot vary here, or too rarely; nothing is tested;
   not run         a run of these cells is missing, or the claim has no experiment here.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from bapo_jax.runtime import markdown
 from bapo_jax.training.evaluate import mean_and_error
@@ -39,7 +41,8 @@ from lab.outcomes import (
   t_interval,
 )
 
-SEEN, OPPOSITE, NOT_SEEN, SUGGESTED = 'seen', 'opposite', 'not seen', 'suggested'
+SEEN, OPPOSITE, NOT_SEEN = 'seen', 'opposite', 'not seen'
+SUGGESTED, TOO_FEW = 'suggested', 'too few seeds'
 PREMISE_ABSENT, NOT_MEASURABLE = 'premise absent', 'not measurable'
 NOT_RUN = 'not run'
 SIGNIFICANT = 0.05
@@ -189,6 +192,37 @@ def differences_of(
   return pairs
 
 
+def by_step_table(
+  results: Mapping[str, Result], arm: str, others: Sequence[str]
+) -> str:
+  """Returns a table of one arm less others at every evaluation, with their p-values.
+
+  The arms have no levels. The last row is Friedman's p that the others are alike.
+  """
+  of_arms = {cell[0]: of_seeds for cell, of_seeds in cells(results).items()}
+  curves = {
+    name: np.asarray([[row[1] for row in x['evaluations']] for x in of_seeds.values()])
+    for name, of_seeds in of_arms.items()
+  }
+  steps = [row[0] for row in next(iter(of_arms[arm].values()))['evaluations']]
+  after = range(1, len(steps))
+  rows = []
+  for other in others:
+    gap_SN = curves[arm] - curves[other]
+    texts = [
+      f'{gap_SN[:, i].mean():+.3f} (p {relation(sign_flip(gap_SN[:, i]))})'
+      for i in after
+    ]
+    rows.append([f'{arm} minus {other}', *texts])
+  alike = [
+    stats.friedmanchisquare(*(curves[x][:, i] for x in others)).pvalue for i in after
+  ]
+  rows.append(['the others are alike (Friedman)', *(f'p {relation(p)}' for p in alike)])
+  return _table(
+    rows, ['difference in accuracy', *(f'step {steps[i]:g}' for i in after)]
+  )
+
+
 def order_table(results: Mapping[str, Result], outcome: str) -> str:
   """Returns a table of the arms' order at every level of the only factor.
 
@@ -246,8 +280,8 @@ def judge(
     if tested and p < SIGNIFICANT:
       verdicts_of.add(SEEN if part.sign * difference_S.mean() > 0 else OPPOSITE)
     else:
-      alike = not tested and agreeing == len(seeds)
-      verdicts_of.add(SUGGESTED if alike else NOT_SEEN)
+      alike = agreeing == len(seeds)
+      verdicts_of.add(NOT_SEEN if tested else SUGGESTED if alike else TOO_FEW)
     effect = f'{difference_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
     shown = relation(p).removeprefix('= ') if tested and claim.measurable else ''
     effects.append([effect, shown, f'{agreeing} of {len(difference_S)}'])
@@ -257,7 +291,8 @@ def judge(
     return PREMISE_ABSENT, effects
   if OPPOSITE in verdicts_of:
     return OPPOSITE, effects
-  return verdicts_of.pop() if len(verdicts_of) == 1 else NOT_SEEN, effects
+  missing = NOT_SEEN if tested else TOO_FEW
+  return verdicts_of.pop() if len(verdicts_of) == 1 else missing, effects
 
 
 def checks(

@@ -49,10 +49,11 @@ COLOUR_TABLE = """
   grpo #D55E00
   clip_higher #E69F00
   start #56B4E9
-  own_mean #009E73
-  widest #CC79A7
+  low76_high219 #009E73
+  low85_high282 #009E73
+  low90_high300 #CC79A7
   recipe #0072B2
-  recipe_mean #6CC26C
+  low87_high156 #6CC26C
   both #0072B2
   grpo_slow #8C564B
   high #8C564B

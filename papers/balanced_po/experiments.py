@@ -64,8 +64,8 @@ ARMS: dict[str, dict[str, Any]] = {
   'grpo': fixed(0.8, 1.2),  # the baseline of Fig. 2 and 11
   'clip_higher': fixed(0.8, 1.28),  # Fig. 11
   'start': fixed(0.6, 1.2),  # where the search begins
-  'own_mean': fixed(*OWN_MEAN),  # what the search gives on average
-  'widest': fixed(0.9, 3.0),  # where the search ends
+  'low76_high219': fixed(*OWN_MEAN),  # what the search gives on average
+  'low90_high300': fixed(0.9, 3.0),  # where the search ends
   'balanced': balanced(TARGET),
   'recipe': {  # script: its search, dual clip, and clamped log-ratio
     'clip.rule': 'recipe',
@@ -81,7 +81,7 @@ ARMS: dict[str, dict[str, Any]] = {
   'decoupled': {**fixed(0.8, 1.2), 'loss.rule': 'decoupled'},  # arXiv:2505.24298
   'grpo_slow': {**fixed(0.8, 1.2), 'optimizer.lr': 1e-4},  # the best rate for GRPO
 }
-PLANE = ('balanced', 'grpo', 'own_mean')
+PLANE = ('balanced', 'grpo', 'low76_high219')
 
 
 def shared() -> dict[str, Any]:

@@ -65,8 +65,8 @@ CLIPPING: dict[str, dict[str, Any]] = {
   'grpo': fixed(0.8, 1.2),
   'clip_higher': fixed(0.8, 1.28),
   'start': fixed(0.6, 1.2),  # where the search begins
-  'own_mean': fixed(*OWN_MEAN),  # what the search gives on average
-  'widest': fixed(0.9, 3.0),  # where the search ends
+  'low85_high282': fixed(*OWN_MEAN),  # what the search gives on average
+  'low90_high300': fixed(0.9, 3.0),  # where the search ends
   'balanced': {  # section 5 of the paper
     'clip.rule': 'balanced',
     'clip.target': 0.4,
@@ -275,8 +275,8 @@ def get_experiment(name: str) -> Experiment:
   """
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in (6e-4, 8e-4)}
   two = {arm: CLIPPING[arm] for arm in ('balanced', 'grpo')}
-  repeated = {arm: CLIPPING[arm] for arm in ('recipe', 'widest')}
-  repeated['recipe_mean'] = fixed(*RECIPE_MEAN) | LIMIT
+  repeated = {arm: CLIPPING[arm] for arm in ('recipe', 'low90_high300')}
+  repeated['low87_high156'] = fixed(*RECIPE_MEAN) | LIMIT
   ahead = {x: YOKED[x] for x in ('recipe', 'low80_high120', 'low95_high200', 'yoked')}
   deep = control()
   deep['optimizer']['lr'] = 6e-4

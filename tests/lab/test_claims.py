@@ -161,7 +161,7 @@ def test_the_page_has_the_numbers_of_its_results(tmp_path):
   claim = '| b is better (Fig. 1; tiny) | **suggested** | b less a | twice | '
   claim += '+0.200 (-0.048 to +0.448) |  | 3 of 3 | [main](figures/lines.png) |'
   assert claim in text
-  assert '| b is worse (Fig. 2; tiny) | **not seen** |' in text
+  assert '| b is worse (Fig. 2; tiny) | **too few seeds** |' in text
   assert '| b is huge (Table 1; 7 B) | **not run** |  |  |' in text
   assert '| b beats a (Fig. 3; tiny) | **premise absent** | b less a |' in text
   assert '| a and b differ | main | p = ' in text and '| no |' in text
@@ -235,7 +235,7 @@ def test_the_order_of_arms_by_hand():
     ([BETTER, CONSTANT], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.3, -0.1], 'not seen'),
     ([CONSTANT], [0.1] * 8, 'seen'),
     ([BETTER], [0.1, 0.2, 0.1, 0.2], 'suggested'),
-    ([BETTER], [0.1, 0.2, -0.1, 0.2], 'not seen'),
+    ([BETTER], [0.1, 0.2, -0.1, 0.2], 'too few seeds'),
     ([], ALIKE, 'not run'),
   ],
 )
