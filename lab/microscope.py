@@ -436,14 +436,15 @@ def train(
   """
   tx, learn = learner_of(rule, lr)
   opt, kept = tx.init(params), [params]
-  for i, key in enumerate(jax.random.split(jax.random.key(seed), updates)):
-    if i % block == 0:
-      logp_NT = table(params, task)
-      tables = Tables(logp_NT, logp_NT)
-      up_to_QR = cumulative(task, tables)
-    batch, _ = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
-    params, opt, _, _ = learn(params, opt, batch)
-    kept.append(params)
+  keys = jax.random.split(jax.random.key(seed), updates)
+  for start in range(0, updates, block):
+    logp_NT = table(params, task)
+    tables = Tables(logp_NT, logp_NT)
+    up_to_QR = cumulative(task, tables)
+    for key in keys[start : start + block]:
+      batch, _ = drawn(task, tables, up_to_QR, rule.advantage, key, groups)
+      params, opt, _, _ = learn(params, opt, batch)
+      kept.append(params)
   return kept
 
 
