@@ -1,6 +1,6 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-The kinds of figures are `curves`, `panels`, `differences`, `levels` and `slopes`. An
+The kinds of figures are the keys of DRAWN. An
 arm has the same colour in all of them, that of COLOURS, and an unknown arm is grey;
 levels of a factor differ in the line style.
 """
@@ -53,6 +53,14 @@ COLOUR_TABLE = """
   low85_high282 #009E73
   low90_high300 #CC79A7
   recipe #0072B2
+  yoked #D55E00
+  coin #009E73
+  low80_high120 #777777
+  low80_high200 #CC79A7
+  low80_high300 #CC79A7
+  low95_high120 #E69F00
+  low90_high120 #E69F00
+  low95_high200 #56B4E9
   low87_high156 #6CC26C
   both #0072B2
   grpo_slow #8C564B
@@ -230,6 +238,39 @@ def levels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   return _with_legend(ax)
 
 
+def searches(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
+  """Draws where the search of each arm stopped, and its positive shares: histograms.
+
+  A column per level. The search is the arm's own, also where its choice was not
+  applied; updates without evidence are left out. Shares are means over a step.
+  """
+  by_level: dict[Cell, dict[str, list[Result]]] = {}
+  for cell, runs in _ordered(results, drawn).items():
+    by_level.setdefault(cell[1:], {})[cell[0]] = runs
+  axes = _axes(2, len(by_level), (6 * len(by_level), 6))
+  for (levels, arms), top, bottom in zip(
+    by_level.items(), axes[: len(by_level)], axes[len(by_level) :], strict=True
+  ):
+    for arm, runs in arms.items():
+      updates = [run['updates'] for run in runs]
+      points = [
+        x
+        for u in updates
+        for x, none in zip(u['choice'], u['no_evidence'], strict=True)
+        if not none
+      ]
+      shares = [x for r in runs for x in _points(r, 'clip/share')[1]]
+      style: Any = {'histtype': 'step', 'density': True, 'lw': 1.5, 'label': arm}
+      style['color'] = COLOURS.get(arm, GREY)
+      top.hist(points, bins=np.arange(max(points) + 2) - 0.5, **style)
+      bottom.hist(shares, bins=np.linspace(0, 1, 41), **style)
+    plots.dress(top, ', '.join(['Where the search stopped', *levels]))
+    top.set(xlabel='point on the path; 0: its start', ylabel='share of the updates')
+    plots.dress(bottom, ', '.join(['Positive share after the clip', *levels]))
+    bottom.set(xlabel='share, mean over a step', ylabel='density over the steps')
+  return _with_legend(axes[0])
+
+
 def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndarray]:
   """Interpolates every run at common numbers of responses: (responses_N, y_SN).
 
@@ -263,5 +304,6 @@ DRAWN: dict[str, Draw] = {
   'differences': differences,
   'levels': levels,
   'panels': panels,
+  'searches': searches,
   'slopes': slopes,
 }

@@ -4,6 +4,7 @@ The checks M1 and M2 and the hypotheses A1 to A11 are those of ../protocol2.md.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -38,6 +39,11 @@ OTHERS = (  # the ten rules that are not arms of S1
   'icepop',
 )
 ARMS_AHEAD = ('grpo', 'decoupled', 'unclipped', 'tis', 'cispo', 'm2po', 'icepop')
+YOKED_ARMS = {
+  'yoked': ('recipe', 'yoked', 'coin', *itertools.chain(*feedback.FIXED['yoked'])),
+  'yoked_s1': ('balanced', 'yoked', *itertools.chain(*feedback.FIXED['yoked_s1'])),
+  'yoked_depths': ('recipe', 'yoked', 'low80_high120', 'low95_high200'),
+}
 FEWEST_BETWEEN = 0.15  # share of the updates, M1
 LEARNING = ('area', 'final', 'collapsed', 'entropy', 'grad_norm')
 BOUNDS = ('share_start', 'share', 'clipped', 'low', 'high')
@@ -107,8 +113,16 @@ SHOWN = {
     ordered='area',
   ),
   **{
-    name: Shown((), whole=True, further=functools.partial(feedback.tables, name=name))
-    for name in feedback.SEARCHING
+    name: Shown(
+      (),
+      figures={
+        f'{name}-curves': Drawn('curves', arms),
+        f'{name}-searches': Drawn('searches', arms),
+      },
+      whole=True,
+      further=functools.partial(feedback.tables, name=name),
+    )
+    for name, arms in YOKED_ARMS.items()
   },
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),

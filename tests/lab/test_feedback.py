@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lab import figures
+from lab.evidence import Drawn
 from papers.bench import bounds, experiments, feedback
 from papers.bench.feedback import B, D, R
 
@@ -176,3 +178,14 @@ def test_every_comparison_names_cells_of_its_experiment():
     assert len(x.plus) == len(x.minus)
   assert {x.experiment for x in feedback.DIFFERENCES} == {R, B, D}
   assert bounds.SEARCHES.keys() == {'recipe', 'balanced'}
+
+
+def test_the_histogram_of_a_search_leaves_out_updates_without_evidence():
+  found = updates([0, 0, 11, 0], *states_of([0, 0, 1, 0]), no_evidence=[0, 0, 0, 1])
+  steps = {'rollout/responses': [8.0, 16.0], 'clip/share': [0.3, 0.5]}
+  run = making.result(arm='recipe', updates=found, steps=steps)
+  figure = figures.searches({'a': run}, Drawn('searches', ('recipe',)))
+  top, bottom = figure.axes
+  # A step histogram's outline: two of three updates at point 0, one at 11.
+  assert max(y for _, y in top.patches[0].get_xy()) == pytest.approx(2 / 3)
+  assert bottom.get_xlabel() == 'share, mean over a step'
