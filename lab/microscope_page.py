@@ -323,7 +323,9 @@ def contest_table(runs: Sequence[Run]) -> str:
 
 
 def page(runs: Sequence[Run]) -> str:
-  """Returns the page: the conclusion, the figure, and the tables."""
+  """Returns the page: the conclusion, the figure, the tables, and what trains best."""
+  from lab import alignment  # it measures with the functions of this module
+
   spread = ', '.join(
     f'{np.mean([r[str(k)]["spread of log r"] for r in runs]):.3f}' for k in STALENESS
   )
@@ -371,8 +373,9 @@ def page(runs: Sequence[Run]) -> str:
       f'on the other seeds (on all seeds {one_pair}). At k = 0 all ratios are 1 and no '
       'bound cuts.',
       contest_table(runs),
+      alignment.section(alignment.read()),
     ]
-  )
+  ).rstrip()
 
 
 def colour(name: str) -> str:
