@@ -155,6 +155,21 @@ def test_a_rule_that_asks_for_bounds_uses_them(tmp_path, gain_BT, uses):
   check(tiny(**config, **{'clip.rule': 'unclipped'}))
 
 
+def test_a_loss_with_the_sign_of_other_packages_is_refused(tmp_path):
+  path = tmp_path / 'own.py'
+  text = 'import jax.numpy as jnp\nfrom bapo_jax.algorithms import loss\n'
+  text += 'def f(logp_BT, batch, find, *, sign: float = 1.0):\n'
+  text += '  r_BT = loss.ratio(logp_BT, batch)\n  b = find(r_BT)\n'
+  text += '  adv_B1 = batch.adv_B[:, None]\n'
+  text += (
+    '  gain_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, b.low, b.high) * adv_B1)\n'
+  )
+  path.write_text(text + '  return sign * gain_BT, b')
+  check(tiny(**{'loss.rule': f'{path}:f'}))
+  with pytest.raises(ValueError, match='return the gain, which is maximised'):
+    check(tiny(**{'loss.rule': f'{path}:f', 'loss.sign': -1.0}))
+
+
 def test_every_slot_takes_a_function_that_fits():
   own = {
     'loss': 'sapo',

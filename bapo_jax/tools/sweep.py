@@ -160,7 +160,10 @@ def drive(
         runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
         run = None if stop.signal else next(runs, None)
         if run is not None:
-          active[run] = start(run, core), core, waiting.pop(run)
+          warm = waiting.pop(run)
+          if warm in waiting.values() and not ready(run, warm):
+            log(f'{run} computes the warm start for others, which wait.')
+          active[run] = start(run, core), core, warm
       # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal

@@ -367,6 +367,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
       )
     elif name == 'loss':
       yield from _unused_bounds(config, f32, batch, none)
+      yield from _sign(config, batch)
 
 
 def _unused_bounds(
@@ -385,6 +386,20 @@ def _unused_bounds(
     yield (
       f'loss.rule={config.loss.rule} does not use the bounds that `find` returns, so '
       f"clip.rule={config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
+    )
+
+
+def _sign(config: Config, batch: Batch) -> Iterator[str]:
+  """Yields a sentence if the gradient of a loss rule makes tokens with A > 0 rarer."""
+  up = batch._replace(
+    loss_mask_BT=~batch.loss_mask_BT, adv_B=jnp.ones_like(batch.adv_B)
+  )
+  none = Unclipped()(up.prox_BT, up, lambda _: up.prox_BT)
+  gain = jax.grad(lambda logp_BT: config.loss(logp_BT, up, lambda _: none)[0].sum())
+  if gain(up.behavior_logp_BT).sum() < 0:
+    yield (
+      f'loss.rule={config.loss.rule} lowers the probability of tokens with a positive '
+      'advantage; return the gain, which is maximised, and not a loss'
     )
 
 

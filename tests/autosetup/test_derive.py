@@ -200,6 +200,14 @@ def test_weights_go_over_all_devices_where_one_has_no_room():
   assert not config.minibatch_rows % sharding.row_shards(mesh)
 
 
+def test_a_knob_is_judged_once_it_is_derived():
+  config = asked(**{'prompts.count': 4})  # the default would be 8 minibatches
+  decided, _ = derive.derive(config, known())
+  assert decided.learner.minibatches == 4 and parse(decided.model_dump())
+  with pytest.raises(ValueError, match='4 groups do not divide into learner'):
+    asked(**{'prompts.count': 4, 'learner.minibatches': 3})
+
+
 def test_an_override_wins_and_the_screen_says_so():
   config = asked(**{'optimizer.lr': 0.5, 'rewards.rule': 'exact'})
   decided, found = derive.derive(config, known())

@@ -40,7 +40,7 @@ def test_a_warm_start_is_copied_from_another_run(tmp_path):
   assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
 
 
-def test_a_run_waits_for_the_warm_start_that_another_makes():
+def test_a_run_waits_for_the_warm_start_that_another_makes(capsys):
   ended, order = set(), []
 
   def start(run, core):
@@ -56,6 +56,7 @@ def test_a_run_waits_for_the_warm_start_that_another_makes():
   assert sweep.drive(waiting, start, ready, workers=2) == ({}, 0)
   # a2 needs the warm start of a1, so the second core takes b1 first.
   assert order == ['a1', 'b1', 'a2']
+  assert 'a1 computes the warm start for others, which wait.' in capsys.readouterr().out
 
 
 def test_every_worker_has_its_core_and_a_failed_run_is_named():

@@ -329,6 +329,13 @@ def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
   assert 'on h100:8: 8 devices of ' in capsys.readouterr().out
 
 
+def test_knobs_of_this_machine_are_named(config):
+  assert plan.of_this_machine(config, 'h100:2x8') == ''
+  derived = config.model_copy(update={'derived': ('prompts.count', 'optimizer.lr')})
+  text = plan.of_this_machine(derived, 'h100:2x8')
+  assert f'not from h100:2x8: prompts.count={config.prompts.count}; give' in text
+
+
 def test_what_does_not_divide_is_refused_with_its_reason(config):
   found, refused = searched(config, 2.0**60)
   # 12 heads divide over 1, 2 and 4.

@@ -20,7 +20,10 @@ from bapo_jax.tools.plan import roofline
 from bapo_jax.tools.plan.roofline import GIB, Chip
 
 TPU_HOST = 4  # chips per host of a slice; v5e and v6e hosts may have 1 or 8
-INSTALL = 'pip install -r requirements/plan.txt (no GPU or TPU is needed)'
+INSTALL = (
+  'install requirements/plan.txt with -c requirements/constraints.txt into an '
+  'environment of its own (no GPU or TPU is needed)'
+)
 CUDNN = (9, 10)  # the version whose attention kernels the compiler may use
 
 

@@ -4,6 +4,7 @@ No weight is loaded and no program runs: a config.json is enough.
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -143,6 +144,8 @@ def run(
   ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = devices_lib.attach(topology)
+  if text := of_this_machine(config, topology):
+    echo(text)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
@@ -170,9 +173,28 @@ def run(
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
+def of_this_machine(config: Config, topology: str) -> str:
+  """Warns of knobs that were derived from the devices here; '' without any."""
+  sections = ('mesh', 'prompts', 'sampler', 'learner', 'model')
+  values = [
+    f'{name}={operator.attrgetter(name)(config)}'
+    for name in config.derived
+    if name.split('.')[0] in sections
+  ]
+  if not values:
+    return ''
+  return (
+    f'warning: derived from the devices of this machine and not from {topology}: '
+    f'{", ".join(values)}; give those that should differ, such as '
+    '--config.model.compute=bfloat16 and --config.prompts.count=64'
+  )
+
+
 def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = devices_lib.count(topology)
+  if text := of_this_machine(config, topology):
+    echo(text)
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search.search(config, spec, chip, devices, room(chip))
   echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
