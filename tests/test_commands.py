@@ -52,6 +52,7 @@ NEEDS = {'training.train_step': 'torch', 'training.trl_step': 'trl'}
 SKIPPED = {  # pattern -> reason
   r'pip install': 'installs packages',
   r'-m pytest': 'runs this test',
+  r'--coordinator': 'waits for the process of another host; tests/run has several',
   r'lab\.outcomes': 'writes papers/results.csv, which tests/lab compares',
   r'--mode=plan': 'needs the files of a 7B model; tests/tools/test_plan.py plans',
 }
@@ -75,7 +76,7 @@ def commands():
   for page in PAGES:
     for block in re.findall(r'```bash\n(.*?)```', page.read_text(), re.S):
       for line in block.replace('\\\n', ' ').splitlines():
-        command = ' '.join(line.partition(' #')[0].split()).rpartition('&& ')[2]
+        command = ' '.join(f' {line}'.partition(' #')[0].split()).rpartition('&& ')[2]
         if command and 'my.py:' not in command:  # tests/test_library.py runs it
           yield command
 
@@ -140,7 +141,7 @@ def small(command, folder, work):
   own = [word.replace('<sums.jsonl>', f'{folder}/problems.jsonl') for word in own]
   # A laptop stands in for the devices of a mesh.
   devices = [word for word in words if word.startswith('XLA_FLAGS=')]
-  if 'mesh.tensor' in command:
+  if re.search(r'mesh\.(tensor|fsdp)', command):
     devices = ['XLA_FLAGS=--xla_force_host_platform_device_count=8']
   run = ['env', *devices, sys.executable, '-m', module]
   if module.startswith('benchmarks.'):
