@@ -81,8 +81,8 @@ def taus(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def section(runs: Sequence[Run]) -> str:
-  """Returns the part of the microscope's page about training; '' without results."""
-  if not runs:
+  """Returns the part of the microscope's page about training; '' before its last seed."""
+  if len(runs) < len(SEEDS):
     return ''
   correlations = '; '.join(f'{tau:.2f} with {name}' for name, tau in taus(runs).items())
   return '\n\n'.join(

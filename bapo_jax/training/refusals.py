@@ -366,8 +366,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
         '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
       )
     elif name == 'loss':
-      yield from _unused_bounds(config, f32, batch, none)
-      yield from _sign(config, batch)
+      yield from (*_unused_bounds(config, f32, batch, none), *_sign(config, batch))
 
 
 def _unused_bounds(
