@@ -81,7 +81,7 @@ def taus(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def section(runs: Sequence[Run]) -> str:
-  """Returns the part of the microscope's page about training; '' before its last seed."""
+  """Returns the part of the microscope's page about training; '' before the last."""
   if len(runs) < len(SEEDS):
     return ''
   correlations = '; '.join(f'{tau:.2f} with {name}' for name, tau in taus(runs).items())
