@@ -56,17 +56,19 @@ def measure(seed: int) -> Run:
 
 def orders(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
   """Returns what orders the rules -> rule -> its mean over the seeds."""
-  found = {'alignment': {x: mean([r['alignment'][x] for r in runs]) for x in RULES}}
+  by_outcome = {
+    'alignment': {x: mean([r['alignment'][x] for r in runs]) for x in RULES}
+  }
   for rate in RATES:
     of_rate = [run[f'{rate:g}'] for run in runs]
     where = f'at a rate of {rate:g}'
-    found[f'J over the run {where}'] = {
+    by_outcome[f'J over the run {where}'] = {
       x: mean([mean(curves[x]) for curves in of_rate]) for x in RULES
     }
-    found[f'J at the end {where}'] = {
+    by_outcome[f'J at the end {where}'] = {
       x: mean([curves[x][-1] for curves in of_rate]) for x in RULES
     }
-  return found
+  return by_outcome
 
 
 def mean(values: Sequence[float]) -> float:
@@ -76,8 +78,8 @@ def mean(values: Sequence[float]) -> float:
 
 def taus(runs: Sequence[Run]) -> dict[str, float]:
   """Returns outcome -> Kendall's tau of its order of the rules with alignment's."""
-  alignment, *others = (found := orders(runs))
-  return {name: kendall(found[alignment], found[name]) for name in others}
+  alignment, *others = (by_outcome := orders(runs))
+  return {name: kendall(by_outcome[alignment], by_outcome[name]) for name in others}
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -104,12 +106,12 @@ def draw(runs: Sequence[Run]) -> Any:
   """Returns a figure: alignment against J, a panel per outcome, a point per rule."""
   from matplotlib.figure import Figure
 
-  alignment, *others = (found := orders(runs))
+  alignment, *others = (by_outcome := orders(runs))
   figure = Figure(figsize=(11, 9), layout='constrained')
   axes = figure.subplots(2, 2, sharex=True)
   for name, ax in zip(others, axes.T.flat, strict=True):
     for rule in RULES:
-      x, y = found[alignment][rule], found[name][rule]
+      x, y = by_outcome[alignment][rule], by_outcome[name][rule]
       ax.plot(x, y, 'o', color=microscope_page.colour(rule), ms=6)
       ax.annotate(rule, (x, y), xytext=(4, 3), textcoords='offset points', fontsize=7)
     ax.set_title(f'{name} (tau {taus(runs)[name]:.2f})', fontsize=11)

@@ -145,9 +145,9 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
     for factor, level in levels.items():
       values = config_lib.merged(values, factors[factor][level])
     # A seed has a warm start of its own, made without the user's cache.
-    own = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
     of_run = experiment.of_run(arm, levels, seed)
-    values = config_lib.merged(values, {**experiment.arms[arm], **of_run, **own})
+    of_seed = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
+    values = config_lib.merged(values, {**experiment.arms[arm], **of_run, **of_seed})
     try:
       config = config_lib.parse(values)
     except ValueError as error:

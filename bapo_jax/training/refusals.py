@@ -308,10 +308,10 @@ def _vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> Iterat
 
 
 def of_custom_rules(config: Config) -> Iterator[str]:
-  """Traces every custom rule once on small shapes, without computing anything.
+  """Traces every custom rule once on small shapes.
 
   Yields a sentence for each rule that raises an error, or returns a value of the
-  wrong type or shape.
+  wrong type or shape, and for a loss that ignores the bounds or has the wrong sign.
   """
   if not config.code:  # the arrays below would compile a program each
     return
@@ -390,12 +390,16 @@ def _unused_bounds(
 
 def _sign(config: Config, batch: Batch) -> Iterator[str]:
   """Yields a sentence if the gradient of a loss rule makes tokens with A > 0 rarer."""
+  logp_BT = batch.behavior_logp_BT - 1.0
   up = batch._replace(
-    loss_mask_BT=~batch.loss_mask_BT, adv_B=jnp.ones_like(batch.adv_B)
+    loss_mask_BT=~batch.loss_mask_BT,
+    behavior_logp_BT=logp_BT,  # of both policies: all ratios are 1
+    prox_BT=logp_BT,
+    adv_B=jnp.ones_like(batch.adv_B),
   )
-  none = Unclipped()(up.prox_BT, up, lambda _: up.prox_BT)
-  gain = jax.grad(lambda logp_BT: config.loss(logp_BT, up, lambda _: none)[0].sum())
-  if gain(up.behavior_logp_BT).sum() < 0:
+  none = Unclipped()(logp_BT, up, lambda _: logp_BT)
+  weight = jax.grad(lambda logp_BT: config.loss(logp_BT, up, lambda _: none)[0].sum())
+  if jax.jit(weight)(logp_BT).sum() < 0:
     yield (
       f'loss.rule={config.loss.rule} lowers the probability of tokens with a positive '
       'advantage; return the gain, which is maximised, and not a loss'

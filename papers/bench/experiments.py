@@ -213,8 +213,8 @@ def constant(low: float, high: float, search: str) -> dict[str, Any]:
 
 
 def _rule(name: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
-  own = {f'clip.{knob}': value for knob, value in knobs.items()}
-  return {'clip.rule': f'{RULES}:{name}'} | own
+  of_rule = {f'clip.{knob}': value for knob, value in knobs.items()}
+  return {'clip.rule': f'{RULES}:{name}'} | of_rule
 
 
 REPLAYING = _rule('recorded', {'search': 'recipe'}) | LIMIT

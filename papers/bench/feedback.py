@@ -32,7 +32,11 @@ SIGNIFICANT = 0.05
 SEEN, OPPOSITE = 'seen', 'opposite'
 NO_EFFECT, UNDECIDED = 'no effect of size', 'undecided'
 RATES = ('lr0.0006', 'lr0.0008')
-SEARCHING = {'yoked': 'recipe', 'yoked_s1': 'balanced', 'yoked_depths': 'recipe'}
+SEARCHING: dict[str, bounds.Search] = {
+  'yoked': 'recipe',
+  'yoked_s1': 'balanced',
+  'yoked_depths': 'recipe',
+}
 FIXED = {  # experiment -> lower bound of an arm -> its arms, by upper bound
   'yoked': (
     ('low80_high120', 'low80_high200'),
@@ -318,12 +322,12 @@ def where_they_differ(x: Difference, results: Results) -> Difference:
 
 def unrelated(results: Results, name: str) -> Check:
   """C4: the bounds of `yoked` are not those that its own search would have chosen."""
-  search: bounds.Search = 'recipe' if SEARCHING[name] == 'recipe' else 'balanced'
+  search = SEARCHING[name]
   values = []
   for run in of_arm(results, 'yoked'):
-    own = evidence_of(run)
-    chosen_U = wide(column(run, 'choice')[own], search)
-    values.append(kappa(wide(applied_point(run, search)[own], search), chosen_U))
+    evidence_U = evidence_of(run)
+    chosen_U = wide(column(run, 'choice')[evidence_U], search)
+    values.append(kappa(wide(applied_point(run, search)[evidence_U], search), chosen_U))
   mean = float(np.nanmean(values))
   return (
     mean < 0.2,
@@ -366,16 +370,16 @@ def donated(donor: Result, run: Result, bound: str) -> np.ndarray:
 
 def checks(results: Results, name: str) -> dict[str, tuple[str, Check]]:
   """Returns check -> (sentence, (whether it holds, figures)) of an experiment."""
-  made: dict[str, tuple[str, Check]] = {}
+  by_name: dict[str, tuple[str, Check]] = {}
   if name == R:
-    made['C2'] = '`recipe` has two states, neither rare', states(results)
+    by_name['C2'] = '`recipe` has two states, neither rare', states(results)
   if name in FIXED:
-    made['C3'] = 'the four fixed arms differ (Friedman)', differ(results, name)
-    made['C4'] = '`yoked` and its own search are unrelated', unrelated(results, name)
+    by_name['C3'] = 'the four fixed arms differ (Friedman)', differ(results, name)
+    by_name['C4'] = '`yoked` and its own search are unrelated', unrelated(results, name)
   if name == R:
-    made['C5'] = '`coin` and `recipe` are wide as often', same_mixture(results)
-  made['C6'] = '`yoked` applied the bounds of its donor', replayed(results, name)
-  return made
+    by_name['C5'] = '`coin` and `recipe` are wide as often', same_mixture(results)
+  by_name['C6'] = '`yoked` applied the bounds of its donor', replayed(results, name)
+  return by_name
 
 
 class Verdict(NamedTuple):
@@ -389,7 +393,7 @@ class Verdict(NamedTuple):
 
 def verdicts(results: Results, name: str) -> list[Verdict]:
   """Returns the comparisons of an experiment in the order of the protocol."""
-  holds = {check: found[0] for check, (_, found) in checks(results, name).items()}
+  holds = {check: result[0] for check, (_, result) in checks(results, name).items()}
   planned = [x for x in DIFFERENCES if x.experiment == name]
   compared = [where_they_differ(x, results) for x in planned]
   tests = [tested(by_seed(x, results, 'area')) for x in compared]
@@ -399,13 +403,13 @@ def verdicts(results: Results, name: str) -> list[Verdict]:
     corrected = holm([tests[i].p for i in members])
     for i, p in zip(members, corrected, strict=True):
       adjusted[i] = p
-  made = []
+  judged = []
   for x, test, p in zip(compared, tests, adjusted, strict=True):
-    found = word(test, p, MARGIN[name], x.claimed)
+    term = word(test, p, MARGIN[name], x.claimed)
     if not all(holds[check] for check in x.checks):
-      found = PREMISE_ABSENT
-    made.append(Verdict(x, test, p, found))
-  return made
+      term = PREMISE_ABSENT
+    judged.append(Verdict(x, test, p, term))
+  return judged
 
 
 def tables(results: Results, name: str) -> str:
@@ -428,8 +432,8 @@ def tables(results: Results, name: str) -> str:
   header = ['difference', 'word', 'mean', '95 % interval', '90 % interval']
   of_tests = markdown.table(rows, [*header, 'p', 'seeds above 0'], 'llrrrrr')
   rows = [
-    (check, text, figures, 'yes' if held else 'no')
-    for check, (text, (held, figures)) in checks(results, name).items()
+    (check, text, figures, 'yes' if holds else 'no')
+    for check, (text, (holds, figures)) in checks(results, name).items()
   ]
   of_checks = markdown.table(rows, ('check', '', 'found', 'holds'), 'llll')
   return '\n\n'.join((of_tests, of_checks, arms(results, name)))
@@ -456,10 +460,10 @@ def arms(results: Results, name: str) -> str:
 
 def thirds(runs: Sequence[Result], name: str) -> list[str]:
   """Returns how often the arm's own search chose the wide state: first third, ..."""
-  search: bounds.Search = 'recipe' if SEARCHING[name] == 'recipe' else 'balanced'
+  search = SEARCHING[name]
   shares = []
   for run in runs:
-    own = evidence_of(run)
-    parts = np.array_split(wide(column(run, 'choice'), search)[own], 3)
+    evidence_U = evidence_of(run)
+    parts = np.array_split(wide(column(run, 'choice'), search)[evidence_U], 3)
     shares.append([part.mean() if len(part) else math.nan for part in parts])
   return [', '.join(f'{x:.2f}' for x in np.nanmean(shares, 0))]

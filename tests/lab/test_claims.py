@@ -272,3 +272,23 @@ def test_a_claim_needs_every_seed_and_its_checks():
     assert found[0] == verdict
   still = claim._replace(measurable=False)
   assert evidence.judge(still, runs, range(8))[0] == 'not measurable'
+
+
+def test_differences_by_step_are_those_of_each_evaluation():
+  curves = {'a': (0.3, 0.6, 0.7), 'b': (0.3, 0.5, 0.7), 'c': (0.3, 0.4, 0.7)}
+  results = {
+    f'{arm}-seed{seed}': making.result(
+      evaluations=[
+        (step, y + seed / 100) for step, y in zip((0, 5, 10), curve, strict=True)
+      ],
+      arm=arm,
+      seed=seed,
+    )
+    for arm, curve in curves.items()
+    for seed in range(8)
+  }
+  text = evidence.by_step_table(results, 'a', ('b', 'c', 'b'))
+  assert '| difference in accuracy | step 5 | step 10 |' in text
+  # All eight seeds agree: two of 256 sign patterns.
+  assert '| a minus b | +0.100 (p = 0.008) | +0.000 (p = 1.000) |' in text
+  assert '| a minus c | +0.200 (p = 0.008) | +0.000 (p = 1.000) |' in text
