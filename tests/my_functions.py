@@ -36,7 +36,7 @@ def sapo(logp_BT, batch, find, *, tau: float = 1.0):
   """The built-in rule with one temperature, written by hand."""
   ratio_BT = loss.ratio(logp_BT, batch)
   gate_BT = 4 / tau * jax.nn.sigmoid(tau * (ratio_BT - 1))
-  gain_BT = jnp.where(batch.loss_mask_BT, gate_BT * batch.adv_B[:, None], 0)
+  gain_BT = jnp.where(batch.loss_mask_BT, gate_BT * batch.adv_BT, 0)
   return gain_BT, find(ratio_BT)
 
 
@@ -44,7 +44,7 @@ def sapo(logp_BT, batch, find, *, tau: float = 1.0):
 def dppo_tv(ratio_BT, batch, weigh, *, low: float = 0.2, high: float = 0.2):
   """The built-in mask rule of this name, as a clip rule."""
   moved_BT = (ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
-  inside_BT = jnp.where(batch.adv_B[:, None] > 0, moved_BT <= high, moved_BT >= -low)
+  inside_BT = jnp.where(batch.adv_BT > 0, moved_BT <= high, moved_BT >= -low)
   return clip.Unclipped()(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
 
 

@@ -160,10 +160,8 @@ def test_a_loss_with_the_sign_of_other_packages_is_refused(tmp_path):
   text = 'import jax.numpy as jnp\nfrom bapo_jax.algorithms import loss\n'
   text += 'def f(logp_BT, batch, find, *, sign: float = 1.0):\n'
   text += '  r_BT = loss.ratio(logp_BT, batch)\n  b = find(r_BT)\n'
-  text += '  adv_B1 = batch.adv_B[:, None]\n'
-  text += (
-    '  gain_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, b.low, b.high) * adv_B1)\n'
-  )
+  text += '  adv_BT = batch.adv_BT\n  clipped_BT = jnp.clip(r_BT, b.low, b.high)\n'
+  text += '  gain_BT = jnp.minimum(r_BT * adv_BT, clipped_BT * adv_BT)\n'
   path.write_text(text + '  return sign * gain_BT, b')
   check(tiny(**{'loss.rule': f'{path}:f'}))
   with pytest.raises(ValueError, match='return the gain, which is maximised'):

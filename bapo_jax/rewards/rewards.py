@@ -53,6 +53,7 @@ class Verifier:
 
   def __init__(self, k: Verification):
     self.rule = k.rule
+    self.steps = bool(k.custom.steps)  # whether verdicts have rewards of steps
     self._knobs = k
     self._scorer = Scorer(k)
     self.custom = bool(
