@@ -237,7 +237,9 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-  reads: ClassVar[Any]  # 'rewards', or 'groups': called with Groups, and returns adv_PGT
+  reads: ClassVar[
+    Any
+  ]  # 'rewards', or 'groups': called with Groups, and returns adv_PGT
 
   def __call__(self, reward_PG: Any, *valid_PG: Array) -> Array:
     """Returns adv_PG, the advantages within each group; 0 where all rewards are equal.

@@ -156,7 +156,9 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     [response['pieces'] for _, _, response in rows],
     [(g['prompt_ids'], r['ids']) for _, g, r in rows] if has_ids else None,
   )
-  by_token = {b: r['advantages'] for b, (*_, r) in enumerate(rows) if r.get('advantages')}
+  by_token = {
+    b: r['advantages'] for b, (*_, r) in enumerate(rows) if r.get('advantages')
+  }
   if by_token:
     adv_BT = apply(recorded, config).adv_BT
     for b, adv_N in by_token.items():

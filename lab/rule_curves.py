@@ -122,7 +122,10 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
     )
     mask_BT = padded([[1] * len(row['sampler_logp']) for _, _, row in rows]) > 0
     adv_BT = padded(
-      [row.get('advantages') or [row['advantage']] * row['tokens'] for _, _, row in rows]
+      [
+        row.get('advantages') or [row['advantage']] * len(row['sampler_logp'])
+        for _, _, row in rows
+      ]
     )
     source_B = np.asarray([SOURCES.index(group['source']) for _, group, _ in rows])
   else:

@@ -1,6 +1,7 @@
 """Own functions of a user, as files outside the package hold them."""
 
 import asyncio
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,17 @@ def brief(sample):
 async def judge(sample):
   await asyncio.sleep(0.001)
   return sample.answer in sample.response
+
+
+@bapo_jax.declare(steps='characters')
+def halves(sample):
+  """The right answer, and how many digits each half of the response has."""
+  text = sample.response
+  ends = sorted({max(1, len(text) // 2), len(text)} - {0})
+  digits = [sum(x.isdigit() for x in text[:end]) for end in ends]
+  counts = [b - a for a, b in itertools.pairwise([0, *digits])]
+  steps = list(zip(ends, counts, strict=True))
+  return {'right': float(sample.answer in text), 'steps': steps}
 
 
 @bapo_jax.declare(batched=True)
@@ -58,6 +70,13 @@ def by_token(ratio_BT, batch, weigh):
   mu_BT = jnp.exp(batch.behavior_logp_BT)
   bounds = clip.Fixed()(ratio_BT, batch, weigh)
   return bounds._replace(high=1.2 + 0.2 * (1 - mu_BT))
+
+
+@bapo_jax.declare(reads='groups')
+def first_token(groups):
+  """An advantage for the first token of a response alone."""
+  first_PGT = groups.response_mask_PGT.cumsum(2) == 1
+  return jnp.where(first_PGT, groups.reward_PG[..., None] - 0.5, 0)
 
 
 def signs(reward_PG):

@@ -67,6 +67,10 @@ def test_command_line_arguments_set_custom_knobs_in_any_order():
     ({'loss.rule': f'{MY}:sapo'}, r"clip\.rule='balanced' has no effect, because"),
     ({'loss.rule': 'mine'}, r'one of .* or path/to/file\.py:function$'),
     ({'rewards.rule': f'exact,{MY}:brief', 'rewards.weights': (1.0,)}, 'give 2 numb'),
+    (
+      {'rewards.rule': f'{MY}:halves', 'advantage.rule': f'{MY}:signs'},
+      r"^advantage\.rule=.*:signs reads one .*:halves returns steps; declare reads='gr",
+    ),
   ],
 )
 def test_what_cannot_work_is_refused_by_name(knobs, message):
@@ -179,6 +183,8 @@ def test_every_slot_takes_a_function_that_fits():
   }
   made = tiny(**{f'{slot}.rule': f'{MY}:{name}' for slot, name in own.items()})
   check(made)
+  by_token = {'advantage.rule': f'{MY}:first_token', 'rewards.rule': f'{MY}:halves'}
+  check(tiny(**by_token, **{'batch.rule': f'{MY}:all_fresh'}))
   assert made.code == (f'{MY} {custom_code.digest(f"{MY}:sapo")}',)
   assert made.clip.gives == 'mask'
 

@@ -170,7 +170,8 @@ class SequenceRatio(LossRule):
   """PPO's clipped surrogate with one ratio s per response: GSPO.
 
   s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
-  computed token by token, with equal value and gradient (GSPO-token, Eq. 13 and 14).
+  computed token by token, with equal value and gradient if all tokens of a response have
+  one advantage, else as the paper's GSPO-token (Eq. 13 and 14), whose A is the token's.
   The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
   (clip.low=0.9997, high=1.0004).
   """
@@ -193,8 +194,8 @@ class Gmpo(LossRule):
   """s A with s the geometric mean of the clipped ratios of a response: GMPO.
 
   arXiv:2507.20673: log s is the mean over the response's tokens of log r, at most
-  log high if A > 0, else at least log low. The weight of a token inside its bound is
-  s A, and 0 otherwise. A bound changes the weights of all tokens of a response, so no
+  log high if A > 0, else at least log low, A of the token. The weight of a token inside
+  its bound is s A, and 0 otherwise. A bound changes the weights of all tokens of a response, so no
   clip rule can search it; there is no dual clip. The paper averages over responses
   (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
   """
@@ -319,8 +320,8 @@ class Vespo(LossRule):
   """sg(phi(W)) A log pi, W = pi(y) / mu(y) of response y: VESPO.
 
   arXiv:2602.10693: phi(W) = W^a e^(b (1 - W)) is 1 at W = 1 and falls to 0 on both
-  sides. (a, b) are `positive` if A >= 0, else `negative`. log W is limited to
-  [log 1e-8, 20], as in the public code.
+  sides. (a, b) are `positive` if A of the token is >= 0, else `negative`. log W is
+  limited to [log 1e-8, 20], as in the public code.
   """
 
   bounds = 'ignored'

@@ -133,8 +133,8 @@ class KPop(MaskRule):
 class Opsm(MaskRule):
   """Off-policy sequence masking, for responses with A < 0 that became unlikely.
 
-  DeepSeek-V3.2 (arXiv:2512.02556): responses with A < 0 whose mean of log q - log p
-  over their tokens is above `limit`, nats.
+  DeepSeek-V3.2 (arXiv:2512.02556): the tokens with A < 0 of responses whose mean of
+  log q - log p over their tokens is above `limit`, nats.
   """
 
   rule: Literal['opsm'] = 'opsm'

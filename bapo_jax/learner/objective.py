@@ -74,7 +74,8 @@ class Objective:
     """Returns the batch with a mask of the tokens to compute.
 
     A response without a token with an advantage has no gradient unless there is a
-    penalty. Its tokens still count in the denominators, through `loss.row_scale` of the full mask.
+    penalty. Its tokens still count in the denominators, through `loss.row_scale` of the
+    full mask.
     """
     if self.kl or not self.pack:
       return batch

@@ -152,7 +152,8 @@ class Scorer:
       value = dict(value)
       steps = value.pop('steps')
     unit = self._steps.get(rule, '')
-    if bool(unit) != (steps is not None):
+    undecided = isinstance(value, Verdict) and value.right is None
+    if bool(unit) != (steps is not None) and not undecided:
       told = f'declares steps={unit!r}' if unit else "declares no steps='characters'"
       returned = 'none' if unit else 'some'
       return Verdict(None, f'{rule} {told}, but returned {returned}', None)

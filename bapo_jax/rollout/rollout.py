@@ -300,8 +300,8 @@ def _fold(
   """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
   mask_PGT = rows.response_mask_BT
-  # Of the host; the mask gives them the layout of the tokens.
-  steps = (jnp.where(mask_PGT, x.reshape(mask_PGT.shape), 0) for x in steps_BT)
+  # From the host: the product gives them the layout of the tokens.
+  steps = (mask_PGT * x.reshape(mask_PGT.shape) for x in steps_BT)
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,

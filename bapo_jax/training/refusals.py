@@ -200,8 +200,7 @@ def _contradictions(config: Config) -> Iterator[str]:
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
     yield (
       f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
-      f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT, "
-      'or choose another advantage.rule'
+      f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
     )
   thresholds = config.buffer.thresholds
   if thresholds.rule == 'everything' and 'reevaluated' in sources:

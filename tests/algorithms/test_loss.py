@@ -139,6 +139,33 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
 
+def test_sequence_is_gspo_token_where_advantages_differ_by_token():
+  # Eq. 13 and 14: min(s A, clip(s) A) with s = sg(s of the response) pi / sg(pi).
+  logp_BT, batch = making.mixed_tokens()
+  adv_BT = np.random.default_rng(1).normal(0, 1, logp_BT.shape).astype(np.float32)
+  batch = batch._replace(adv_BT=adv_BT)
+  sg = jax.lax.stop_gradient
+
+  def paper(logp_BT):
+    mask_BT, n_B1 = batch.loss_mask_BT, batch.loss_mask_BT.sum(1, keepdims=True)
+    r_BT = jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0)
+    s_BT = sg(jnp.exp(r_BT.sum(1, keepdims=True) / n_B1)) * jnp.exp(
+      logp_BT - sg(logp_BT)
+    )
+    least_BT = jnp.minimum(s_BT * adv_BT, jnp.clip(s_BT, 0.75, 1.5) * adv_BT)
+    return (jnp.where(mask_BT, least_BT, 0) / n_B1).sum(1).mean()
+
+  def ours(logp_BT):
+    gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  cut_BT = batch.loss_mask_BT & (np.asarray(jax.grad(ours)(logp_BT)) == 0)
+  assert (cut_BT.any(1) & (cut_BT < batch.loss_mask_BT).any(1)).any()  # parts of a row
+  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+
+
 def test_gmpo_is_the_gradient_of_the_papers_objective():
   # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over rows.
   logp_BT, batch = making.mixed_tokens()

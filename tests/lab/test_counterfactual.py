@@ -294,6 +294,20 @@ def two_rows(tmp_path):
   return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', rows))
 
 
+def test_the_part_of_an_advantage_that_is_not_of_the_response_stays(tmp_path):
+  # GRPO gives +1 and -1; the recorded advantages of the first response have .5 more on
+  # its first token. Without the division by the deviation, .5, that is .5 + .5.
+  found = recorded(
+    tmp_path,
+    response(1.0, [1.0, 1.0], advantages=[1.5, 1.0]),
+    response(0.0, [1.0, 1.0], advantages=None),
+  )
+  for knobs, first in (({}, 1.0), ({'advantage.rule': 'group_centred'}, 0.5)):
+    adv_BT = by(found, GRPO | knobs).adv_BT
+    expected = [[first + 0.5, first], [-first, -first]]
+    assert adv_BT == pytest.approx(np.asarray(expected), abs=1e-4)
+
+
 def by_rule(weight_BT, cut_BT):
   adv_BT = np.repeat([[1.0], [-1.0]], 3, axis=1)
   weight_BT, cut_BT = np.asarray(weight_BT, np.float32), np.asarray(cut_BT)

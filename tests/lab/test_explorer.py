@@ -192,9 +192,9 @@ def kept_beside(mask, recorded, tokens):
   def keep(logp, old, adv):
     return mask(*added_row(recorded, logp, old, adv))[-1, 0]
 
-  return jax.vmap(keep)(logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_BT[:, 0])[
-    :, None
-  ]
+  return jax.vmap(keep)(
+    logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_BT[:, 0]
+  )[:, None]
 
 
 def share(weight_BT, adv_BT):
