@@ -134,11 +134,14 @@ CUTS = ('', 'clipped', 'masked')
 def agree(**arrays: Any) -> dict[str, int]:
   """Checks that axes with the same letter have the same size; returns letter -> size.
 
+  None stands for an absent array.
+
   >>> agree(logp_BT=logp_BT, source_B=source_B)
   ValueError: source_B has B=5, but B=4 elsewhere
   """
   size = {}
-  for name, array in arrays.items():
+  present = {name: x for name, x in arrays.items() if x is not None}
+  for name, array in present.items():
     letters = name.rsplit('_', 1)[-1]
     if len(letters) != array.ndim:
       raise ValueError(f'{name} must have axes {letters}, not shape {array.shape}')

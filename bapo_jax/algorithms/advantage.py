@@ -1,18 +1,15 @@
 """Computes advantages: each rule compares a response with its group.
 
-A rule maps reward_PG to adv_PG, and returns zeros for a group of equal rewards.
-`by_token` gives every token the advantage of its response, and with step rewards those
-of the steps that the token led to.
+A rule maps reward_PG to adv_PG, and returns zeros for a group of equal rewards. With
+step rewards it is also called with those of all steps of a group.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.parts import OneOf, Part
-from bapo_jax.types import AdvantageFunction, Groups
 
 EPS = 1e-6  # added to the variance of a group's rewards, inside the root
 
@@ -74,27 +71,6 @@ def centred(reward_PG: Array, valid_PG: Array | None = None) -> Array:
   if valid_PG is not None:
     equal_PG |= ~valid_PG
   return jnp.where(equal_PG, 0, centred_PG)
-
-
-def by_token(rule: AdvantageFunction, groups: Groups) -> Array:
-  """Returns the advantages [P, G, T] of the tokens of groups.
-
-  With step rewards it is process supervision (arXiv:2402.03300, section 4.1.3): the
-  rule also compares the rewards of all steps of a group with each other, and a token
-  gets the sum over the steps that end at the token or later.
-  """
-  if rule.reads == 'groups':
-    return rule(groups)
-  P, G, T = groups.tokens_PGT.shape
-  adv_PGT = jnp.broadcast_to(rule(groups.reward_PG)[..., None], (P, G, T))
-  reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
-  if reward_PGT is None or end_PGT is None:
-    return adv_PGT
-  # A group without a step has no reward to compare: all of its zeros are equal.
-  end_PGT |= ~end_PGT.any((1, 2), keepdims=True)
-  steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
-  step_PGT = rule(*steps).reshape(P, G, T)
-  return adv_PGT + jax.lax.cumsum(step_PGT, axis=2, reverse=True)
 
 
 Advantage = Annotated[

@@ -170,8 +170,8 @@ class SequenceRatio(LossRule):
   """PPO's clipped surrogate with one ratio s per response: GSPO.
 
   s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
-  computed token by token, with equal value and gradient if all tokens of a response have
-  one advantage, else as the paper's GSPO-token (Eq. 13 and 14), whose A is the token's.
+  computed token by token, as GSPO-token (Eq. 13 and 14): equal in value and gradient if
+  all tokens of a response have one advantage. A may differ between tokens.
   The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
   (clip.low=0.9997, high=1.0004).
   """
@@ -195,9 +195,9 @@ class Gmpo(LossRule):
 
   arXiv:2507.20673: log s is the mean over the response's tokens of log r, at most
   log high if A > 0, else at least log low, A of the token. The weight of a token inside
-  its bound is s A, and 0 otherwise. A bound changes the weights of all tokens of a response, so no
-  clip rule can search it; there is no dual clip. The paper averages over responses
-  (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
+  its bound is s A, and 0 otherwise. A bound changes the weights of all tokens of a
+  response, so no clip rule can search it; there is no dual clip. The paper averages
+  over responses (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
   """
 
   bounds = 'limit'

@@ -20,7 +20,7 @@ import optax
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import advantage, diagnostics, loss
+from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
@@ -60,9 +60,26 @@ def advantages(
   rule: AdvantageFunction,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
 ) -> Array:
-  """Returns the advantages [P, G, T] of tokens, times `weights`; see `flatten`."""
+  """Returns the advantages [P, G, T] of tokens, times `weights`; see `flatten`.
+
+  With step rewards it is process supervision (arXiv:2402.03300, section 4.1.3): the
+  rule also compares the rewards of all steps of a group with each other, and a token
+  gets the sum over the steps that end at the token or later.
+  """
+  P, G, T = groups.tokens_PGT.shape
+  reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
+  if rule.reads == 'groups':
+    adv_PGT = rule(groups)
+  else:
+    adv_PGT = jnp.broadcast_to(rule(groups.reward_PG)[..., None], (P, G, T))
+    if reward_PGT is not None and end_PGT is not None:
+      # A group without a step has no reward to compare: all of its zeros are equal.
+      end_PGT |= ~end_PGT.any((1, 2), keepdims=True)
+      steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
+      step_PGT = rule(*steps).reshape(P, G, T)
+      adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
-  return advantage.by_token(rule, groups) * weight_P[:, None, None]
+  return adv_PGT * weight_P[:, None, None]
 
 
 def flatten(

@@ -331,9 +331,8 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   groups = empty_groups(P, G, T, steps)
   reward_PG = jnp.zeros((P, G))
   flag_PG = reward_PG > 0
-  given, adv = reward_PG, reward_PG
-  if config.advantage.reads == 'groups':
-    given, adv = groups, groups.behavior_logp_PGT
+  by_group = config.advantage.reads == 'groups'
+  given, adv = (groups, groups.behavior_logp_PGT) if by_group else 2 * (reward_PG,)
   called: list[Array] = []
 
   def find(ratio_BT: Array) -> Bounds:
@@ -341,14 +340,11 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     return none
 
   def filled() -> Any:
-    thresholds = config.buffer.thresholds
-    buffer = replay_buffer.init(P, G, T, thresholds, steps)
+    buffer = replay_buffer.init(P, G, T, config.buffer.thresholds, steps)
     return config.batch(groups, groups, buffer, 0, jax.random.key(0), seats=seats)
 
   shaping: Any = config.rewards.shaping
-
-  def shaped() -> Any:
-    return shaping(reward_PG, jnp.zeros((P, G), jnp.int32), flag_PG, flag_PG)
+  earned = reward_PG, flag_PG.astype(jnp.int32), flag_PG, flag_PG
 
   chosen = empty_groups(seats, G, T, steps), jnp.zeros(seats, jnp.int32)
   trials: list[tuple[str, Part, Callable[[], Any], Any]] = [
@@ -357,7 +353,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     ('mask', config.mask, lambda: config.mask(f32, batch), flags),
     ('advantage', config.advantage, lambda: config.advantage(given), adv),
     ('batch', config.batch, filled, chosen),
-    ('rewards.shaping', shaping, shaped, (reward_PG, flag_PG)),
+    ('rewards.shaping', shaping, lambda: shaping(*earned), (reward_PG, flag_PG)),
   ]
   for name, part, call, wanted in trials:
     if not part.custom:

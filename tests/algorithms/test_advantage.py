@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import advantage
+from bapo_jax.learner import learner
 
 ADVANTAGES = advantage.AdvantageRule.rules.at_defaults()
 
+SOURCE = np.zeros(8, np.int32)
 EVERY_RULE = pytest.mark.parametrize('rule', sorted(ADVANTAGES))
 
 
@@ -62,10 +64,11 @@ def test_every_rule_is_centred_and_keeps_the_order_of_each_group(rule, variant):
 
 
 def stepped(rng, rewards=None):
-  """Returns groups whose responses have 0 to 3 steps; group 0 has none at all."""
+  """Returns groups with random steps; group 0 has no step, and group 1 has one."""
   groups = making.groups(range(8), [3, 0, 8, 4] * 2, [0] * 8, T=6)
   end_PGT = rng.random(groups.tokens_PGT.shape) < 0.4
-  end_PGT[0] = False
+  end_PGT[:2] = False
+  end_PGT[1, 2, 3] = True
   reward_PGT = rng.normal(size=end_PGT.shape) if rewards is None else rewards
   reward_PGT = jnp.asarray(np.where(end_PGT, reward_PGT, 0), jnp.float32)
   return groups._replace(step_reward_PGT=reward_PGT, step_end_PGT=jnp.asarray(end_PGT))
@@ -84,7 +87,9 @@ def test_process_supervision_is_the_loop_of_the_paper(rule, variant):
   # arXiv:2402.03300, section 4.1.3: the rewards of all steps of all responses are
   # normalised together; A_it is the sum of those of the steps with index(j) >= t.
   groups = stepped(np.random.default_rng(0))
-  adv_PGT = variant(lambda groups: advantage.by_token(ADVANTAGES[rule], groups), groups)
+  adv_PGT = variant(
+    lambda *xs: learner.advantages(*xs, ADVANTAGES[rule]), groups, SOURCE
+  )
   wanted_PGT = np.zeros(adv_PGT.shape)
   for p, (end_GT, reward_GT) in enumerate(
     zip(groups.step_end_PGT, np.float64(groups.step_reward_PGT), strict=True)
@@ -97,7 +102,7 @@ def test_process_supervision_is_the_loop_of_the_paper(rule, variant):
         for t in range(index + 1):
           wanted_PGT[p, g, t] += credit
   np.testing.assert_allclose(adv_PGT, wanted_PGT, atol=2e-5)
-  assert np.ptp(adv_PGT, axis=2).any(1).tolist() == [False] + 7 * [True]
+  assert np.ptp(adv_PGT, axis=2).any(1).tolist() == [False, False, *6 * [True]]
 
 
 @EVERY_RULE
@@ -105,5 +110,5 @@ def test_process_supervision_is_the_loop_of_the_paper(rule, variant):
 def test_equal_step_rewards_get_exact_zeros(rule, reward, variant):
   groups = stepped(np.random.default_rng(0), reward)
   groups = groups._replace(reward_PG=jnp.zeros_like(groups.reward_PG))
-  found = variant(lambda groups: advantage.by_token(ADVANTAGES[rule], groups), groups)
+  found = variant(lambda *xs: learner.advantages(*xs, ADVANTAGES[rule]), groups, SOURCE)
   np.testing.assert_array_equal(found, 0)

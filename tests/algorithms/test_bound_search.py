@@ -73,6 +73,20 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   assert ends == tuple(sorted(ends, reverse=kind[0] == 'surrogate'))
 
 
+@pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
+def test_tokens_are_on_the_side_of_their_own_advantage(contribution):
+  # As if every token were a response of its own.
+  ratio_BT, batch = making.exact_tokens(0)
+  signs_BT = np.random.default_rng(1).choice([-1, 1], ratio_BT.shape)
+  batch = batch._replace(adv_BT=batch.adv_BT * signs_BT)
+  alone = jax.tree.map(lambda x: np.asarray(x).reshape(-1, 1), batch)
+  alone = alone._replace(source_B=np.repeat(batch.source_B, ratio_BT.shape[1]))
+  rule = balanced(contribution=contribution, target=0.55)
+  together, apart = rule(ratio_BT, batch), rule(ratio_BT.reshape(-1, 1), alone)
+  assert together.search_steps > 0
+  np.testing.assert_array_equal([together.low, together.high], [apart.low, apart.high])
+
+
 @pytest.mark.parametrize('resolution', ['step', 'continuous'])
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
 def test_on_a_mesh_only_scalars_are_exchanged(contribution, resolution):

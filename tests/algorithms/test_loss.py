@@ -143,6 +143,7 @@ def test_sequence_is_gspo_token_where_advantages_differ_by_token():
   # Eq. 13 and 14: min(s A, clip(s) A) with s = sg(s of the response) pi / sg(pi).
   logp_BT, batch = making.mixed_tokens()
   adv_BT = np.random.default_rng(1).normal(0, 1, logp_BT.shape).astype(np.float32)
+  adv_BT[:, 0] = -np.sign(adv_BT[:, 1])
   batch = batch._replace(adv_BT=adv_BT)
   sg = jax.lax.stop_gradient
 

@@ -143,6 +143,7 @@ def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint
 ):
   last = last_run(two)
   step = last.scalars['step']
+  assert any('step_end_PGT' in name for name in last.arrays)
   assert 2 <= step == max(last.rows) < 200
   assert experiment.train(runs.tiny(**KNOBS | MESH, steps=step + 1), str(two)) == 0
   assert f'Resuming after step {step}' in capsys.readouterr().out
