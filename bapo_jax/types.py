@@ -244,7 +244,7 @@ class AdvantageFunction(Protocol):
     Any
   ]  # 'rewards', or 'groups': called with Groups, and returns adv_PGT
 
-  def __call__(self, reward_PG: Any, *valid_PG: Array) -> Array:
+  def __call__(self, reward_PG: Any, valid_PG: Any = None) -> Array:
     """Returns adv_PG, the advantages within each group; 0 where all rewards are equal.
 
     Rewards outside valid_PG, if given, are not compared.

@@ -345,7 +345,6 @@ def of_custom_rules(config: Config) -> Iterator[str]:
 
   shaping: Any = config.rewards.shaping
   earned = reward_PG, flag_PG.astype(jnp.int32), flag_PG, flag_PG
-
   chosen = empty_groups(seats, G, T, steps), jnp.zeros(seats, jnp.int32)
   trials: list[tuple[str, Part, Callable[[], Any], Any]] = [
     ('loss', config.loss, lambda: config.loss(f32, batch, find), (f32, none)),
