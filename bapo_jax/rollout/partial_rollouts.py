@@ -152,8 +152,9 @@ class PartialRollouts:
   ) -> None:
     """Decodes until all responses have ended, or the budget is spent.
 
-    With a budget or several processes, all answers of the environment are awaited
-    before the next dispatch, so that no token depends on when they arrive.
+    No bit depends on when the environment answers. So all its answers are awaited
+    before the next dispatch if the budget, the segments of the cache or other processes
+    depend on which rows are in slots.
 
     Args:
       key: with uid and position, determines the noise.
@@ -165,7 +166,8 @@ class PartialRollouts:
     """
     spent = self.tokens = 0
     chunk = self.engine.tokens_per_dispatch
-    awaits = max_tokens < math.inf or hosts.processes() > 1
+    segments = self.engine.segment_sizes
+    awaits = max_tokens < math.inf or len(segments) > 1 or hosts.processes() > 1
     if (
       environment and self.asked
     ):  # before a restart, or by a call that was interrupted
@@ -244,14 +246,7 @@ class PartialRollouts:
     """Puts the answered rows that came first back into slots, as one padded block."""
     e = self.engine
 
-    def segments(answered: tuple[int, Sequence[int]]) -> int:
-      end = int(self.end_B[answered[0]]) + len(answered[1])
-      return shapes.segments_reached(e.segment_sizes, end)
-
-    # Columns are rounded as in a prefill of their number, so that no row depends on the
-    # others: all rows of a block reach equally many segments.
-    live = segments(self.answered[0])
-    block = [x for x in self.answered if segments(x) == live][: e.prefill_rows]
+    block = self.answered[: e.prefill_rows]
     rows = np.asarray([row for row, _ in block])
     prompt = self.length_W[rows // e.group_size]
     message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
@@ -267,10 +262,10 @@ class PartialRollouts:
     row_A, *of_A = (np.pad(x, pad) for x in (rows, prompt, reach, limit))
     slot_A, row_A, *of_A = (x.astype(np.int32) for x in (slot_A, row_A, *of_A))
     of_rows = slot_A, row_A, uid_A, *of_A, message_AT
+    live = shapes.segments_reached(e.segment_sizes, reach.max())
     self.slots = e.resume(params, self.slots, self.rows, id_A, *of_rows, live=live)
     self._occupy(slots, rows, reach, limit)
-    taken = set(rows.tolist())
-    self.answered = [x for x in self.answered if x[0] not in taken]
+    del self.answered[: len(block)]
 
   def _occupy(self, slots, rows, reach, limit) -> None:
     """Records which rows the slots decode from now on."""
