@@ -32,6 +32,7 @@ from jaxtyping import Bool, Float, Float32, Int32, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
 AnyTree = TypeVar('AnyTree')
+AnyArray = TypeVar('AnyArray', Array, np.ndarray)
 
 
 class Prompts(NamedTuple):
@@ -171,6 +172,16 @@ def take(tree: AnyTree, index: Any) -> AnyTree:
 def concat(*trees: AnyTree) -> AnyTree:
   """Concatenates the rows of several trees of one type."""
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
+
+
+def ended(response_mask_PGT: AnyArray, is_end_PGT: AnyArray) -> AnyArray:
+  """Marks the responses [P, G] whose last sampled token is an end token.
+
+  Turns before the last end with such a token too. Takes arrays of JAX or of NumPy.
+  """
+  count_PGT = response_mask_PGT.cumsum(-1)
+  last_PGT = response_mask_PGT & (count_PGT == count_PGT[..., -1:])
+  return (last_PGT & is_end_PGT).any(-1)
 
 
 def first_of(id_N: Array, valid_N: Array) -> Array:

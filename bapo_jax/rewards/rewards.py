@@ -20,7 +20,7 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import ShapingRule
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
-from bapo_jax.types import Groups
+from bapo_jax.types import Groups, ended
 
 
 class PendingVerdicts(NamedTuple):
@@ -165,7 +165,7 @@ def shaped(
   reward_PG, teaches_PG = shape(
     groups.reward_PG,
     response_mask_PGT.sum(2),
-    ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
+    ~ended(response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos))),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )

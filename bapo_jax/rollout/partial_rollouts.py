@@ -245,7 +245,6 @@ class PartialRollouts:
   def _resume(self, params: Tree, free: np.ndarray) -> None:
     """Puts the answered rows that came first back into slots, as one padded block."""
     e = self.engine
-
     block = self.answered[: e.prefill_rows]
     rows = np.asarray([row for row, _ in block])
     prompt = self.length_W[rows // e.group_size]

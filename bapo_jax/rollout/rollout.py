@@ -98,6 +98,8 @@ class Rollout(NamedTuple):
   groups: Groups
   texts: list[str]  # of the responses verified here; '' for other responses
   verdicts: list[Verdict]  # of the same responses; EMPTY_SEAT for other responses
+  # Index of a response verified here -> its messages, for an environment.
+  conversations: Mapping[int, Sequence[Mapping[str, str]]] = MappingProxyType({})
   own: np.ndarray | None = None  # indices of responses verified here; None: all
   undecided: int = 0  # undecided responses of all processes
   failed: int = 0  # turns that the environment failed to answer, in all processes
@@ -347,9 +349,11 @@ class PendingVerifications:
     self._request([row for row in row_B[own].tolist() if row not in self._requested])
     texts = [''] * (P * G)
     verdicts = [EMPTY_SEAT] * (P * G)
+    conversations = {}
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
       texts[seat] = pending.samples[i].response
+      conversations[int(seat)] = pending.samples[i].messages
       verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
     # which are 0 in the processes that do not verify a response.
@@ -360,8 +364,8 @@ class PendingVerifications:
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, reward_B, step)
     parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
-    undecided = int(undecided_B.sum())
-    return Rollout(groups, texts, verdicts, own, undecided, parts=parts)
+    counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
+    return Rollout(groups, texts, verdicts, conversations, own, **counted)
 
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
