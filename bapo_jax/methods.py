@@ -179,6 +179,7 @@ OTHERS = {
   'bnpo': 'loss.aggregate=token, the default',
   'vanilla': 'loss.rule=clipped, the default',
   'geo_mean': 'GMPO, --config=FILE:gmpo',
+  'gspo_token': 'loss.rule=sequence with advantages by token, --config=FILE:gspo',
   'gae': 'absent, because it needs a value function',
 }
 

@@ -22,7 +22,7 @@ and for pictures:
 import functools
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,8 @@ class Groups(NamedTuple):
   reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
   teaches_PG: Bool[Array, 'P G']               # False where the response is left out of the loss; its reward stays in its group
   completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
+  step_reward_PGT: Float32[Array, 'P G T'] | None = None  # reward of the step that ends at the token; 0 elsewhere; None: the run has no step rewards
+  step_end_PGT: Bool[Array, 'P G T'] | None = None        # True at the last token of a step
 
 
 class PassRateThresholds(NamedTuple):
@@ -84,7 +86,7 @@ class Batch(NamedTuple):
   loss_mask_BT: Bool[Array, 'B T']         # True where the token is trained on: sampled, in a filled seat
   behavior_logp_BT: Float32[Array, 'B T']  # log mu(token), nats
   prox_BT: Float32[Array, 'B T']           # log-probability under the proximal policy, nats; log mu where the loss rule reads none
-  adv_B: Float32[Array, ' B']              # advantage of the response, times the weight of its source
+  adv_BT: Float32[Array, 'B T']            # advantage of the token, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
   update_B: Int32[Array, ' B'] | None = None  # number of this optimiser update, equal in all rows; step s of n updates has s n to s n + n - 1, even if its batch is underfilled
@@ -133,8 +135,8 @@ CUTS = ('', 'clipped', 'masked')
 def agree(**arrays: Any) -> dict[str, int]:
   """Checks that axes with the same letter have the same size; returns letter -> size.
 
-  >>> agree(logp_BT=logp_BT, adv_B=adv_B)
-  ValueError: adv_B has B=5, but B=4 elsewhere
+  >>> agree(logp_BT=logp_BT, source_B=source_B)
+  ValueError: source_B has B=5, but B=4 elsewhere
   """
   size = {}
   for name, array in arrays.items():
@@ -147,9 +149,12 @@ def agree(**arrays: Any) -> dict[str, int]:
   return size
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # one program, not nine
-def empty_groups(rows: int, group: int, length: int) -> Groups:
-  """Returns `Groups` of `rows` empty rows, marked by id -1 and completed_step -1."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not nine
+def empty_groups(rows: int, group: int, length: int, steps: bool = False) -> Groups:
+  """Returns `Groups` of `rows` empty rows, marked by id -1 and completed_step -1.
+
+  `steps` adds the arrays of step rewards.
+  """
   P, G, T = rows, group, length
   return Groups(
     id_P=jnp.full(P, -1, jnp.int32),
@@ -161,6 +166,8 @@ def empty_groups(rows: int, group: int, length: int) -> Groups:
     reward_PG=jnp.zeros((P, G), jnp.float32),
     teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.full(P, -1, jnp.int32),
+    step_reward_PGT=jnp.zeros((P, G, T), jnp.float32) if steps else None,
+    step_end_PGT=jnp.zeros((P, G, T), bool) if steps else None,
   )
 
 
@@ -241,8 +248,14 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-  def __call__(self, reward_PG: Array) -> Array:
-    """Returns adv_PG, the advantages within each group; 0 where all rewards are equal."""
+  # 'rewards', or 'groups': called with Groups, and returns adv_PGT.
+  reads: ClassVar[Any]
+
+  def __call__(self, reward_PG: Any, valid_PG: Array | None = None, /) -> Array:
+    """Returns adv_PG, the advantages within each group; 0 where all rewards are equal.
+
+    Rewards outside valid_PG, if given, are not compared.
+    """
 
 
 class ThresholdFunction(Protocol):

@@ -168,16 +168,16 @@ def objective(params: dict, batch: Batch, spec: ModelSpec) -> tuple[Array, tuple
   ).logp_BT
   mask_BT = batch.loss_mask_BT
   ratio_BT = jnp.exp(jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0))
-  adv_B1 = batch.adv_B[:, None]
+  adv_BT = batch.adv_BT
 
   # Returns d gain / d logp of each token without a cut; change it with the surrogate.
   # Only weights that no bound changes can be searched, so the argument is not used.
   def weigh(_):
-    return jax.lax.stop_gradient(ratio_BT * adv_B1)
+    return jax.lax.stop_gradient(ratio_BT * adv_BT)
 
   bounds = CLIP(jax.lax.stop_gradient(ratio_BT), batch, weigh)
   clipped_BT = jnp.clip(ratio_BT, bounds.low, bounds.high)
-  gain_BT = jnp.minimum(ratio_BT * adv_B1, clipped_BT * adv_B1)
+  gain_BT = jnp.minimum(ratio_BT * adv_BT, clipped_BT * adv_BT)
   loss = -jnp.where(mask_BT, gain_BT, 0).sum() / jnp.maximum(mask_BT.sum(), 1)
   return loss, (bounds.low, bounds.high)
 
@@ -200,7 +200,7 @@ def batch_of(sampled: dict, adv_B: np.ndarray, rows: np.ndarray) -> Batch:
     loss_mask_BT=mask_BT,
     behavior_logp_BT=logp_BT,
     prox_BT=logp_BT,  # not read here, like source_B and on_policy_BT
-    adv_B=jnp.asarray(adv_B[rows], jnp.float32),
+    adv_BT=jnp.broadcast_to(jnp.float32(adv_B[rows])[:, None], mask_BT.shape),
     source_B=jnp.zeros(len(rows), jnp.int32),
     on_policy_BT=mask_BT,
   )

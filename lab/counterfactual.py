@@ -72,6 +72,9 @@ class Recorded(NamedTuple):
   behavior_logp_BT: np.ndarray  # f32, nats; 0 outside the loss mask
   logp_BT: np.ndarray  # f32, nats, under the policy before the row's update
   loss_mask_BT: np.ndarray  # bool
+  # f32, the part of the advantages that is not of the reward of the response: of step
+  # rewards and of a teacher. The rules of another config leave it as it is.
+  extra_BT: np.ndarray
   pieces: list[list[str]]  # the tokens of each row as text
   # Tokens of prompt and response; None in old records, for problems with pictures, and
   # for files of other trainers.
@@ -83,7 +86,7 @@ class Applied(NamedTuple):
 
   bounds: Bounds
   ratio_BT: np.ndarray  # f32, pi / mu of each token; 1 after the end of a row
-  adv_B: np.ndarray  # f32, times the weight of the source
+  adv_BT: np.ndarray  # f32, times the weight of the source
   weight_BT: np.ndarray  # f32, weight in the gradient, scaled by row; 0 if cut
   cut_BT: np.ndarray  # u8, index into CUTS: why tokens with an advantage were cut
   start_BT: np.ndarray  # f32, the weights at the first bounds of a search
@@ -135,8 +138,11 @@ def read(path: str | os.PathLike[str]) -> Recorded:
   rows = rule_curves.computed(groups)
   if not rows:
     raise ValueError(f'{path}: no recorded response has an advantage')
+  mask_BT = (
+    rule_curves.padded([r.get('mask', [1] * len(r['pieces'])) for _, _, r in rows]) > 0
+  )
   has_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
-  return Recorded(
+  recorded = Recorded(
     config,
     step,
     np.asarray([[r['reward'] for r in g['responses']] for g in groups], np.float32),
@@ -145,10 +151,19 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     np.asarray([r.get('update', g.get('update')) or 0 for _, g, r in rows]),
     rule_curves.padded([response['sampler_logp'] for _, _, response in rows]),
     rule_curves.padded([response['learner_logp'] for _, _, response in rows]),
-    rule_curves.padded([r.get('mask', [1] * len(r['pieces'])) for _, _, r in rows]) > 0,
+    mask_BT,
+    np.zeros(mask_BT.shape, np.float32),
     [response['pieces'] for _, _, response in rows],
     [(g['prompt_ids'], r['ids']) for _, g, r in rows] if has_ids else None,
   )
+  by_token = {
+    b: r['advantages'] for b, (*_, r) in enumerate(rows) if r.get('advantages')
+  }
+  if by_token:
+    adv_BT = apply(recorded, config).adv_BT
+    for b, adv_N in by_token.items():
+      recorded.extra_BT[b, : len(adv_N)] = adv_N - adv_BT[b, : len(adv_N)]
+  return recorded
 
 
 def config_of(recorded: Recorded, knobs: Knobs) -> Config:
@@ -183,9 +198,10 @@ def _apply(config: Config, rows: Any) -> tuple[Any, ...]:
   weight_S = jnp.asarray([getattr(config.batch.weights, x) for x in SOURCES])
   adv_B = config.advantage(rows.reward_PG).reshape(-1)[rows.row_B]
   adv_B *= weight_S[rows.source_B]
+  adv_BT = adv_B[:, None] + rows.extra_BT
   mask_BT = rows.loss_mask_BT
   old_BT = rows.behavior_logp_BT
-  batch = rule_curves.batch_of(mask_BT, old_BT, old_BT, adv_B, rows.source_B)
+  batch = rule_curves.batch_of(mask_BT, old_BT, old_BT, adv_BT, rows.source_B)
   scale_B = loss.row_scale(
     mask_BT, config.loss.aggregate, config.sampler.max_new_tokens
   )
@@ -199,7 +215,7 @@ def _apply(config: Config, rows: Any) -> tuple[Any, ...]:
     for b in (start, bounds)
   )
   cut_BT = diagnostics.why_cut(weight_BT, batch, bounds)
-  return bounds, loss.ratio(rows.logp_BT, batch), adv_B, weight_BT, cut_BT, start_BT
+  return bounds, loss.ratio(rows.logp_BT, batch), adv_BT, weight_BT, cut_BT, start_BT
 
 
 def searches(recorded: Recorded, config: Config) -> list[Search]:
@@ -261,7 +277,7 @@ def summary(recorded: Recorded, applied: Applied) -> dict[str, float]:
   """
   mask_BT, weight_BT = recorded.loss_mask_BT, applied.weight_BT
   ratio = np.exp((recorded.logp_BT - recorded.behavior_logp_BT)[mask_BT])
-  adv_BT = np.where(mask_BT, applied.adv_B[:, None], 0)
+  adv_BT = np.where(mask_BT, applied.adv_BT, 0)
   return {
     'low': float(applied.bounds.low.mean()),
     'high': float(applied.bounds.high.mean()),
@@ -285,7 +301,7 @@ def moved_by(recorded: Recorded, one: Applied, other: Applied) -> Iterator[Token
       pieces[t],
       float(np.exp(recorded.behavior_logp_BT[b, t])),
       float(one.ratio_BT[b, t]),
-      float(one.adv_B[b]),
+      float(one.adv_BT[b, t]),
     )
 
 

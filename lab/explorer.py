@@ -183,11 +183,14 @@ def recorded_of(path: pathlib.Path) -> dict[str, Any]:
   """Returns the tokens of a recorded batch, row by row."""
   logp_BT, batch = rule_curves.recorded(path)
   mask_BT = np.asarray(batch.loss_mask_BT)
+  adv_BT = np.asarray(batch.adv_BT)
+  # One number per response if all of its tokens have the same advantage.
+  equal = not np.ptp(np.where(mask_BT, adv_BT, adv_BT[:, :1]), axis=1).any()
   at = path.resolve()
   return {
     'name': str(at.relative_to(ROOT) if at.is_relative_to(ROOT) else path),
     'length': mask_BT.sum(1).tolist(),
-    'adv': own_table.packed(batch.adv_B),
+    'adv': own_table.packed(adv_BT[:, 0] if equal else adv_BT[mask_BT]),
     'logp': own_table.packed(np.asarray(logp_BT)[mask_BT]),
     'old': own_table.packed(np.asarray(batch.behavior_logp_BT)[mask_BT]),
   }

@@ -188,13 +188,14 @@ def batch_of(task: Task, tables: Tables, index_B: Array, adv_B: Array) -> Batch:
   old_BT = jnp.where(mask_BT, tables.logq_NT[index_B], 0)
   zero_B = jnp.zeros(len(index_B), jnp.int32)
   tokens_BT = task.tokens_NT[index_B]
-  return Batch(tokens_BT, mask_BT, old_BT, old_BT, adv_B, zero_B, mask_BT)
+  adv_BT = jnp.broadcast_to(adv_B[:, None], mask_BT.shape)
+  return Batch(tokens_BT, mask_BT, old_BT, old_BT, adv_BT, zero_B, mask_BT)
 
 
 @functools.partial(jax.jit, static_argnames='rule')
 def unscaled(rule: Rule, logp_BT: Array, batch: Batch) -> Array:
   """Returns the weight of grad log pi of each token, a sum over tokens of a row."""
-  scale_B = jnp.ones(len(batch.adv_B), logp_BT.dtype)
+  scale_B = jnp.ones(len(logp_BT), logp_BT.dtype)
   find = loss.finder((rule.loss, rule.clip, rule.mask), logp_BT, batch, scale_B)
   _, bounds = rule.loss(logp_BT, batch, find)
   return loss.weights(rule.loss, logp_BT, batch, bounds)

@@ -50,7 +50,7 @@ def single(
   mask_BT = jnp.ones(logp_BT.shape, bool)
   prox_BT = old_BT + moved * log_ratio_BT
   source_B = jnp.zeros(len(logp_BT), jnp.int32)
-  return logp_BT, batch_of(mask_BT, old_BT, prox_BT, adv_N, source_B)
+  return logp_BT, batch_of(mask_BT, old_BT, prox_BT, adv_N[:, None], source_B)
 
 
 def curve(
@@ -110,8 +110,8 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     logp_BT[mask_BT] = saved['logp_NV'][np.arange(len(token_N)), token_N]
     old_BT = saved['behavior_logp_BT']
-    adv_B = saved['adv_B']
-    source_B = np.zeros(len(adv_B), np.int32)
+    adv_BT = saved['adv_B'][:, None]
+    source_B = np.zeros(len(adv_BT), np.int32)
   elif path.suffix == '.jsonl' and path.stem.isdecimal():
     rows = computed(step_record.read(str(path.parents[1]), int(path.stem)))
     if not rows:
@@ -121,11 +121,16 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
       for name in ('learner_logp', 'sampler_logp')
     )
     mask_BT = padded([[1] * len(row['sampler_logp']) for _, _, row in rows]) > 0
-    adv_B = np.asarray([row['advantage'] for _, _, row in rows], np.float32)
+    adv_BT = padded(
+      [
+        row.get('advantages') or [row['advantage']] * len(row['sampler_logp'])
+        for _, _, row in rows
+      ]
+    )
     source_B = np.asarray([SOURCES.index(group['source']) for _, group, _ in rows])
   else:
     raise ValueError(f'{path} is no recorded batch; {WAY_OUT}')
-  return jnp.asarray(logp_BT), batch_of(mask_BT, old_BT, old_BT, adv_B, source_B)
+  return jnp.asarray(logp_BT), batch_of(mask_BT, old_BT, old_BT, adv_BT, source_B)
 
 
 Row = dict[str, Any]
@@ -150,14 +155,14 @@ def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def batch_of(*arrays: ArrayLike) -> Batch:
-  """Returns a batch of (mask_BT, old_BT, prox_BT, adv_B, source_B)."""
-  mask_BT, old_BT, prox_BT, adv_B, source_B = map(jnp.asarray, arrays)
+  """Returns a batch of (mask_BT, old_BT, prox_BT, adv_BT or adv_B1, source_B)."""
+  mask_BT, old_BT, prox_BT, adv_BT, source_B = map(jnp.asarray, arrays)
   return Batch(
     tokens_BT=jnp.zeros(mask_BT.shape, jnp.int32),  # no rule reads tokens
     loss_mask_BT=mask_BT,
     behavior_logp_BT=old_BT,
     prox_BT=prox_BT,
-    adv_B=adv_B,
+    adv_BT=jnp.broadcast_to(adv_BT, mask_BT.shape),
     source_B=source_B,
     on_policy_BT=jnp.zeros(mask_BT.shape, bool),
   )

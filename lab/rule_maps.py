@@ -41,8 +41,8 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
   """Returns the weight [R, P] for an advantage of `sign`; nan where mu is above 1."""
   p_RP, ratio_RP = np.meshgrid(PROBABILITY, RATIO)
   possible_RP = p_RP <= ratio_RP
-  adv_B = np.full(possible_RP.sum(), float(sign), np.float32)
-  tokens = ratio_RP[possible_RP], p_RP[possible_RP], adv_B
+  adv_N = np.full(possible_RP.sum(), float(sign), np.float32)
+  tokens = ratio_RP[possible_RP], p_RP[possible_RP], adv_N
   found_RP = np.full(p_RP.shape, np.nan)
   weight_B1 = microscope.unscaled(rule, *rule_curves.single(*tokens))
   found_RP[possible_RP] = weight_B1[:, 0]
@@ -55,8 +55,8 @@ def cut_mass(recorded: Recorded, applied: Applied, sign: int) -> tuple[float, fl
   The first number is the share of the tokens of the sign, the second their share of
   |r A|, the mass in the unclipped gradient.
   """
-  mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_B) == sign)[:, None]
-  mass_N = (applied.ratio_BT * np.abs(applied.adv_B)[:, None])[mine_BT]
+  mine_BT = recorded.loss_mask_BT & (np.sign(applied.adv_BT) == sign)
+  mass_N = (applied.ratio_BT * np.abs(applied.adv_BT))[mine_BT]
   cut_N = applied.cut_BT[mine_BT] > 0
   if not len(cut_N):
     return 0.0, 0.0
@@ -108,7 +108,7 @@ def draw_recorded(
         ax.pcolormesh(
           PROBABILITY, RATIO, shade, cmap=ListedColormap([colour]), alpha=0.18
         )
-      cut_BT = mask_BT & (one.cut_BT > 0) & (np.sign(one.adv_B) == sign)[:, None]
+      cut_BT = mask_BT & (one.cut_BT > 0) & (np.sign(one.adv_BT) == sign)
       ax.plot(p_BT[cut_BT], ratio_BT[cut_BT], '.', ms=2, color=colour)
       tokens, mass = cut_mass(recorded, one, sign)
       texts.append(f'{"+" if sign > 0 else "-"} {tokens:.1%} ({mass:.1%})')

@@ -42,10 +42,11 @@ def coloured(
   parts = [_legend()]
   one = next(iter(applied.values()))
   for b in rows:
-    tokens = int(recorded.loss_mask_BT[b].sum())
+    adv_N = one.adv_BT[b, recorded.loss_mask_BT[b]]
+    ends = dict.fromkeys((f'{adv_N.min():+.2f}', f'{adv_N.max():+.2f}'))
     parts.append(
-      f'<p style="margin:12px 0 2px"><b>response {b}</b>, A = {one.adv_B[b]:+.2f}, '
-      f'{tokens} tokens</p>'
+      f'<p style="margin:12px 0 2px"><b>response {b}</b>, A = {" to ".join(ends)}, '
+      f'{len(adv_N)} tokens</p>'
     )
     for name, rule in applied.items():
       spans = [
@@ -68,6 +69,8 @@ def _token(recorded: Recorded, rule: Applied, b: int, t: int, largest: float) ->
   p, q = np.exp([recorded.logp_BT[b, t], recorded.behavior_logp_BT[b, t]])
   size = abs(weight) / largest if largest else 0.0
   tip = f'sampled at {q:.3f}, now {p:.3f}, ratio {p / q:.2f}, '
+  if np.ptp(rule.adv_BT[b, recorded.loss_mask_BT[b]]):
+    tip += f'A = {rule.adv_BT[b, t]:+.2f}, '
   if rule.cut_BT[b, t]:
     style = CUT
     tip += 'cut'

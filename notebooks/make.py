@@ -98,7 +98,7 @@ def batch(workdir: str) -> None:
     tokens_BT=np.asarray(rows.tokens_BT[:, :used], np.int16),
     loss_mask_BT=loss_mask_BT[:, :used],
     behavior_logp_BT=np.asarray(rows.behavior_logp_BT[:, :used]),
-    adv_B=np.asarray(rows.adv_B),
+    adv_B=np.asarray(rows.adv_BT[:, 0]),
     # Only the N tokens of the loss mask, row by row.
     logp_NV=logp_BTV[loss_mask_BT[:, 1:]].astype(np.float16),
     step=np.asarray(s.step),
@@ -383,7 +383,7 @@ def draw_bounds(axis: Axes) -> None:
   ratio_BT = loss.ratio(logp_BT, rows)
   scale_B = loss.row_scale(rows.loss_mask_BT, 'token', 1)
   data = ratio_BT, rows, loss.weigher(loss.Clipped(), logp_BT, rows, scale_B)
-  adv_BT = jnp.broadcast_to(rows.adv_B[:, None], ratio_BT.shape)
+  adv_BT = rows.adv_BT
   for sign, colour in ((1, '#0072B2'), (-1, '#D55E00')):
     kind_BT = rows.loss_mask_BT & (sign * adv_BT > 0)
     x_N, y_N = ratio_BT[kind_BT], adv_BT[kind_BT]

@@ -133,7 +133,7 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
     loss_mask_BT=loss_mask_BT,
     behavior_logp_BT=logp_BT,
     prox_BT=logp_BT if prox_BT is None else np.asarray(prox_BT, np.float32),
-    adv_B=adv_B,
+    adv_BT=np.broadcast_to(adv_B[:, None], loss_mask_BT.shape),
     source_B=np.zeros(len(adv_B), np.int32) if source_B is None else np.int32(source_B),
     on_policy_BT=np.ones(loss_mask_BT.shape, bool),
   )
@@ -141,7 +141,8 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
 
 def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:
   """Returns whether row i of a equals row j of b, bit for bit."""
-  return all(np.array_equal(x[i], y[j]) for x, y in zip(a, b, strict=True))
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return all(np.array_equal(x[i], y[j]) for x, y in pairs)
 
 
 class OddVerifier(Verifier):
@@ -199,8 +200,8 @@ def exact_tokens(seed, B=8, T=6, negative=0.5):
 
 def weigh(ratio_BT, batch):
   """Returns a function bounds -> r A per token: the clipped loss's, none cut."""
-  adv_B1 = jnp.asarray(batch.adv_B)[:, None]
-  return lambda bounds: jnp.where(adv_B1 == 0, 0, ratio_BT * adv_B1)
+  adv_BT = jnp.asarray(batch.adv_BT)
+  return lambda bounds: jnp.where(adv_BT == 0, 0, ratio_BT * adv_BT)
 
 
 def mixed_tokens(B=8, T=5, seed=0):

@@ -1,6 +1,7 @@
 """Own functions of a user, as files outside the package hold them."""
 
 import asyncio
+import itertools
 import random
 import time
 
@@ -27,6 +28,17 @@ async def judge(sample):
   return sample.answer in sample.response
 
 
+@bapo_jax.declare(steps='characters')
+def halves(sample):
+  """The right answer, and how many digits each half of the response has."""
+  text = sample.response
+  ends = sorted({max(1, len(text) // 2), len(text)} - {0})
+  digits = [sum(x.isdigit() for x in text[:end]) for end in ends]
+  counts = [b - a for a, b in itertools.pairwise([0, *digits])]
+  steps = list(zip(ends, counts, strict=True))
+  return {'right': float(sample.answer in text), 'steps': steps}
+
+
 @bapo_jax.declare(batched=True)
 def longest_first(samples):
   most = max(len(sample.tokens) for sample in samples) or 1
@@ -38,7 +50,7 @@ def sapo(logp_BT, batch, find, *, tau: float = 1.0):
   """The built-in rule with one temperature, written by hand."""
   ratio_BT = loss.ratio(logp_BT, batch)
   gate_BT = 4 / tau * jax.nn.sigmoid(tau * (ratio_BT - 1))
-  gain_BT = jnp.where(batch.loss_mask_BT, gate_BT * batch.adv_B[:, None], 0)
+  gain_BT = jnp.where(batch.loss_mask_BT, gate_BT * batch.adv_BT, 0)
   return gain_BT, find(ratio_BT)
 
 
@@ -46,7 +58,7 @@ def sapo(logp_BT, batch, find, *, tau: float = 1.0):
 def dppo_tv(ratio_BT, batch, weigh, *, low: float = 0.2, high: float = 0.2):
   """The built-in mask rule of this name, as a clip rule."""
   moved_BT = (ratio_BT - 1) * jnp.exp(batch.behavior_logp_BT)
-  inside_BT = jnp.where(batch.adv_B[:, None] > 0, moved_BT <= high, moved_BT >= -low)
+  inside_BT = jnp.where(batch.adv_BT > 0, moved_BT <= high, moved_BT >= -low)
   return clip.Unclipped()(ratio_BT, batch, weigh)._replace(keep_BT=inside_BT)
 
 
@@ -60,6 +72,13 @@ def by_token(ratio_BT, batch, weigh):
   mu_BT = jnp.exp(batch.behavior_logp_BT)
   bounds = clip.Fixed()(ratio_BT, batch, weigh)
   return bounds._replace(high=1.2 + 0.2 * (1 - mu_BT))
+
+
+@bapo_jax.declare(reads='groups')
+def first_token(groups):
+  """An advantage for the first token of a response alone."""
+  first_PGT = groups.response_mask_PGT.cumsum(2) == 1
+  return jnp.where(first_PGT, groups.reward_PG[..., None] - 0.5, 0)
 
 
 def signs(reward_PG):

@@ -77,7 +77,7 @@ def decode_oracle(params, prompt: list[int], spec, new: int, eos: tuple[int, ...
 def sums(ratio_BT, batch, low, high, contribution='gradient', weight='one'):
   """(P, N) as section 1 of the paper has them, in float64."""
   r_BT = np.where(batch.loss_mask_BT, np.float64(ratio_BT), 0)
-  size_BT = np.float64(batch.adv_B)[:, None] * batch.loss_mask_BT
+  size_BT = np.float64(batch.adv_BT) * batch.loss_mask_BT
   if weight == 'behaviour':
     size_BT = size_BT * np.exp(batch.behavior_logp_BT)
   if contribution == 'surrogate':

@@ -67,6 +67,10 @@ def test_command_line_arguments_set_custom_knobs_in_any_order():
     ({'loss.rule': f'{MY}:sapo'}, r"clip\.rule='balanced' has no effect, because"),
     ({'loss.rule': 'mine'}, r'one of .* or path/to/file\.py:function$'),
     ({'rewards.rule': f'exact,{MY}:brief', 'rewards.weights': (1.0,)}, 'give 2 numb'),
+    (
+      {'rewards.rule': f'{MY}:halves', 'advantage.rule': f'{MY}:signs'},
+      r"^advantage\.rule=.*:signs reads one .*:halves returns steps; declare reads='gr",
+    ),
   ],
 )
 def test_what_cannot_work_is_refused_by_name(knobs, message):
@@ -160,10 +164,8 @@ def test_a_loss_with_the_sign_of_other_packages_is_refused(tmp_path):
   text = 'import jax.numpy as jnp\nfrom bapo_jax.algorithms import loss\n'
   text += 'def f(logp_BT, batch, find, *, sign: float = 1.0):\n'
   text += '  r_BT = loss.ratio(logp_BT, batch)\n  b = find(r_BT)\n'
-  text += '  adv_B1 = batch.adv_B[:, None]\n'
-  text += (
-    '  gain_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, b.low, b.high) * adv_B1)\n'
-  )
+  text += '  adv_BT = batch.adv_BT\n  clipped_BT = jnp.clip(r_BT, b.low, b.high)\n'
+  text += '  gain_BT = jnp.minimum(r_BT * adv_BT, clipped_BT * adv_BT)\n'
   path.write_text(text + '  return sign * gain_BT, b')
   check(tiny(**{'loss.rule': f'{path}:f'}))
   with pytest.raises(ValueError, match='return the gain, which is maximised'):
@@ -181,6 +183,8 @@ def test_every_slot_takes_a_function_that_fits():
   }
   made = tiny(**{f'{slot}.rule': f'{MY}:{name}' for slot, name in own.items()})
   check(made)
+  by_token = {'advantage.rule': f'{MY}:first_token', 'rewards.rule': f'{MY}:halves'}
+  check(tiny(**by_token, **{'batch.rule': f'{MY}:all_fresh'}))
   assert made.code == (f'{MY} {custom_code.digest(f"{MY}:sapo")}',)
   assert made.clip.gives == 'mask'
 

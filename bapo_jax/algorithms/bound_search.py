@@ -165,8 +165,8 @@ def contributions(
     multiplies by the clipped ratio. w is 1, or with k.weight='behaviour' the token's
     probability under the behaviour policy.
   """
-  agree(ratio_BT=ratio_BT, adv_B=batch.adv_B, loss_mask_BT=batch.loss_mask_BT)
-  adv_BT = jnp.broadcast_to(jnp.asarray(batch.adv_B)[:, None], ratio_BT.shape)
+  agree(ratio_BT=ratio_BT, adv_BT=batch.adv_BT, loss_mask_BT=batch.loss_mask_BT)
+  adv_BT = jnp.asarray(batch.adv_BT)
   # Masked by `where` at the end, not multiplied: 0 times an infinite ratio is nan.
   counts_BT = batch.loss_mask_BT & ~jnp.isnan(ratio_BT) & (adv_BT != 0)
   if set(k.sources) != set(SOURCES):

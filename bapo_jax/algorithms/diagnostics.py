@@ -164,8 +164,8 @@ def _shares(
 
 def _signs(batch: Batch) -> tuple[Array, Array]:
   """Returns masks (up_BT, down_BT) of the computed tokens with A > 0 and with A < 0."""
-  adv_B1 = batch.adv_B[:, None]
-  return batch.loss_mask_BT & (adv_B1 > 0), batch.loss_mask_BT & (adv_B1 < 0)
+  mask_BT = batch.loss_mask_BT
+  return mask_BT & (batch.adv_BT > 0), mask_BT & (batch.adv_BT < 0)
 
 
 def _cut(weight_BT: Array, batch: Batch) -> Array:
@@ -216,7 +216,7 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
       'loss/ratio_mean': _mean_or_nan(ratio_BT, mine_BT),
       'loss/ratio_max': jnp.where(mine_BT.any(), largest, jnp.nan),
       'loss/tv': _mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
-      'loss/gain': _mean_or_nan(ratio_BT * batch.adv_B[:, None], mine_BT),
+      'loss/gain': _mean_or_nan(ratio_BT * batch.adv_BT, mine_BT),
     }
     metrics |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
   return metrics

@@ -170,7 +170,8 @@ class SequenceRatio(LossRule):
   """PPO's clipped surrogate with one ratio s per response: GSPO.
 
   s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
-  computed token by token, with equal value and gradient (GSPO-token, Eq. 13 and 14).
+  computed token by token, as GSPO-token (Eq. 13 and 14), whose A is the token's: value
+  and gradient are equal if all tokens of a response have one advantage.
   The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
   (clip.low=0.9997, high=1.0004).
   """
@@ -193,10 +194,10 @@ class Gmpo(LossRule):
   """s A with s the geometric mean of the clipped ratios of a response: GMPO.
 
   arXiv:2507.20673: log s is the mean over the response's tokens of log r, at most
-  log high if A > 0, else at least log low. The weight of a token inside its bound is
-  s A, and 0 otherwise. A bound changes the weights of all tokens of a response, so no
-  clip rule can search it; there is no dual clip. The paper averages over responses
-  (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
+  log high if A > 0, else at least log low, A of the token. The weight of a token inside
+  its bound is s A, and 0 otherwise. A bound changes the weights of all tokens of a
+  response, so no clip rule can search it; there is no dual clip. The paper averages
+  over responses (loss.aggregate='sequence') and has wide bounds, e^-0.4 and e^0.4.
   """
 
   bounds = 'limit'
@@ -208,12 +209,12 @@ class Gmpo(LossRule):
   ) -> tuple[Array, Bounds]:
     log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
     bounds = find(jnp.exp(log_r_BT))
-    up_B1 = batch.adv_B[:, None] > 0
+    up_BT = batch.adv_BT > 0
     # Clipped as logarithms: a ratio that underflows still counts in the mean.
     top, bottom = jnp.log(_high(batch, bounds)), jnp.log(bounds.low)
-    inside_BT = jnp.where(up_B1, log_r_BT < top, log_r_BT > bottom)
+    inside_BT = jnp.where(up_BT, log_r_BT < top, log_r_BT > bottom)
     clipped_BT = jnp.where(
-      up_B1, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)
+      up_BT, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)
     )
     length_B1 = jnp.maximum(batch.loss_mask_BT.sum(1, keepdims=True), 1)
     total_B1 = jnp.where(batch.loss_mask_BT, clipped_BT, 0).sum(1, keepdims=True)
@@ -222,8 +223,8 @@ class Gmpo(LossRule):
     log_s_BT = jax.lax.stop_gradient(total_B1 / length_B1)
     log_s_BT = log_s_BT + jnp.where(inside_BT, ahead_BT, 0)
     # 0 times a mean that overflows is nan.
-    counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
-    gain_BT = jnp.exp(jnp.where(counts_BT, log_s_BT, 0)) * batch.adv_B[:, None]
+    counts_BT = batch.loss_mask_BT & (batch.adv_BT != 0)
+    gain_BT = jnp.exp(jnp.where(counts_BT, log_s_BT, 0)) * batch.adv_BT
     return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
 
 
@@ -309,9 +310,9 @@ class Sapo(LossRule):
     log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
     # Limited where the gate is saturated: slope 0 times an infinite r would be nan.
     ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
-    adv_B1 = batch.adv_B[:, None]
-    tau_B1 = jnp.where(adv_B1 > 0, self.positive, self.negative)
-    gain_BT = 4 / tau_B1 * jax.nn.sigmoid(tau_B1 * (ratio_BT - 1)) * adv_B1
+    tau_BT = jnp.where(batch.adv_BT > 0, self.positive, self.negative)
+    gate_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1))
+    gain_BT = 4 / tau_BT * gate_BT * batch.adv_BT
     return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
 
 
@@ -319,8 +320,8 @@ class Vespo(LossRule):
   """sg(phi(W)) A log pi, W = pi(y) / mu(y) of response y: VESPO.
 
   arXiv:2602.10693: phi(W) = W^a e^(b (1 - W)) is 1 at W = 1 and falls to 0 on both
-  sides. (a, b) are `positive` if A >= 0, else `negative`. log W is limited to
-  [log 1e-8, 20], as in the public code.
+  sides. (a, b) are `positive` if A of the token is >= 0, else `negative`. log W is
+  limited to [log 1e-8, 20], as in the public code.
   """
 
   bounds = 'ignored'
@@ -345,12 +346,12 @@ class Vespo(LossRule):
     log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
     total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
     log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
-    up_B1 = batch.adv_B[:, None] >= 0
-    a_B1, b_B1 = (
-      jnp.where(up_B1, *pair) for pair in zip(self.positive, self.negative, strict=True)
+    up_BT = batch.adv_BT >= 0
+    a_BT, b_BT = (
+      jnp.where(up_BT, *pair) for pair in zip(self.positive, self.negative, strict=True)
     )
-    phi_B1 = jnp.exp(a_B1 * log_w_B1 + b_B1 * (1 - jnp.exp(log_w_B1)))
-    return _reinforce(phi_B1, logp_BT, batch), find(jnp.exp(log_r_BT))
+    phi_BT = jnp.exp(a_BT * log_w_B1 + b_BT * (1 - jnp.exp(log_w_B1)))
+    return _reinforce(phi_BT, logp_BT, batch), find(jnp.exp(log_r_BT))
 
 
 class Aspo(LossRule):
@@ -371,17 +372,17 @@ class Aspo(LossRule):
     log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
     bounds = find(jnp.exp(log_r_BT))
     cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
-    sign_B1 = jnp.where(batch.adv_B[:, None] > 0, -1, 1)
+    sign_BT = jnp.where(batch.adv_BT > 0, -1, 1)
     fixed_BT = jax.lax.stop_gradient(jnp.where(cut_BT, 0, log_r_BT))
     # The value of a weight, with the gradient of logp: 1 at ahead_BT.
     ahead_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT) - fixed_BT)
-    full_BT = jnp.exp(sign_B1 * fixed_BT)
+    full_BT = jnp.exp(sign_BT * fixed_BT)
     # The gradient of the branch not taken is 0 times its weight, which must be finite:
     # neither an infinite cap nor a ratio that overflows.
     weight_BT = jnp.minimum(full_BT, self.cap)
     capped_BT = jnp.where(batch.loss_mask_BT, weight_BT * logp_BT, 0)
     live_BT = jnp.where(full_BT > self.cap, capped_BT, weight_BT * ahead_BT)
-    gain_BT = jnp.where(cut_BT, edge_BT**sign_B1, live_BT) * batch.adv_B[:, None]
+    gain_BT = jnp.where(cut_BT, edge_BT**sign_BT, live_BT) * batch.adv_BT
     return jnp.where(batch.loss_mask_BT, gain_BT, 0), bounds
 
 
@@ -423,7 +424,7 @@ class Fipo(LossRule):
       join, (decay_BT, fixed_BT), reverse=True, axis=1
     )
     influence_BT = jnp.clip(jnp.exp(future_BT), *self.limits)
-    risky_BT = (batch.adv_B[:, None] < 0) & (jnp.exp(fixed_BT) > self.safety)
+    risky_BT = (batch.adv_BT < 0) & (jnp.exp(fixed_BT) > self.safety)
     influence_BT = jnp.where(risky_BT, jnp.minimum(influence_BT, 1), influence_BT)
     return influence_BT * _cut_off(log_r_BT, batch, bounds), bounds
 
@@ -477,7 +478,7 @@ def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
   # Masked before exp: a cut ratio that overflows would give 0 * inf, which is nan.
   live_BT = jnp.exp(jnp.where(cut_BT, 0, log_r_BT))
-  gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * batch.adv_B[:, None]
+  gain_BT = jnp.where(cut_BT, edge_BT, live_BT) * batch.adv_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
@@ -487,28 +488,27 @@ def _crossed(log_r_BT: Array, batch: Batch, bounds: Bounds) -> tuple[Array, Arra
   A token is cut if A > 0 and r >= high, or if A < 0 and r <= low or r >= dual. A token
   with A = 0 is always cut: it has no gain, and 0 times a ratio that overflows is nan.
   """
-  adv_BT = jnp.broadcast_to(batch.adv_B[:, None], log_r_BT.shape)
   # The largest float for one that overflows, which no bound of inf cuts.
   ratio_BT = jnp.nan_to_num(jnp.exp(jax.lax.stop_gradient(log_r_BT)), nan=jnp.nan)
   high_BT = _high(batch, bounds)
   floor_BT = jnp.where(ratio_BT >= bounds.dual, bounds.dual, bounds.low)
   below_BT = (ratio_BT <= bounds.low) | (ratio_BT >= bounds.dual)
-  edge_BT = jnp.where(adv_BT > 0, high_BT, floor_BT)
-  below_BT |= adv_BT == 0
-  cut_BT = jnp.where(adv_BT > 0, ratio_BT >= high_BT, below_BT)
+  edge_BT = jnp.where(batch.adv_BT > 0, high_BT, floor_BT)
+  below_BT |= batch.adv_BT == 0
+  cut_BT = jnp.where(batch.adv_BT > 0, ratio_BT >= high_BT, below_BT)
   return cut_BT, edge_BT
 
 
 def _reinforce(weight_BT: Array, logp_BT: Array, batch: Batch) -> Array:
   """Returns sg(weight) A log pi; 0 outside the loss mask."""
   weight_BT = jax.lax.stop_gradient(_finite_without_advantage(weight_BT, batch))
-  gain_BT = weight_BT * batch.adv_B[:, None] * logp_BT
+  gain_BT = weight_BT * batch.adv_BT * logp_BT
   return jnp.where(batch.loss_mask_BT, gain_BT, 0)
 
 
 def _finite_without_advantage(weight_BT: Array, batch: Batch) -> Array:
   """Replaces weights of tokens with A = 0 by 1, because 0 times an overflow is nan."""
-  return jnp.where(batch.adv_B[:, None] == 0, 1, weight_BT)
+  return jnp.where(batch.adv_BT == 0, 1, weight_BT)
 
 
 def _high(batch: Batch, bounds: Bounds) -> Array:

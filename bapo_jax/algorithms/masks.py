@@ -68,9 +68,8 @@ class DppoTv(MaskRule):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
     p_BT, q_BT = _probabilities(logp_BT, batch)
     moved_BT = p_BT - q_BT
-    adv_B1 = batch.adv_B[:, None]
-    outside_BT = jnp.where(adv_B1 > 0, moved_BT > self.high, moved_BT < -self.low)
-    return ~outside_BT | (adv_B1 == 0)
+    outside_BT = jnp.where(batch.adv_BT > 0, moved_BT > self.high, moved_BT < -self.low)
+    return ~outside_BT | (batch.adv_BT == 0)
 
 
 class DppoKl(MaskRule):
@@ -91,9 +90,8 @@ class DppoKl(MaskRule):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
     p_BT, q_BT = _probabilities(logp_BT, batch)
     far_BT = binary_kl(q_BT, p_BT)
-    adv_B1 = batch.adv_B[:, None]
-    up_BT = (adv_B1 > 0) & (p_BT > q_BT) & (far_BT > self.high)
-    return ~(up_BT | ((adv_B1 < 0) & (p_BT < q_BT) & (far_BT > self.low)))
+    up_BT = (batch.adv_BT > 0) & (p_BT > q_BT) & (far_BT > self.high)
+    return ~(up_BT | ((batch.adv_BT < 0) & (p_BT < q_BT) & (far_BT > self.low)))
 
 
 class IcePop(MaskRule):
@@ -135,8 +133,8 @@ class KPop(MaskRule):
 class Opsm(MaskRule):
   """Off-policy sequence masking, for responses with A < 0 that became unlikely.
 
-  DeepSeek-V3.2 (arXiv:2512.02556): responses with A < 0 whose mean of log q - log p
-  over their tokens is above `limit`, nats.
+  DeepSeek-V3.2 (arXiv:2512.02556): the tokens with A < 0 of responses whose mean of
+  log q - log p over their tokens is above `limit`, nats.
   """
 
   rule: Literal['opsm'] = 'opsm'
@@ -148,8 +146,7 @@ class Opsm(MaskRule):
     log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
     tokens_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
     fallen_B = -jax.lax.stop_gradient(log_r_BT).sum(1) / tokens_B
-    keep_B = (batch.adv_B >= 0) | (fallen_B <= self.limit)
-    return jnp.broadcast_to(keep_B[:, None], log_r_BT.shape)
+    return (batch.adv_BT >= 0) | (fallen_B <= self.limit)[:, None]
 
 
 class M2po(MaskRule):
@@ -173,7 +170,7 @@ class M2po(MaskRule):
     square_BT = jnp.square(jax.lax.stop_gradient(log_r_BT)).astype(jnp.float32)
     # Floats that are not negative have the order of their bits, read as integers.
     bits_BT = jax.lax.bitcast_convert_type(square_BT, jnp.int32)
-    counts_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+    counts_BT = batch.loss_mask_BT & (batch.adv_BT != 0)
 
     def small(limit: Array) -> Array:
       within_BT = counts_BT & (bits_BT <= limit)

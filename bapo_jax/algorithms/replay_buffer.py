@@ -222,14 +222,16 @@ def init(
   group_size: int,
   length: int,
   thresholds: ThresholdFunction = FixedThresholds(),
+  steps: bool = False,
 ) -> ReplayBuffer:
   """Returns an empty buffer with `capacity` rows in each of its two parts.
 
-  Rows of `hard` have one token: only their problems are needed.
+  Rows of `hard` have one token: only their problems are needed. `steps` adds the arrays
+  of step rewards.
   """
   return ReplayBuffer(
-    hard=empty_groups(capacity, 1, 1),
-    reusable=empty_groups(capacity, group_size, length),
+    hard=empty_groups(capacity, 1, 1, steps),
+    reusable=empty_groups(capacity, group_size, length, steps),
     usage_count_P=jnp.zeros(capacity, jnp.int32),
     num_correct=jnp.int32(0),
     num_responses=jnp.int32(0),
@@ -372,7 +374,7 @@ def _insert_hard(
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
   # `hard` stores one token and one response per problem; responses are sampled again.
-  problems = Groups(*(x[:, :1, :1] if x.ndim == 3 else x for x in tried))
+  problems = jax.tree.map(lambda x: x[:, :1, :1] if x.ndim == 3 else x, tried)
   problems = problems._replace(
     correct_PG=tried.correct_PG[:, :1],
     reward_PG=tried.reward_PG[:, :1],

@@ -346,6 +346,13 @@ def decode_responses(
   return tokenizer.decode(rows)
 
 
+def ends(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, ...]:
+  """Returns the characters of a response up to the end of each of its tokens."""
+  written = zip(ids, pieces(tokenizer, ids), strict=True)
+  sizes = (0 if i in tokenizer.eos else len(piece) for i, piece in written)
+  return tuple(itertools.accumulate(sizes))
+
+
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
   """Returns the text of each token; together they are the text of all tokens.
 

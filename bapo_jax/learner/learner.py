@@ -1,6 +1,6 @@
 """Turns groups into new weights: several optimiser updates on one batch.
 
-1. `flatten` gives every response its advantage, and masks those left out of the loss;
+1. `flatten` gives every token its advantage, and masks responses left out of the loss;
 2. `update` passes over the batch `epochs` times; every pass splits the groups into
    disjoint minibatches of equal size, and a partly filled batch into fewer minibatches;
 3. `learn` is one jitted optimiser update: clip bounds and gradient, step, metrics.
@@ -20,7 +20,7 @@ import optax
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import diagnostics, loss
+from bapo_jax.algorithms import advantage, diagnostics, loss
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
@@ -54,6 +54,17 @@ class Updated(NamedTuple):
   number: int = 0  # Batch.update_B
 
 
+def advantages(
+  groups: Groups,
+  source_P: Array,
+  rule: AdvantageFunction,
+  weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+) -> Array:
+  """Returns the advantages [P, G, T] of tokens, times `weights`; see `flatten`."""
+  weight_P = jnp.asarray(weights, jnp.float32)[source_P]
+  return advantage.by_token(rule, groups) * weight_P[:, None, None]
+
+
 def flatten(
   groups: Groups,
   source_P: Array,
@@ -80,13 +91,13 @@ def flatten(
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
-  weight_P = jnp.asarray(weights, jnp.float32)[source_P]
+  adv_PGT = advantages(groups, source_P, advantage_rule, weights)
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
     loss_mask_BT=loss_mask_PGT.reshape(P * G, T),
     behavior_logp_BT=groups.behavior_logp_PGT.reshape(P * G, T),
     prox_BT=prox_PGT.reshape(P * G, T),
-    adv_B=(advantage_rule(groups.reward_PG) * weight_P[:, None]).reshape(P * G),
+    adv_BT=adv_PGT.reshape(P * G, T),
     source_B=jnp.repeat(source_P, G),
     on_policy_BT=on_policy_PGT.reshape(P * G, T),
     update_B=jnp.full(P * G, number, jnp.int32),

@@ -73,13 +73,15 @@ class Objective:
   def computed(self, batch: Batch) -> Batch:
     """Returns the batch with a mask of the tokens to compute.
 
-    A response without an advantage has no gradient unless there is a penalty. Its
-    tokens still count in the denominators, through `loss.row_scale` of the full mask.
+    A response without a token with an advantage has no gradient unless there is a
+    penalty. Its tokens still count in the denominators, through `loss.row_scale` of the
+    full mask.
     """
     if self.kl or not self.pack:
       return batch
-    teaches_B1 = (batch.adv_B != 0)[:, None]
-    return batch._replace(loss_mask_BT=batch.loss_mask_BT & teaches_B1)
+    mask_BT = batch.loss_mask_BT
+    teaches_B1 = (mask_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
+    return batch._replace(loss_mask_BT=mask_BT & teaches_B1)
 
   def token_stats(
     self, params: Tree, cells: Cells, patch_XD: Array | None = None

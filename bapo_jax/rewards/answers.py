@@ -8,7 +8,7 @@ linear in the length of the text.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -18,6 +18,8 @@ class Verdict(NamedTuple):
   answer: str | None  # the extracted answer, spelled for counting votes; None: none
   reward: float | None = None  # None: 1 if right, else 0
   parts: Mapping[str, float] | None = None  # named parts of the reward; None: none
+  # (end, reward) of each step; `end` counts tokens once a Scorer has read it.
+  steps: Sequence[tuple[int, float]] | None = None
 
   @property
   def earned(self) -> float:

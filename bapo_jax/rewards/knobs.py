@@ -14,6 +14,8 @@ class CustomReward(CustomKnobs):
 
   arguments = ('sample',)
   batched: ClassVar[bool] = False  # is called once with a list of all samples
+  # Returns rewards of steps too, whose ends count characters or tokens; '': does not.
+  steps: ClassVar[Literal['', 'characters', 'tokens']] = ''
 
 
 class CustomEnvironment(CustomKnobs):

@@ -62,6 +62,8 @@ class Verifier:
     self.environment: EnvironmentProcesses | None = None
     if environment is not None:
       self.environment = EnvironmentProcesses(environment)
+    # Whether verdicts have rewards of steps.
+    self.steps = bool(getattr(k.custom, 'steps', ''))
     self._knobs = k
     self._scorer = score.make(k)
     self.custom = bool(

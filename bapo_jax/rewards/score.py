@@ -5,15 +5,18 @@
    first rule decides the verdict, and the reward is the weighted sum over all rules;
 3. a custom function may return a number, a `Verdict`, a dict of named numbers (their
    sum is the reward), or None (undecided). It may be `async def`, or declare
-   `batched=True` to receive a list of samples;
+   `batched=True` to receive a list of samples, or `steps='characters'` or 'tokens' to
+   return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`;
 4. an `EnvironmentCaller` calls an environment in the same way.
 
 This module loads neither JAX nor NumPy; a user's file may.
 """
 
 import asyncio
+import bisect
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +40,7 @@ class Sample(NamedTuple):
   row: Any = ''  # all fields of the data set's row: JSON; a dict for a custom function
   # The problem and all turns and answers so far, each {'role': ..., 'content': ...}.
   messages: Sequence[Mapping[str, str]] = ()
+  ends: tuple[int, ...] = ()  # characters up to the end of each token, for steps
   # For an environment:
   number: int = 1  # turns so far
   tokens_left: int = 0  # tokens for its answer and all later turns together
@@ -55,6 +59,10 @@ class Scorer:
       rule: custom_code.bind(rule, k.custom) for rule in custom_code.paths_in(k.rule)
     }
 
+    self._steps = {
+      rule: custom_code.declares(function).get('steps', '')
+      for rule, function in self._custom.items()
+    }
     self.batched = any(map(_batched, self._custom.values()))
     # Whether samples are scored together: in one call, or in calls that overlap.
     self.together = self.batched or any(
@@ -66,7 +74,8 @@ class Scorer:
     if len(self.rules) == 1 and not self._custom:
       return [self._verify(self.rules[0], sample) for sample in samples]
     columns = [self._values(rule, samples) for rule in self.rules]
-    return [self._combined(values) for values in zip(*columns, strict=True)]
+    rows = zip(samples, zip(*columns, strict=True), strict=True)
+    return [self._combined(*row) for row in rows]
 
   def _verify(self, rule, sample):
     """Verifies by the rule that the row names, or else by `rule`."""
@@ -116,28 +125,46 @@ class Scorer:
 
     return await asyncio.gather(*map(one, arguments))
 
-  def _combined(self, values: Sequence[Any]):
+  def _combined(self, sample, values: Sequence[Any]):
     """Combines what the rules return for one sample."""
-    verdicts = list(map(self._verdict, self.rules, values))
+    pairs = zip(self.rules, values, strict=True)
+    verdicts = [self._verdict(rule, value, sample) for rule, value in pairs]
     for verdict in verdicts:
       if verdict.right is None:
         return verdict
     reward = 0.0
     parts = {}
+    steps = []
     weights = self._k.weights or (1.0,) * len(values)
     for rule, weight, verdict in zip(self.rules, weights, verdicts, strict=True):
       reward += weight * verdict.earned
       if len(values) > 1 or not verdict.parts:  # else the reward itself
         parts[rule.rpartition(':')[2]] = verdict.earned
       parts |= verdict.parts or {}
-    return verdicts[0]._replace(reward=reward, parts=parts)
+      steps += [(end, weight * x) for end, x in verdict.steps or ()]
+    return verdicts[0]._replace(reward=reward, parts=parts, steps=steps or None)
 
-  def _verdict(self, rule, value):
+  def _verdict(self, rule, value, sample):
     """Converts the result of a rule to a verdict; an invalid result is undecided."""
     if isinstance(value, Failure):
       return _failed(rule, value)
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
+    steps = value.steps if isinstance(value, Verdict) else None
+    if isinstance(value, Mapping) and 'steps' in value:
+      value = dict(value)
+      steps = value.pop('steps')
+    unit = self._steps.get(rule, '')
+    undecided = isinstance(value, Verdict) and value.right is None
+    if bool(unit) != (steps is not None) and not undecided:
+      told = f'declares steps={unit!r}' if unit else "declares no steps='characters'"
+      returned = 'none' if unit else 'some'
+      return Verdict(None, f'{rule} {told}, but returned {returned}', None)
+    try:
+      steps = steps and _by_token(steps, unit, sample)
+    except (TypeError, ValueError, OverflowError) as error:
+      reason = f'{rule} returned steps that cannot be used: {error}'
+      return Verdict(None, reason[:200], None)
     try:
       if isinstance(value, Verdict):
         parts = value.parts and _finite(value.parts)
@@ -145,12 +172,13 @@ class Scorer:
         if numbers['right'] in (0, 1):
           right = None if value.right is None else bool(value.right)
           reward = None if value.reward is None else numbers['reward']
-          return Verdict(right, str(value.reason), value.answer, reward, parts)
+          answer = value.answer
+          return Verdict(right, str(value.reason), answer, reward, parts, steps)
       else:
         parts = _finite(value) if isinstance(value, Mapping) else None
         reward = math.fsum((_finite({'': value}) if parts is None else parts).values())
         right = reward >= self._k.right_from
-        return Verdict(right, f'{reward:.4g}', None, reward, parts)
+        return Verdict(right, f'{reward:.4g}', None, reward, parts, steps)
     except (TypeError, ValueError, OverflowError, AttributeError):
       pass
     return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
@@ -167,7 +195,7 @@ class EnvironmentCaller(Scorer):
     super().__init__(k)
     self._custom = self._custom or {k.rule: environments.BUILT_IN[k.rule]}
 
-  def _combined(self, values: Sequence[Any]):
+  def _combined(self, sample, values: Sequence[Any]):
     """Converts what the environment returns to a turn."""
     (rule,) = self.rules
     (value,) = values
@@ -208,6 +236,19 @@ def _call(function: Callable, argument):
     raise  # the worker process must be replaced
   except (Exception, SystemExit) as error:
     return error
+
+
+def _by_token(steps, unit: str, sample: Sample):
+  """Returns the steps with ends in tokens; raises an error if they do not fit."""
+  lengths = sample.ends if unit == 'characters' else range(1, len(sample.tokens) + 1)
+  longest = max(lengths, default=0)
+  counted = []
+  for end, reward in steps:
+    if not 0 < operator.index(end) <= longest:
+      raise ValueError(f'a step ends at {end} of {longest} {unit}')
+    token = bisect.bisect_left(lengths, end) + 1
+    counted.append((token, *_finite({'': reward}).values()))
+  return counted
 
 
 def _finite(numbers: Mapping[str, Any]):

@@ -77,6 +77,7 @@ class Verification:
     problems = self.problems
     samples = []
     for b, texts in enumerate(parts):
+      ids = tokens_BT[b, mask_BT[b]].tolist() if reads else []
       i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
       samples.append(
         Sample(
@@ -84,9 +85,10 @@ class Verification:
           problems.answer[i],
           problems.verifier[i] if problems.verifier else '',
           problems.text[i],
-          tuple(tokens_BT[b, mask_BT[b]].tolist()) if reads else (),
+          tuple(ids),
           problems.fields[i] if problems.fields else '',
           messages(problems.text[i], texts, self.between.role) if reads else (),
+          tokenizer_lib.ends(self.tokenizer, ids) if self.verifier.steps else (),
         )
       )
     return samples
@@ -147,7 +149,7 @@ def rollout(
   """
   P = len(prompts.id_P)
   if not P:
-    return empty(rollouts.engine)
+    return empty(rollouts.engine, verification.verifier.steps)
   with verification.timer('sample'):
     if k.cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
@@ -197,9 +199,10 @@ def collect_due(
   return pending.record(places, seats, step)._replace(submits=False)
 
 
-def empty(engine: RolloutEngine) -> Rollout:
-  """Returns a rollout without groups."""
-  return Rollout(types.empty_groups(0, engine.group_size, engine.length), [], [])
+def empty(engine: RolloutEngine, steps: bool = False) -> Rollout:
+  """Returns a rollout without groups; see `types.empty_groups`."""
+  groups = types.empty_groups(0, engine.group_size, engine.length, steps)
+  return Rollout(groups, [], [])
 
 
 @contextlib.contextmanager
@@ -362,10 +365,26 @@ class PendingVerifications:
     right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
-    groups = _fold(rows, id_P, right_B > 0, reward_B, step)
+    steps = _steps(rows, verdicts) if self._verification.verifier.steps else ()
+    groups = _fold(rows, id_P, right_B > 0, reward_B, step, *steps)
     parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
     counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
     return Rollout(groups, texts, verdicts, conversations, own, **counted)
+
+
+def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns step_reward_BT and step_end_BT; every process must call it."""
+  mask_PGT = exchange.whole(rows.response_mask_BT)
+  mask_BT = mask_PGT.reshape(-1, mask_PGT.shape[-1])
+  reward_BT = np.zeros(mask_BT.shape, np.float32)
+  end_BT = np.zeros(mask_BT.shape, bool)
+  own = {str(b): verdict.steps for b, verdict in enumerate(verdicts) if verdict.steps}
+  for b, steps in exchange.merged(own).items():
+    columns = np.flatnonzero(mask_BT[int(b)])
+    for end, reward in steps:
+      reward_BT[int(b), columns[end - 1]] += reward
+      end_BT[int(b), columns[end - 1]] = True
+  return reward_BT, end_BT
 
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
@@ -380,18 +399,27 @@ def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 @jax.jit
 def _fold(
-  rows: Rows, id_P: Array, correct_B: Array, reward_B: Array, step: Array
+  rows: Rows,
+  id_P: Array,
+  correct_B: Array,
+  reward_B: Array,
+  step: Array,
+  *steps_BT: Array,
 ) -> Groups:
   """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
+  mask_PGT = rows.response_mask_BT
+  # From the host: the product gives them the layout of the tokens.
+  steps = (mask_PGT * x.reshape(mask_PGT.shape) for x in steps_BT)
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,
-    response_mask_PGT=rows.response_mask_BT,
+    response_mask_PGT=mask_PGT,
     behavior_logp_PGT=rows.logp_BT,
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
     reward_PG=reward_B.reshape(correct_PG.shape),
     teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
+    **dict(zip(('step_reward_PGT', 'step_end_PGT'), steps, strict=False)),
   )

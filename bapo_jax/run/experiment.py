@@ -170,7 +170,9 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   answer = problems.answer[0]
   text = problems.text[0]
   row = problems.fields[0] if problems.fields else ''
-  sample = Sample(answer or 'a trial response', answer, '', text, (1, 2, 3), row)
+  trial = answer or 'a trial response'
+  ends = 1, 2, len(trial)
+  sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends=ends)
   verdict = verifier.submit([sample]).one(0)
   if verdict.right is None:
     raise ValueError(

@@ -46,10 +46,11 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
     return [each.ready.result().groups for each in s.queue]
   G = t.engine.group_size
   T = t.engine.length
+  steps = t.verifier.steps
   empty: list[tuple[Groups, Groups]] = [
     (
-      empty_groups(t.config.prompts.count, G, T),
-      empty_groups(hard_rows(t.config, s.step + i), G, T),
+      empty_groups(t.config.prompts.count, G, T, steps),
+      empty_groups(hard_rows(t.config, s.step + i), G, T, steps),
     )
     for i in range(t.config.rollout.depth)
   ]

@@ -112,7 +112,7 @@ def _response(r: dict[str, Any], views):
   kind = 'right' if r['correct'] else 'wrong'
   facts = [
     f'reward {_number(r["reward"], ".2f")}',
-    f'advantage {_number(r["advantage"], "+.2f")}',
+    f'{"mean " * bool(r.get("advantages"))}advantage {_number(r["advantage"], "+.2f")}',
     f'{r["tokens"]} tokens',
   ]
   if r['truncated']:
@@ -124,7 +124,7 @@ def _response(r: dict[str, Any], views):
   facts += [f'{why} tokens{marked}: {count}' for why, count in sorted(cut.items())]
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
   body: list[html.Content] = [_text(r['response'], views)]
-  if r['pieces'] and (cut or 'p' in views or 'sampled' in r):
+  if r['pieces'] and (cut or 'p' in views or 'sampled' in r or r.get('advantages')):
     body = _marked(r, views)
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
@@ -145,7 +145,10 @@ def _marked(r: dict[str, Any], views):
       notes.append(f'probability {p:.2f}')
     if 'c' in views and r['cut'] and (cut := r['cut'][i]):
       notes.append(f'ratio {_number(r["ratio"][i], ".3g")}, {CUTS[cut]}')
-    body.append(element('mark', piece, title=', '.join(notes)) if notes else piece)
+    tag = 'mark' if notes else 'span'
+    if advantages := r.get('advantages'):
+      notes.append(f'advantage {advantages[i]:+.2f}')
+    body.append(element(tag, piece, title=', '.join(notes)) if notes else piece)
   return body
 
 

@@ -20,15 +20,16 @@ import numpy as np
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.learner.learner import Updated
+from bapo_jax.learner.learner import Updated, advantages
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups
+from bapo_jax.types import SOURCES, Groups, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
 MOST_TOKENS = 2**15  # per file with per-token fields, about 40 bytes each
 OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
+OF_TOKENS += ('advantages',)  # only if they differ within the response
 
 
 def write(t: Trainer, workdir: str, record: StepRecord) -> None:
@@ -46,15 +47,15 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not hosts.is_first():
     return
   weights = t.config.batch.weights
-  weight_P = np.asarray([getattr(weights, SOURCES[i]) for i in source_P], np.float32)
-  adv_PG = np.asarray(jax.jit(t.config.advantage)(groups.reward_PG))
-  adv_PG = adv_PG * weight_P[:, None]
+  factors = tuple(getattr(weights, source) for source in SOURCES)
+  of_tokens = jax.jit(advantages, static_argnums=(2, 3))
+  adv_PGT = np.asarray(of_tokens(groups, source_P, t.config.advantage, factors))
   budget = MOST_TOKENS
   lines = []
   for p, (number, of_seat) in enumerate(updated):
-    group = Groups(*(x[p] for x in groups))  # without P
+    group = take(groups, p)  # without P
     problem = int(groups.id_P[p])
-    responses = _responses(t.tokenizer, group, adv_PG[p], of_seat, budget)
+    responses = _responses(t.tokenizer, group, adv_PGT[p], of_seat, budget)
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
@@ -104,18 +105,20 @@ def _updated(updates: Sequence[Updated], seat, group_size):
 def _responses(
   tokenizer: Tokenizer,
   group: Groups,
-  adv_G: np.ndarray,
+  adv_GT: np.ndarray,
   of_seat: Updated | None,
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
-  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G, _ = group
+  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G = group[:8]
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
     mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
     version_N = version_GT[g, mask_T]
+    adv_N = adv_GT[g, mask_T]
+    equal = (adv_N == adv_N[0]).all()
     sampled = {}
     first, last = np.flatnonzero(mask_T)[[0, -1]]
     if not mask_T[first : last + 1].all():
@@ -123,7 +126,8 @@ def _responses(
       mask_T[first:last] = True  # with the messages of the environment
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
     budget -= len(tokens_N)
-    reward, advantage = _numbers([reward_G[g], adv_G[g]])
+    advantage = adv_N[0] if equal else adv_N.mean()
+    reward, advantage = _numbers([reward_G[g], advantage])
     response: dict[str, Any] = {
       'response': text,
       'correct': bool(correct_G[g]),
@@ -139,6 +143,7 @@ def _responses(
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
       response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
+      response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
         response |= {'learner_logp': _numbers(logp_N), 'ratio': _numbers(ratio_N)}

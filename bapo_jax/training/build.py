@@ -248,7 +248,9 @@ def empty_buffer(config: Config) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
   capacity = config.buffer.capacity if config.batch.uses_buffer else 0
   G = config.sampler.group_size
-  return replay_buffer.init(capacity, G, config.row_length, config.buffer.thresholds)
+  T = config.row_length
+  steps = bool(config.rewards.custom.steps)
+  return replay_buffer.init(capacity, G, T, config.buffer.thresholds, steps)
 
 
 def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:

@@ -196,6 +196,12 @@ def _contradictions(config: Config) -> Iterator[str]:
       f'{given} leaves no row with an advantage, because {occurring}; set one of these '
       'weights above 0'
     )
+  rule = config.advantage
+  if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
+    yield (
+      f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
+      f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
+    )
   thresholds = config.buffer.thresholds
   if thresholds.rule == 'everything' and 'reevaluated' in sources:
     yield (
@@ -322,11 +328,15 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   G = config.sampler.group_size
   seats = config.batch.seats(P)
   f32, i32, flags = (jnp.zeros((B, T), kind) for kind in (jnp.float32, jnp.int32, bool))
-  batch = Batch(i32, flags, f32, f32, f32[:, 0], i32[:, 0], flags, i32[:, 0])
+  batch = Batch(i32, flags, f32, f32, f32, i32[:, 0], flags, i32[:, 0])
   none = Unclipped()(f32, batch, lambda _: f32)
-  groups = empty_groups(P, G, T)
+  steps = bool(config.rewards.custom.steps)
+  groups = empty_groups(P, G, T, steps)
   reward_PG = jnp.zeros((P, G))
   flag_PG = reward_PG > 0
+  given, adv = reward_PG, reward_PG
+  if config.advantage.reads == 'groups':
+    given, adv = groups, groups.behavior_logp_PGT
   called: list[Array] = []
 
   def find(ratio_BT: Array) -> Bounds:
@@ -334,7 +344,8 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     return none
 
   def filled() -> Any:
-    buffer = replay_buffer.init(P, G, T, config.buffer.thresholds)
+    thresholds = config.buffer.thresholds
+    buffer = replay_buffer.init(P, G, T, thresholds, steps)
     return config.batch(groups, groups, buffer, 0, jax.random.key(0), seats=seats)
 
   shaping: Any = config.rewards.shaping
@@ -342,12 +353,12 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   def shaped() -> Any:
     return shaping(reward_PG, jnp.zeros((P, G), jnp.int32), flag_PG, flag_PG)
 
-  chosen = empty_groups(seats, G, T), jnp.zeros(seats, jnp.int32)
+  chosen = empty_groups(seats, G, T, steps), jnp.zeros(seats, jnp.int32)
   trials: list[tuple[str, Part, Callable[[], Any], Any]] = [
     ('loss', config.loss, lambda: config.loss(f32, batch, find), (f32, none)),
     ('clip', config.clip, lambda: config.clip(f32, batch, lambda _: f32), none),
     ('mask', config.mask, lambda: config.mask(f32, batch), flags),
-    ('advantage', config.advantage, lambda: config.advantage(reward_PG), reward_PG),
+    ('advantage', config.advantage, lambda: config.advantage(given), adv),
     ('batch', config.batch, filled, chosen),
     ('rewards.shaping', shaping, shaped, (reward_PG, flag_PG)),
   ]
@@ -398,7 +409,7 @@ def _sign(config: Config, batch: Batch) -> Iterator[str]:
     loss_mask_BT=~batch.loss_mask_BT,
     behavior_logp_BT=logp_BT,  # of both policies: all ratios are 1
     prox_BT=logp_BT,
-    adv_B=jnp.ones_like(batch.adv_B),
+    adv_BT=jnp.ones_like(batch.adv_BT),
   )
   none = Unclipped()(logp_BT, up, lambda _: logp_BT)
   weight = jax.grad(lambda logp_BT: config.loss(logp_BT, up, lambda _: none)[0].sum())
@@ -411,6 +422,8 @@ def _sign(config: Config, batch: Batch) -> Iterator[str]:
 
 def _misfit(found: Any, wanted: Any) -> str:
   """Describes how a result differs from the wanted type and shape; '' if it fits."""
+  if wanted is None:
+    return ''
   if isinstance(wanted, Array):
     shape = getattr(found, 'shape', None)
     return '' if shape == wanted.shape else f'{_said(found)}, not {_said(wanted)}'

@@ -89,7 +89,7 @@ class Sampler:
       rollouts = PartialRollouts(self.engine, seats)
       reevaluated = sample(rollouts, actor.newest or actor, hard, keys.reevaluate)
     else:
-      reevaluated = empty(self.engine)
+      reevaluated = empty(self.engine, self.verification.verifier.steps)
     rollouts = self.partial or PartialRollouts(self.engine, self.count)
     now = prompts_lib.next_prompts(problems, prompts.number, self.seed, self.count)
     fresh = sample(rollouts, actor, now, keys.fresh, knobs=self.knobs)
@@ -179,7 +179,8 @@ class Sampler:
     engine = self.engine
     # With pictures the shapes of a batch are not known before.
     if self.score is not None and self.pictures is None and weights is not None:
-      sizes = self.count, engine.group_size, engine.length
+      steps = self.verification.verifier.steps
+      sizes = self.count, engine.group_size, engine.length, steps
       groups = jax.eval_shape(lambda: empty_groups(*sizes))
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)

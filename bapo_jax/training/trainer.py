@@ -5,6 +5,7 @@ and evaluates.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -210,15 +211,14 @@ def update(
   skips = s.consecutive_skips
   for metrics in learned:
     skips = skips + 1 if metrics['learner/skipped'] else 0
-  # If the rewards of every group are equal, every advantage is 0.
-  reward_PG = exchange.whole(batch.reward_PG)
-  learnable_P = (reward_PG.max(1) > reward_PG.min(1)) & (exchange.whole(source_P) >= 0)
+  # nan without a token with an advantage, for instance if all rewards are equal.
+  idle = all(math.isnan(metrics['advantage/positive']) for metrics in learned)
   s = s.replace(
     params=params,
     opt=opt,
     updates=s.updates + sum(not metrics['learner/skipped'] for metrics in learned),
     consecutive_skips=skips,
-    idle_steps=0 if learnable_P.any() else s.idle_steps + 1,
+    idle_steps=s.idle_steps + 1 if idle else 0,
   )
   return s, StepRecord(s.step, batch, source_P, updates)
 

@@ -56,12 +56,13 @@ def minibatch(B: int, T: int) -> tuple[Array, Batch]:
   rng = np.random.default_rng(0)
   old_BT = -rng.exponential(0.5, (B, T)).astype(np.float32)
   logp_BT = old_BT + rng.normal(0, 0.5, (B, T)).astype(np.float32)
-  adv_B = rng.normal(-0.14, 1, B).astype(np.float32)
+  adv_B1 = rng.normal(-0.14, 1, (B, 1)).astype(np.float32)
   lengths_B = rng.integers(T // 4, T + 1, B)
   loss_mask_BT = np.arange(T) < lengths_B[:, None]
+  adv_BT = np.broadcast_to(adv_B1, loss_mask_BT.shape)
   tokens_BT = rng.integers(0, 40, (B, T)).astype(np.int32)
   source_B, on_policy_BT = np.zeros(B, np.int32), np.zeros((B, T), bool)
-  arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_B, source_B, on_policy_BT
+  arrays = tokens_BT, loss_mask_BT, old_BT, old_BT, adv_BT, source_B, on_policy_BT
   fields: list[Any] = [jnp.asarray(x) for x in arrays]
   return jnp.asarray(logp_BT), Batch(*fields)
 
@@ -149,7 +150,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
     loss_rule=loss.Clipped(),
     spec=spec,
     temperature=1.0,
-    grad_accum_steps=1 if rows == batch.adv_B.shape[0] else rows,
+    grad_accum_steps=1 if rows == len(batch.adv_BT) else rows,
   )
   step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
   part = jax.tree.map(lambda x: x[:rows], batch)

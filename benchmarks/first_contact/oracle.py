@@ -100,8 +100,8 @@ def gradient(
   def value(params: Tree) -> Array:
     logp_BT, mask_BT = of_tokens(params, batch.tokens_BT, spec), batch.loss_mask_BT
     ratio_BT = jnp.exp(jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0))
-    adv_B1 = batch.adv_B[:, None]
-    gain_BT = jnp.minimum(ratio_BT * adv_B1, jnp.clip(ratio_BT, low, high) * adv_B1)
+    adv_BT = batch.adv_BT
+    gain_BT = jnp.minimum(ratio_BT * adv_BT, jnp.clip(ratio_BT, low, high) * adv_BT)
     return -jnp.where(mask_BT, gain_BT, 0).sum() / mask_BT.sum()
 
   return jax.grad(value)(params)

@@ -78,12 +78,13 @@ def example(spec: ModelSpec, params: Tree) -> Batch:
     logp_BT = np.asarray(oracle.of_tokens(oracle.wide(params), tokens, spec))
   away_BT = rng.choice([-0.5, -0.05, 0.05, 0.5], (B, T))
   old_BT = np.where(loss_mask_BT, logp_BT + away_BT, 0).astype(np.float32)
+  adv_B1 = np.where(np.arange(B) % 2, -1.0, 0.7)[:, None]
   fields: dict[str, Any] = {  # on the host: every place puts them on its devices
     'tokens_BT': tokens_BT,
     'loss_mask_BT': loss_mask_BT,
     'behavior_logp_BT': old_BT,
     'prox_BT': old_BT,
-    'adv_B': np.where(np.arange(B) % 2, -1.0, 0.7).astype(np.float32),
+    'adv_BT': np.broadcast_to(adv_B1, tokens_BT.shape).astype(np.float32),
     'source_B': np.zeros(B, np.int32),
     'on_policy_BT': loss_mask_BT,
   }

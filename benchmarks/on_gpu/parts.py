@@ -241,12 +241,13 @@ def step() -> None:
       logp_BT = report(what, jax.jit(score), params, tokens_BT, mask_BT)
   if logp_BT is None:
     return
+  adv_B1 = jnp.where(jnp.arange(ROWS) % 2 == 0, 1.0, -1.0)[:, None]
   batch = Batch(
     tokens_BT=tokens_BT,
     loss_mask_BT=mask_BT,
     behavior_logp_BT=logp_BT,
     prox_BT=logp_BT,
-    adv_B=jnp.where(jnp.arange(ROWS) % 2 == 0, 1.0, -1.0),
+    adv_BT=jnp.broadcast_to(adv_B1, tokens_BT.shape),
     source_B=jnp.zeros(ROWS, jnp.int32),
     on_policy_BT=mask_BT,
   )

@@ -90,7 +90,7 @@ def example(rows: int, longest: int, case: str, vocab: int = SPEC.vocab) -> Batc
     loss_mask_BT=jnp.asarray(loss_mask_BT),
     behavior_logp_BT=jnp.asarray(logp_BT, jnp.float32),
     prox_BT=jnp.asarray(logp_BT, jnp.float32),
-    adv_B=jnp.asarray(adv_B, jnp.float32),
+    adv_BT=jnp.broadcast_to(jnp.float32(adv_B)[:, None], loss_mask_BT.shape),
     source_B=jnp.zeros(rows, jnp.int32),
     on_policy_BT=jnp.asarray(loss_mask_BT),
   )

@@ -30,8 +30,8 @@ def teaching(batch: Batch) -> Teaching:
   A row of advantage 0 has no gradient where loss.kl is 0. Rows start at column 0, and
   nothing that is trained on follows their last token.
   """
-  mask_BT, adv_B = np.asarray(batch.loss_mask_BT), np.asarray(batch.adv_B)
-  mask_RT = mask_BT[mask_BT.any(1) & (adv_B != 0)]
+  mask_BT = np.asarray(batch.loss_mask_BT)
+  mask_RT = mask_BT[(mask_BT & (np.asarray(batch.adv_BT) != 0)).any(1)]
   length_R = mask_RT.shape[1] - mask_RT[:, ::-1].argmax(1)
   return Teaching(int(mask_BT.sum()), mask_RT.sum(1), length_R)
 

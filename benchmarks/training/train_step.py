@@ -70,7 +70,8 @@ def ours(kind: str, args: argparse.Namespace) -> Callable[[], float]:
   # Close to the log-probabilities of random weights: ratios close to one.
   logp_BT = np.full(tokens_BT.shape, -np.log(args.vocab), np.float32)
   source_B = np.zeros(args.rows, np.int32)
-  arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_B, source_B, loss_mask_BT
+  adv_BT = np.broadcast_to(adv_B[:, None], tokens_BT.shape)
+  arrays = tokens_BT, loss_mask_BT, logp_BT, logp_BT, adv_BT, source_B, loss_mask_BT
   fields: list[Any] = [jax.numpy.asarray(x) for x in arrays]
   batch = Batch(*fields)
 

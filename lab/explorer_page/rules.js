@@ -34,7 +34,7 @@ function cutOff(logR, adv, bounds) {
 
 // A rule maps a token t and bounds to [ratio that the bounds clip, gain, weight], with
 // t.logp = log pi, t.logR = log pi - log mu, t.logProx = log prox - log mu,
-// t.response = logp and logR of the response's tokens, t.logS = the mean of logR over
+// t.response = logp, logR and adv of the response's tokens, t.logS = the mean of logR over
 // the response, t.logW = its sum, t.future = the discounted sum of logR over this and
 // later tokens, t.adv = the advantage, t.squares = those of the batch (squaresOf), and
 // t.outside = 1 if it is not in the batch. `boundsAt` gives the bounds of any token.
@@ -56,7 +56,7 @@ const LOSSES = {
     return [Math.exp(t.logS), ...cutOff(t.logS, t.adv, bounds)];
   },
   gmpo(t, bounds, k, boundsAt) {
-    const clip = (x) => (t.adv > 0 ? Math.min(x.logR, Math.log(boundsAt(x).high))
+    const clip = (x) => (x.adv > 0 ? Math.min(x.logR, Math.log(boundsAt(x).high))
       : Math.max(x.logR, Math.log(boundsAt(x).low)));
     const gain = Math.exp(t.response.reduce((sum, x) => sum + clip(x), 0) / t.response.length) * t.adv;
     return [Math.exp(t.logR), gain, clip(t) === t.logR ? gain : 0];
@@ -251,11 +251,14 @@ function tokensOf(batch, knobs) {
     const futures = [...ratios];
     for (let i = length - 2; i >= 0; i--) futures[i] += decay * futures[i + 1];
     const scale = sequence ? shortest / length : 1;
-    const response = ratios.map((logR, i) => ({ logR, logp: batch.old[first + i] + logR }));
+    // One advantage per response, or per token.
+    const byToken = batch.adv.length > batch.length.length;
+    const response = ratios.map((logR, i) => (
+      { logR, logp: batch.old[first + i] + logR, adv: batch.adv[byToken ? first + i : row] }));
     ratios.forEach((logR, i) => {
       const [old, future] = [batch.old[first + i], futures[i]];
       const logProx = knobs.moved * logR;
-      const adv = batch.adv[row];
+      const { adv } = response[i];
       tokens.push({ logp: old + logR, old, logR, logProx, response, logS, logW, future, scale, adv });
     });
     first += length;

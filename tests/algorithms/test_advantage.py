@@ -1,5 +1,6 @@
 """Advantage rules: goldens, and the premise that a unanimous group teaches nothing."""
 
+import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
@@ -58,3 +59,51 @@ def test_every_rule_is_centred_and_keeps_the_order_of_each_group(rule, variant):
   for p in (3, 5):  # groups do not depend on each other
     alone_1G = ADVANTAGES[rule](reward_PG[p : p + 1])
     making.close(adv_PG[p : p + 1], alone_1G, count=8)
+
+
+def stepped(rng, rewards=None):
+  """Returns groups whose responses have 0 to 3 steps; group 0 has none at all."""
+  groups = making.groups(range(8), [3, 0, 8, 4] * 2, [0] * 8, T=6)
+  end_PGT = rng.random(groups.tokens_PGT.shape) < 0.4
+  end_PGT[0] = False
+  reward_PGT = rng.normal(size=end_PGT.shape) if rewards is None else rewards
+  reward_PGT = jnp.asarray(np.where(end_PGT, reward_PGT, 0), jnp.float32)
+  return groups._replace(step_reward_PGT=reward_PGT, step_end_PGT=jnp.asarray(end_PGT))
+
+
+# Of the rewards of a group: how its numbers are normalised.
+NORMALISED = {
+  'group_relative': lambda r: (r - r.mean()) / np.sqrt(r.var() + 1e-6),
+  'leave_one_out': lambda r: (r - r.mean()) * len(r) / max(len(r) - 1, 1),
+  'group_centred': lambda r: r - r.mean(),
+}
+
+
+@EVERY_RULE
+def test_process_supervision_is_the_loop_of_the_paper(rule, variant):
+  # arXiv:2402.03300, section 4.1.3: the rewards of all steps of all responses are
+  # normalised together; A_it is the sum of those of the steps with index(j) >= t.
+  groups = stepped(np.random.default_rng(0))
+  adv_PGT = variant(lambda groups: advantage.by_token(ADVANTAGES[rule], groups), groups)
+  wanted_PGT = np.zeros(adv_PGT.shape)
+  for p, (end_GT, reward_GT) in enumerate(
+    zip(groups.step_end_PGT, np.float64(groups.step_reward_PGT), strict=True)
+  ):
+    wanted_PGT[p] = NORMALISED[rule](np.float64(groups.reward_PG[p]))[:, None]
+    if end_GT.any():
+      normalised = iter(NORMALISED[rule](reward_GT[end_GT]))
+      for g, index in np.argwhere(end_GT):  # in the order of reward_GT[end_GT]
+        credit = next(normalised)
+        for t in range(index + 1):
+          wanted_PGT[p, g, t] += credit
+  np.testing.assert_allclose(adv_PGT, wanted_PGT, atol=2e-5)
+  assert np.ptp(adv_PGT, axis=2).any(1).tolist() == [False] + 7 * [True]
+
+
+@EVERY_RULE
+@pytest.mark.parametrize('reward', [0.1, 1 / 3, -0.7])
+def test_equal_step_rewards_get_exact_zeros(rule, reward, variant):
+  groups = stepped(np.random.default_rng(0), reward)
+  groups = groups._replace(reward_PG=jnp.zeros_like(groups.reward_PG))
+  found = variant(lambda groups: advantage.by_token(ADVANTAGES[rule], groups), groups)
+  np.testing.assert_array_equal(found, 0)

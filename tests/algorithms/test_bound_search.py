@@ -56,7 +56,7 @@ def test_each_bound_moves_the_outcome_one_way(seed, lows, highs, target, kind):
   rng = np.random.default_rng(seed)
   ratio_BT = np.exp(rng.normal(0, 0.6, (8, 6))).astype(np.float32)
   batch = making.exact_tokens(seed)[1]._replace(
-    adv_B=rng.normal(0, 1, 8).astype(np.float32)
+    adv_BT=rng.normal(0, 1, ratio_BT.shape).astype(np.float32)
   )
   k = bound_search.Share(
     contribution=kind[0], weight=kind[1], sources=('fresh', 'reused')

@@ -93,7 +93,7 @@ def test_recipe_is_the_public_loop(variant):
   knobs = dict(low=(0.8, 0.95), high=(1.2, 2.0), low_step=0.04, high_step=0.15)
   for t in (0.5, 0.8, 1.0):
     data = [making.exact_tokens(seed, negative=0.4 + seed / 500) for seed in range(150)]
-    data = [(r, b) for r, b in data if (b.adv_B != 0).any()]
+    data = [(r, b) for r, b in data if (b.adv_BT != 0).any()]
     loop = [oracles.public_recipe(*minibatch, t=t, **knobs) for minibatch in data]
     settings = clip.PublicCode(positive_to_negative=t, **knobs)
     rule = type('Recipe', (clip.Recipe,), {'settings': settings})()
@@ -148,7 +148,7 @@ def test_one_sided_and_empty_minibatches_have_bounds(
 ):
   ratio_BT, batch = pair(1.0, 0.95)
   batch = batch._replace(
-    adv_B=np.float32(adv), loss_mask_BT=batch.loss_mask_BT & counted
+    adv_BT=np.float32(adv)[:, None], loss_mask_BT=batch.loss_mask_BT & counted
   )
   low, high, steps, met = balanced(
     (ratio_BT, batch), contribution=contribution, resolution=resolution

@@ -137,7 +137,7 @@ def test_cut_is_where_the_gradient_is_zero(rule):
   metrics = diagnose(logp_BT, 0 * logp_BT, batch, narrow, LOSSES[rule])
   weight_BT = loss.weights(LOSSES[rule], jnp.asarray(logp_BT), batch, narrow)
   weight_BT = np.asarray(weight_BT)
-  teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  teaches_BT = batch.loss_mask_BT & (batch.adv_BT != 0)
   cut = (teaches_BT & (weight_BT == 0)).sum() / batch.loss_mask_BT.sum()
   np.testing.assert_allclose(metrics['clip/fraction'], cut, rtol=making.RTOL)
   assert (cut == 0) == (rule in ('cispo', 'tis', 'reinforce', 'sapo', 'vespo'))
@@ -150,7 +150,7 @@ def test_shares_of_a_minibatch_without_an_advantage_are_nan(rule):
   # 0 would be a share: that of a minibatch whose tokens are all pushed down.
   logp_BT, batch = making.mixed_tokens()
   for adv, expected in ((0.0, np.nan), (-1.0, 0.0)):
-    flat = batch._replace(adv_B=np.full_like(batch.adv_B, adv))
+    flat = batch._replace(adv_BT=np.full_like(batch.adv_BT, adv))
     metrics = diagnose(logp_BT, -logp_BT, flat, rule=LOSSES[rule])
     shares = [name for name in metrics if 'share' in name] + ['advantage/positive']
     assert len(shares) == 5

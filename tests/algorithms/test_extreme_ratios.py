@@ -51,7 +51,7 @@ class Tokens:
     self.logp, self.low, self.high, self.dual = np.float64(logp_BT), *bounds
     self.log_r = self.logp - np.float64(batch.behavior_logp_BT)
     self.stale = np.float64(batch.prox_BT) - np.float64(batch.behavior_logp_BT)
-    self.adv = np.repeat(np.float64(batch.adv_B)[:, None], T, 1)
+    self.adv = np.float64(batch.adv_BT)
 
   def surrogate(self, log_r):
     """Returns (gain, weight) of PPO's clipped surrogate."""
@@ -187,7 +187,7 @@ def test_what_float32_can_represent_is_right(oracle, knobs, bounds):
     gain, weight, *factors = oracle(Tokens(bounds), **knobs)
   sizes = np.abs([gain, weight, *factors])
   fits_BT = (np.nan_to_num(sizes, nan=np.inf) < LARGEST).all(0)
-  assert fits_BT[np.asarray(batch.adv_B) == 0].all() and fits_BT.mean() > 0.5
+  assert fits_BT[np.asarray(batch.adv_BT) == 0].all() and fits_BT.mean() > 0.5
   for found_BT, wanted_BT in ((gain_BT, gain), (weight_BT, weight)):
     close(found_BT, wanted_BT, fits_BT)
 
@@ -232,8 +232,8 @@ CASES += [('clipped', clip.Fixed(), name) for name in MASKS]
 def test_rows_without_an_advantage_move_no_other_row(loss_rule, clip_rule, mask_rule):
   rules = LOSSES[loss_rule], clip_rule, MASKS[mask_rule]
   logp_BT, batch = making.mixed_tokens()
-  batch = batch._replace(adv_B=np.where(np.arange(8) < 2, 0, batch.adv_B))
-  far_BT = np.where(batch.adv_B[:, None] == 0, logp_BT - 200, batch.behavior_logp_BT)
+  batch = batch._replace(adv_BT=np.where(np.arange(8)[:, None] < 2, 0, batch.adv_BT))
+  far_BT = np.where(batch.adv_BT == 0, logp_BT - 200, batch.behavior_logp_BT)
 
   def applied(batch):
     find = loss.finder(rules, jnp.asarray(logp_BT), batch, jnp.ones(8))

@@ -126,7 +126,8 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
       jnp.where(batch.loss_mask_BT, logp_BT - batch.behavior_logp_BT, 0).sum(1) / n_B
     )
     s_B = jnp.exp(log_s_B)
-    gain_B = jnp.minimum(s_B * batch.adv_B, jnp.clip(s_B, 0.75, 1.5) * batch.adv_B)
+    adv_B = batch.adv_BT[:, 0]
+    gain_B = jnp.minimum(s_B * adv_B, jnp.clip(s_B, 0.75, 1.5) * adv_B)
     return gain_B.mean()
 
   def ours(logp_BT):
@@ -138,18 +139,45 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
 
+def test_sequence_is_gspo_token_where_advantages_differ_by_token():
+  # Eq. 13 and 14: min(s A, clip(s) A) with s = sg(s of the response) pi / sg(pi).
+  logp_BT, batch = making.mixed_tokens()
+  adv_BT = np.random.default_rng(1).normal(0, 1, logp_BT.shape).astype(np.float32)
+  batch = batch._replace(adv_BT=adv_BT)
+  sg = jax.lax.stop_gradient
+
+  def paper(logp_BT):
+    mask_BT, n_B1 = batch.loss_mask_BT, batch.loss_mask_BT.sum(1, keepdims=True)
+    r_BT = jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0)
+    s_BT = sg(jnp.exp(r_BT.sum(1, keepdims=True) / n_B1)) * jnp.exp(
+      logp_BT - sg(logp_BT)
+    )
+    least_BT = jnp.minimum(s_BT * adv_BT, jnp.clip(s_BT, 0.75, 1.5) * adv_BT)
+    return (jnp.where(mask_BT, least_BT, 0) / n_B1).sum(1).mean()
+
+  def ours(logp_BT):
+    gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  cut_BT = batch.loss_mask_BT & (np.asarray(jax.grad(ours)(logp_BT)) == 0)
+  assert (cut_BT.any(1) & (cut_BT < batch.loss_mask_BT).any(1)).any()  # parts of a row
+  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+
+
 def test_gmpo_is_the_gradient_of_the_papers_objective():
   # (prod over tokens of |min(r A, clip(r) A)|)^(1 / length) sgn(A), mean over rows.
   logp_BT, batch = making.mixed_tokens()
   low, high = np.exp([-0.4, 0.4])
 
   def paper(logp_BT):
-    mask_BT, adv_B1 = batch.loss_mask_BT, batch.adv_B[:, None]
+    mask_BT, adv_BT = batch.loss_mask_BT, batch.adv_BT
     r_BT = jnp.exp(logp_BT - batch.behavior_logp_BT)
-    least_BT = jnp.minimum(r_BT * adv_B1, jnp.clip(r_BT, low, high) * adv_B1)
-    least_BT = jnp.where(mask_BT & (adv_B1 != 0), jnp.abs(least_BT), 1)
+    least_BT = jnp.minimum(r_BT * adv_BT, jnp.clip(r_BT, low, high) * adv_BT)
+    least_BT = jnp.where(mask_BT & (adv_BT != 0), jnp.abs(least_BT), 1)
     mean_B = jnp.prod(least_BT, 1) ** (1 / mask_BT.sum(1))
-    return (jnp.sign(batch.adv_B) * mean_B).mean()
+    return (jnp.sign(batch.adv_BT[:, 0]) * mean_B).mean()
 
   def ours(logp_BT):
     gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: bounds(low, high))
@@ -157,7 +185,7 @@ def test_gmpo_is_the_gradient_of_the_papers_objective():
 
   logp_BT = jnp.asarray(logp_BT)
   weight_BT = loss.weights(loss.Gmpo(), logp_BT, batch, bounds(low, high))
-  teaches_BT = batch.loss_mask_BT & (batch.adv_B != 0)[:, None]
+  teaches_BT = batch.loss_mask_BT & (batch.adv_BT != 0)
   assert 0.1 < (np.asarray(weight_BT)[teaches_BT] == 0).mean() < 0.9
   making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
   making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)

@@ -39,7 +39,8 @@ def recorded() -> tuple[jax.Array, Batch]:
   """Returns (logp_BT, batch) of the made tokens."""
   made = {name: np.asarray(x) for name, x in FOUND['tokens'].items()}
   zero_BT = np.zeros(made['mask'].shape, np.int32)
-  fields = zero_BT, made['mask'], made['log_q'], made['log_q'], made['adv']
+  adv_BT = made['adv'][:, None] + np.zeros(made['mask'].shape)
+  fields = zero_BT, made['mask'], made['log_q'], made['log_q'], adv_BT
   return jnp.asarray(made['log_p']), Batch(
     *map(jnp.asarray, (*fields, zero_BT[:, 0], zero_BT == 0))
   )
@@ -47,7 +48,7 @@ def recorded() -> tuple[jax.Array, Batch]:
 
 def applied(rules, logp_BT, batch):
   """Returns (sum of gains, weights) under a loss, a clip and a mask rule."""
-  scale_B = jnp.ones(len(batch.adv_B))
+  scale_B = jnp.ones(len(batch.adv_BT))
   find = loss.finder(rules, logp_BT, batch, scale_B)
 
   def total(logp_BT):
@@ -101,20 +102,20 @@ def test_a_mask_reaches_the_search_of_the_bounds(contribution):
   logp_BT, batch = recorded()
   k = {'target': 0.6, 'contribution': contribution}
   rules = loss.Clipped(), clip.Balanced(**k)
-  scale_B = jnp.ones(len(batch.adv_B))
+  scale_B = jnp.ones(len(batch.adv_BT))
 
   def bounds(mask_rule):
     find = loss.finder((*rules, mask_rule), logp_BT, batch, scale_B)
     return find(loss.ratio(logp_BT, batch))
 
   def no_negatives(logp_BT, batch):
-    return jnp.broadcast_to((batch.adv_B > 0)[:, None], logp_BT.shape)
+    return batch.adv_BT > 0
 
   plain, masked = bounds(masks.NoMask()), bounds(no_negatives)
   assert plain.keep_BT is None and int(plain.search_steps) > 0
   # Without negative tokens the share is 1 at the first bounds.
   assert int(masked.search_steps) == 0 and bool(masked.target_met)
-  assert not np.asarray(masked.keep_BT)[np.asarray(batch.adv_B) < 0].any()
+  assert not np.asarray(masked.keep_BT)[np.asarray(batch.adv_BT) < 0].any()
 
 
 @pytest.mark.parametrize(

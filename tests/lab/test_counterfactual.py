@@ -57,7 +57,7 @@ def test_bounds_cut_what_they_say_and_leave_ratio_times_advantage(tmp_path):
   assert found.step == 7 and found.logp_BT.shape == (2, 4)
   grpo = by(found, GRPO)
   # Advantages +1 and -1, seven tokens; above 1.2 and below .8 nothing is moved.
-  assert grpo.adv_B == pytest.approx([1, -1], abs=1e-4)
+  assert grpo.adv_BT[:, 0] == pytest.approx([1, -1], abs=1e-4)
   expected = np.asarray([[1.0, 0, 0, 0], [0, 0, -1, -3]]) / 7
   assert grpo.weight_BT == pytest.approx(expected, abs=1e-4)
   assert grpo.cut_BT.tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
@@ -114,7 +114,7 @@ def test_every_update_has_a_search_of_its_own(tmp_path):
   assert nine.share == pytest.approx(1 / 5, abs=1e-4)
   # The advantages are those of whole groups, also where a row is looked at alone.
   alone = counterfactual.only(found, np.asarray([3]))
-  assert by(alone, GRPO).adv_B == pytest.approx([-1], abs=1e-4)
+  assert by(alone, GRPO).adv_BT[:, 0] == pytest.approx([-1], abs=1e-4)
   fixed = counterfactual.searches(found, counterfactual.config_of(found, GRPO))
   assert [search.stopped for search in fixed] == ['', '', '']
   counts = counterfactual.summarise(str(tmp_path), ARMS, 'grpo')['searches']
@@ -127,7 +127,7 @@ def test_advantages_have_the_weights_of_their_sources(tmp_path):
   knobs = GRPO | {'batch.rule': 'adapted', 'batch.weights.reused': 0.25}
   other = by(found, knobs)
   # Advantages +1 and -1, a quarter of them; four tokens of ratio 1.
-  assert other.adv_B == pytest.approx([0.25, -0.25], abs=1e-4)
+  assert other.adv_BT[:, 0] == pytest.approx([0.25, -0.25], abs=1e-4)
   expected = np.asarray([[0.25, 0.25], [-0.25, -0.25]]) / 4
   assert other.weight_BT == pytest.approx(expected, abs=1e-4)
 
@@ -294,10 +294,24 @@ def two_rows(tmp_path):
   return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', rows))
 
 
+def test_the_part_of_an_advantage_that_is_not_of_the_response_stays(tmp_path):
+  # GRPO gives +1 and -1; the recorded advantages of the first response have .5 more on
+  # its first token. Without the division by the deviation, .5, that is .5 + .5.
+  found = recorded(
+    tmp_path,
+    response(1.0, [1.0, 1.0], advantages=[1.5, 1.0]),
+    response(0.0, [1.0, 1.0], advantages=None),
+  )
+  for knobs, first in (({}, 1.0), ({'advantage.rule': 'group_centred'}, 0.5)):
+    adv_BT = by(found, GRPO | knobs).adv_BT
+    expected = [[first + 0.5, first], [-first, -first]]
+    assert adv_BT == pytest.approx(np.asarray(expected), abs=1e-4)
+
+
 def by_rule(weight_BT, cut_BT):
-  adv_B = np.asarray([1.0, -1.0])
+  adv_BT = np.repeat([[1.0], [-1.0]], 3, axis=1)
   weight_BT, cut_BT = np.asarray(weight_BT, np.float32), np.asarray(cut_BT)
-  return Applied(None, np.full((2, 3), 2.0), adv_B, weight_BT, cut_BT, weight_BT)
+  return Applied(None, np.full((2, 3), 2.0), adv_BT, weight_BT, cut_BT, weight_BT)
 
 
 def spans(text):

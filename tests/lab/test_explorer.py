@@ -161,8 +161,8 @@ def expected(values, points):
     'dual': float(bounds.dual),
     'index': int(bounds.search_steps),
     'met': bool(bounds.target_met),
-    'before': share(before_BT, batch.adv_B),
-    'after': share(after_BT, batch.adv_B),
+    'before': share(before_BT, batch.adv_BT),
+    'after': share(after_BT, batch.adv_BT),
     'cut': (after_BT[mask_BT] == 0).astype(int).tolist(),
     'weights': np.asarray(loss.weights(rule, logp_BT, batch, bounds))[mask_BT],
     'points': np.stack(rule_curves.curve(rule, *tokens, alone), 1),
@@ -178,7 +178,7 @@ def added_row(recorded, logp, old, adv):
     loss_mask_BT=jnp.vstack([batch.loss_mask_BT, row_T]),
     behavior_logp_BT=jnp.vstack([batch.behavior_logp_BT, row_T * old]),
     prox_BT=jnp.vstack([batch.prox_BT, row_T * old]),
-    adv_B=jnp.append(batch.adv_B, adv),
+    adv_BT=jnp.vstack([batch.adv_BT, row_T * adv]),
     source_B=jnp.append(batch.source_B, 0),
     on_policy_BT=jnp.vstack([batch.on_policy_BT, row_T & False]),
   )
@@ -192,15 +192,15 @@ def kept_beside(mask, recorded, tokens):
   def keep(logp, old, adv):
     return mask(*added_row(recorded, logp, old, adv))[-1, 0]
 
-  return jax.vmap(keep)(logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_B)[
-    :, None
-  ]
+  return jax.vmap(keep)(
+    logp_N1[:, 0], alone.behavior_logp_BT[:, 0], alone.adv_BT[:, 0]
+  )[:, None]
 
 
-def share(weight_BT, adv_B):
+def share(weight_BT, adv_BT):
   """The share of the tokens with A > 0 in the sum of |weight|; 0 without weights."""
   size_BT = np.abs(np.asarray(weight_BT))
-  return size_BT[np.asarray(adv_B) > 0].sum() / max(size_BT.sum(), 1e-30)
+  return size_BT[np.asarray(adv_BT) > 0].sum() / max(size_BT.sum(), 1e-30)
 
 
 @pytest.mark.parametrize('rule', RULES['loss'])
@@ -447,14 +447,14 @@ def soft(logp_BT, batch, find, *, tau=0.5, floor=0.0, steps=3):
   """Computes a soft gate: </script><script>document.title = 'hacked'</script>."""
   r_BT = loss.ratio(logp_BT, batch)
   gain_BT = jax.nn.sigmoid(tau * (r_BT - 1)) + floor * r_BT * logp_BT
-  return jnp.where(batch.loss_mask_BT, gain_BT * batch.adv_B[:, None], 0), find(r_BT)
+  return jnp.where(batch.loss_mask_BT, gain_BT * batch.adv_BT, 0), find(r_BT)
 
 
 def leaky(logp_BT, batch, find, *, slope=0.125):
   """Computes the clipped surrogate with a slope beyond the bounds."""
   clipped_BT, bounds = loss.Clipped()(logp_BT, batch, find)
   r_BT = loss.ratio(logp_BT, batch)
-  leak_BT = slope * r_BT * batch.adv_B[:, None]
+  leak_BT = slope * r_BT * batch.adv_BT
   return jnp.where(batch.loss_mask_BT, clipped_BT + leak_BT, 0), bounds
 
 
@@ -534,7 +534,7 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
       wanted = {
         'points': np.stack(rule_curves.curve(bound, *tokens, bounds), 1),
         'weights': weight_BT[mask_BT],
-        'after': share(weight_BT, recorded[1].adv_B),
+        'after': share(weight_BT, recorded[1].adv_BT),
       }
       close(found, wanted, case)
     about = page.evaluate("byId('about').innerText")
@@ -620,9 +620,9 @@ def test_a_recorded_step_is_read_as_elsewhere():
   np.testing.assert_array_equal(batch.behavior_logp_BT, other.behavior_logp_BT)
   np.testing.assert_array_equal(batch.loss_mask_BT, other.loss_mask_BT)
   config = counterfactual.config_of(other, {})
-  adv_B = counterfactual.apply(other, config).adv_B
+  adv_BT = counterfactual.apply(other, config).adv_BT
   # Advantages are recorded with four decimals.
-  np.testing.assert_allclose(batch.adv_B, adv_B, rtol=0, atol=5.1e-5)
+  np.testing.assert_allclose(batch.adv_BT, adv_BT, rtol=0, atol=5.1e-5)
 
 
 def test_every_rule_and_every_method_is_on_the_page(drawn):

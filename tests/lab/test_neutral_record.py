@@ -52,7 +52,7 @@ def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   assert found.loss_mask_BT.tolist() == [[1, 1, 0], [1, 1, 1]]
   assert found.pieces == [['x', '\u2028'], ['<0>', '<1>', '<2>']] and found.ids is None
   one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-  assert one.adv_B == pytest.approx([1, -1], abs=1e-3)
+  assert one.adv_BT[:, 0] == pytest.approx([1, -1], abs=1e-3)
 
 
 def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
@@ -115,7 +115,9 @@ def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
     path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
     found = counterfactual.read(path)
     one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-    assert one.adv_B == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
+    assert one.adv_BT[:, 0] == pytest.approx(
+      np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
+    )
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
@@ -153,7 +155,9 @@ def test_what_trl_wrote_is_cut_as_trl_cut_it():
   one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
   # One of four is right in the first group, so the advantages are 3 and -1 over the
   # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
-  assert one.adv_B[:4] == pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
+  assert one.adv_BT[:4, 0] == pytest.approx(
+    np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
+  )
   # What notebooks.make printed: TRL's clip_ratio of the updates 3 and 4.
   printed = {
     3: (0.2075471729040146, 0.5094339847564697),
@@ -162,7 +166,7 @@ def test_what_trl_wrote_is_cut_as_trl_cut_it():
   for update, (low, high) in printed.items():
     rows = np.flatnonzero(found.update_B == update)
     tokens = found.loss_mask_BT[rows].sum()
-    negative = one.adv_B[rows][:, None] < 0
+    negative = one.adv_BT[rows] < 0
     cut_BT = one.cut_BT[rows] > 0
     assert (cut_BT & negative).sum() / tokens == pytest.approx(low)
     assert (cut_BT & ~negative).sum() / tokens == pytest.approx(high)

@@ -85,8 +85,8 @@ def stale(seed, B=16, mean=-0.1):
 def sides(grads_BT, batch):
   """(P, N): what tokens with A > 0 and with A < 0 have in this gradient."""
   size_BT = jnp.abs(grads_BT)
-  adv_B1 = batch.adv_B[:, None]
-  return tuple(jnp.where(on_B1, size_BT, 0).sum() for on_B1 in (adv_B1 > 0, adv_B1 < 0))
+  adv_BT = batch.adv_BT
+  return tuple(jnp.where(on_BT, size_BT, 0).sum() for on_BT in (adv_BT > 0, adv_BT < 0))
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def test_flatten_golden():
   batch = learner.flatten(
     groups, jnp.asarray([2, -1]), advantage.GroupCentred(), weights=(1.0, 1.0, 0.5)
   )
-  np.testing.assert_array_equal(batch.adv_B, [0.25, -0.25, 0, 0])
+  np.testing.assert_array_equal(batch.adv_BT[:, 0], [0.25, -0.25, 0, 0])
   np.testing.assert_array_equal(batch.loss_mask_BT[:2], groups.response_mask_PGT[0])
   np.testing.assert_array_equal(batch.loss_mask_BT[2:], False)
   np.testing.assert_array_equal(batch.tokens_BT[3], groups.tokens_PGT[1, 1])
@@ -82,7 +82,7 @@ def test_flatten_golden():
 
 def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params):
   # Nothing to gain but nearness: the gradient is that of the mean of r - 1 - log r.
-  batch = rows(params, noise=0.3)._replace(adv_B=jnp.zeros(B))
+  batch = rows(params, noise=0.3)._replace(adv_BT=jnp.zeros((B, T)))
 
   def far(params):
     log_r_BT = score(params, batch.tokens_BT) - batch.behavior_logp_BT
@@ -109,7 +109,8 @@ def test_micro_batches_may_search_by_themselves(params):
   knobs = dict(grad_accum_steps=2, bounds_scope='micro_batch')
   chosen = making.objective(RULES['balanced'], **knobs)
   first_B = objective_lib.micro_batches(batch, chosen).mine(0)[:, 0]
-  batch = batch._replace(adv_B=jnp.where(first_B, jnp.float32(0.2), -1))
+  adv_B = jnp.where(first_B, jnp.float32(0.2), -1)
+  batch = batch._replace(adv_BT=jnp.broadcast_to(adv_B[:, None], batch.tokens_BT.shape))
   _, grads, (_, bounds) = gradient(**knobs)(params, batch)
   assert bounds.low.shape == (B, 1)
   assert 0 < first_B.sum() < B
@@ -166,7 +167,7 @@ def test_without_a_group_nothing_changes(params):
   assert metrics['loss/value'] == 0 and metrics['learner/grad_norm'] == 0
 
 
-@pytest.mark.parametrize('field', ['adv_B', 'behavior_logp_BT'])
+@pytest.mark.parametrize('field', ['adv_BT', 'behavior_logp_BT'])
 def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   # One number is enough to spoil all weights; nothing of it may stay in the moments.
   batch = rows(params)
@@ -174,12 +175,12 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   params, opt, metrics, _ = learn('balanced', ADAM)(params, opt, batch)
   assert not metrics['learner/skipped']
   # Infinite advantage; or an importance ratio that overflows.
-  bad = {'adv_B': jnp.inf, 'behavior_logp_BT': -1e4}[field]
+  bad = {'adv_BT': jnp.inf, 'behavior_logp_BT': -1e4}[field]
   spoilt = getattr(batch, field)
-  where = (0,) if field == 'adv_B' else (0, int(batch.loss_mask_BT[0].argmax()))
+  where = 0 if field == 'adv_BT' else (0, int(batch.loss_mask_BT[0].argmax()))
   broken = batch._replace(**{field: spoilt.at[where].set(bad)})
   if field == 'behavior_logp_BT':  # clipping saves a positive token only
-    broken = broken._replace(adv_B=broken.adv_B.at[0].set(-1))
+    broken = broken._replace(adv_BT=broken.adv_BT.at[0].set(-1))
   after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, broken)
   assert metrics['learner/skipped']
   assert runs.same(after, params) and runs.same(opt_after, opt)

@@ -91,7 +91,7 @@ def check(loss_rule, aggregate, tied=True, **knobs):
     assert not bounds.keep_BT.all()
   if loss_rule in ('clipped', 'decoupled', 'sequence'):
     assert bounds.search_steps > 0
-  teaches_BT = (batch.adv_B != 0)[:, None] & batch.loss_mask_BT
+  teaches_BT = (batch.adv_BT != 0) & batch.loss_mask_BT
   for name, x_BT in stats._asdict().items():
     wanted_BT = np.where(teaches_BT, x_BT, 0)
     making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
@@ -175,7 +175,7 @@ def test_a_penalty_reaches_rows_without_an_advantage():
   plain, penalised = (objective('clipped', 'token', kl=kl) for kl in (0.0, 0.3))
   computed_B = objective_lib.micro_batches(batch, plain).packed.bin_B >= 0
   trained_B = batch.loss_mask_BT.any(1)
-  np.testing.assert_array_equal(computed_B, trained_B & (batch.adv_B != 0))
+  np.testing.assert_array_equal(computed_B, trained_B & (batch.adv_BT != 0).any(1))
   all_B = objective_lib.micro_batches(batch, penalised).packed.bin_B >= 0
   np.testing.assert_array_equal(all_B, trained_B)
   assert 0 < computed_B.sum() < trained_B.sum()
@@ -191,7 +191,7 @@ def test_a_penalty_reaches_rows_without_an_advantage():
 def test_a_batch_without_an_advantage_costs_no_pass():
   # And leaves the moments their say, as a gradient of zeros does.
   params, batch = example()
-  batch = batch._replace(adv_B=jnp.zeros(B))
+  batch = batch._replace(adv_BT=jnp.zeros_like(batch.adv_BT))
   chosen = objective('clipped', 'token', grad_accum_steps=2)
   assert objective_lib.micro_batches(batch, chosen).packed.used == 0
   tx = optax.adam(1e-2)

@@ -93,6 +93,59 @@ def test_what_a_function_may_return(tmp_path, value, right, reward):
   json.dumps(verdict)  # a process sends it
 
 
+STEPS = "@bapo_jax.declare(steps='{}')\ndef score(sample):"
+
+
+@pytest.mark.parametrize(
+  ('unit', 'value', 'found'),
+  [
+    # The tokens of GOOD end after 3, 7 and 10 characters.
+    ('characters', '{"a": 1, "steps": [(1, 0.5), (3, 1), (4, 2)]}', [1, 1, 2]),
+    ('characters', '{"steps": [(7, 0.5), (8, 1), (10, 2)]}', [2, 3, 3]),
+    (
+      'tokens',
+      'Verdict(True, "r", None, 1, None, [(1, 0), (3, np.float32(2))])',
+      [1, 3],
+    ),
+    ('tokens', '{"a": 1, "steps": []}', []),
+  ],
+)
+def test_a_step_ends_at_the_token_with_its_last_character(tmp_path, unit, value, found):
+  sample = GOOD._replace(ends=(3, 7, 10))
+  (verdict,) = scored(written(tmp_path, f'return {value}', STEPS.format(unit)), sample)
+  assert [end for end, _ in verdict.steps or ()] == found and verdict.right is not None
+  assert 'steps' not in verdict.parts
+  json.dumps(verdict)
+
+
+def test_the_steps_of_all_functions_have_their_weights(tmp_path):
+  place = written(tmp_path, 'return {"steps": [(2, 3)]}', STEPS.format('tokens'))
+  rule = f'exact,{place},{MY}:halves'
+  sample = GOOD._replace(ends=(3, 7, 10))
+  (verdict,) = scored(rule, sample, weights=(1.0, 2.0, -1.0))
+  assert verdict.steps == [(2, 6.0), (2, -0.0), (3, -2.0)]
+
+
+@pytest.mark.parametrize(
+  ('unit', 'value', 'reason'),
+  [
+    ('', '{"steps": []}', "declares no steps='characters', but returned some"),
+    ('tokens', '0.5', "declares steps='tokens', but returned none"),
+    ('tokens', '{"steps": [(4, 1)]}', 'cannot be used: a step ends at 4 of 3 tokens'),
+    ('characters', '{"steps": [(0, 1)]}', 'a step ends at 0 of 10 characters'),
+    ('tokens', '{"steps": [(1, math.nan)]}', 'cannot be used: not a finite number'),
+    ('tokens', '{"steps": [1.5]}', 'cannot be used: cannot unpack non-iterable'),
+    ('tokens', '{"steps": [(1.5, 1)]}', 'cannot be used: '),
+    ('tokens', 'Verdict(None, "by hand", None)', 'by hand'),
+  ],
+)
+def test_steps_that_do_not_fit_are_undecided(tmp_path, unit, value, reason):
+  sample = GOOD._replace(ends=(3, 7, 10))
+  head = STEPS.format(unit) if unit else 'def score(sample):'
+  (verdict,) = scored(written(tmp_path, f'return {value}', head), sample)
+  assert verdict.right is None and not verdict.steps and reason in verdict.reason
+
+
 @pytest.mark.parametrize(
   ('body', 'reason'),
   [

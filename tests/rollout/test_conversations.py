@@ -187,6 +187,8 @@ def test_nothing_depends_on_when_an_answer_comes(environment):
 def assert_same_text(found: rollout.Rollout):
   """The same tokens as in the reference, and log-probabilities up to rounding."""
   for name, wanted in reference().groups._asdict().items():
+    if wanted is None:  # without process rewards
+      continue
     mine = np.asarray(getattr(found.groups, name))[: len(IDS)]
     tolerance = 1e-5 if name == 'behavior_logp_PGT' else 0
     np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)

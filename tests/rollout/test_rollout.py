@@ -4,6 +4,7 @@ import dataclasses
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from bapo_jax import types
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.models import decoder
 from bapo_jax.rewards import rewards
+from bapo_jax.rewards.rewards import PendingVerdicts
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout, shapes
 from bapo_jax.rollout.knobs import RolloutConfig
@@ -61,6 +63,11 @@ def sample(
   )
 
 
+def arrays(groups):
+  """Returns the arrays of groups, without those of a run with step rewards."""
+  return {name: x for name, x in groups._asdict().items() if x is not None}
+
+
 @pytest.fixture(scope='module')
 def sampled():
   """Problem 2, an empty seat, problem 0; sampled at step 9 with weights of step 8."""
@@ -69,10 +76,11 @@ def sampled():
 
 def test_the_record_has_its_shapes_and_its_dates(sampled):
   groups = sampled.groups
-  size = types.agree(**groups._asdict())
+  size = types.agree(**arrays(groups))
   assert size == {'P': 3, 'G': GROUP, 'T': WIDTH + NEW}
   like = types.empty_groups(3, GROUP, WIDTH + NEW)
-  for field, nothing in zip(groups, like, strict=True):
+  pairs = zip(arrays(groups).values(), arrays(like).values(), strict=True)
+  for field, nothing in pairs:
     assert field.dtype == nothing.dtype
     np.testing.assert_array_equal(field[1], nothing[1])  # an empty seat
   np.testing.assert_array_equal(groups.id_P, [2, -1, 0])
@@ -117,7 +125,7 @@ def test_an_empty_seat_is_wrong_whatever_the_rule_makes_of_no_text():
 
 def test_no_prompts_are_a_record_of_no_rows():
   found = sample([], step=9, policy_version=8)
-  assert types.agree(**found.groups._asdict()) == {'P': 0, 'G': GROUP, 'T': WIDTH + NEW}
+  assert types.agree(**arrays(found.groups)) == {'P': 0, 'G': GROUP, 'T': WIDTH + NEW}
   assert found.texts == found.verdicts == []
 
 
@@ -186,6 +194,37 @@ def test_slow_verdicts_are_requested_while_others_are_decoded(sampled):
   for a, b in zip(found.groups, sampled.groups, strict=True):
     np.testing.assert_array_equal(a, b)
   assert found.verdicts == sampled.verdicts
+
+
+class Stepwise(making.OddVerifier):
+  """Ends a step after each third token, with its number as the reward."""
+
+  def __init__(self):
+    super().__init__()
+    self.steps = self.custom = True
+
+  def submit(self, samples):
+    verdicts = []
+    for sample, verdict in zip(samples, super().submit(samples).verdicts, strict=True):
+      ends = range(3, len(sample.ends) + 1, 3)
+      verdicts.append(verdict._replace(steps=[(end, float(end)) for end in ends]))
+    return PendingVerdicts(verdicts, samples)
+
+
+def test_rewards_of_steps_are_at_the_tokens_that_end_them(sampled):
+  found = sample([2, -1, 0], step=9, policy_version=8, verifier=Stepwise()).groups
+  mask_PGT = np.asarray(found.response_mask_PGT)
+  number_PGT = np.where(mask_PGT, mask_PGT.cumsum(2), 0)  # of the token, from 1
+  ends_PGT = mask_PGT & (number_PGT % 3 == 0)
+  assert ends_PGT[0].any() and not ends_PGT[1].any()
+  np.testing.assert_array_equal(found.step_end_PGT, ends_PGT)
+  np.testing.assert_array_equal(
+    found.step_reward_PGT, np.where(ends_PGT, number_PGT, 0)
+  )
+  np.testing.assert_array_equal(found.tokens_PGT, sampled.groups.tokens_PGT)
+  like = types.empty_groups(3, GROUP, WIDTH + NEW, True)
+  assert like.step_end_PGT.dtype == found.step_end_PGT.dtype == bool
+  assert jax.tree.map(jnp.shape, like) == jax.tree.map(jnp.shape, found)
 
 
 # --- widths of prefills and segments of the cache -------------------------------------

@@ -482,7 +482,7 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   plain = {'clip.rule': 'unclipped'}
   without = counterfactual.apply(found, counterfactual.config_of(found, plain))
   masked = np.asarray(~own.bounds.keep_BT) & found.loss_mask_BT
-  assert masked.any() and (own.cut_BT[masked & (own.adv_B != 0)[:, None]] == 2).all()
+  assert masked.any() and (own.cut_BT[masked & (own.adv_BT != 0)] == 2).all()
   # The run recorded the same reason; the lab has one mask for all updates of the step.
   groups = step_record.read(str(whole), found.step)
   cuts = [cut for g in groups for r in g['responses'] for cut in r['cut'] or ()]

@@ -108,7 +108,9 @@ def last_step(workdir: pathlib.Path) -> int:
   return max((int(row['step']) for row in metrics.read(workdir)), default=0)
 
 
-KNOBS = RULES | PARTIAL | runs.TALK
+MY = pathlib.Path(__file__).parents[1] / 'my_functions.py'
+# With rewards of steps, in the groups and in the replay buffer.
+KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{MY}:halves'}
 
 
 @pytest.fixture

@@ -119,7 +119,8 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   right, wrong = response('yes', True), response('no', False)
   cut = dict(pieces=['a', 'b<', 'c'], ratio=[1.0, 2.5, None], cut=[2, 1, 0])
   groups = [[right, right], [right, wrong | {'taught': False}]]
-  groups.append([right, right, response('ab<c', False, **cut)])
+  by_token = {'advantages': [2.0, 2.0, -1.0]}
+  groups.append([right, right, response('ab<c', False, **cut | by_token)])
   sample = dict(problem='1+2?', answer='3', response='so 3', correct=True)
   sample |= dict(extracted='3', verdict='right', reason='')
   lost = sample | dict(correct=False, verdict='wrong', extracted='12', reason='not 3')
@@ -129,8 +130,9 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   heads = [head.removeprefix('Problem ') for head in heads]
   assert heads == ['2: 2 of 3 right', '1: 1 of 2 right', '0: 2 of 2 right']
   assert page.texts['mark'] == ['a', 'b<']
-  for title in ('ratio 1, masked', 'ratio 2.5, clipped'):
-    assert f'title="{title}"' in page.text
+  for title in ('ratio 1, masked, advantage +2.00', 'ratio 2.5, clipped', 'advantage'):
+    assert f'title="{title}' in page.text
+  assert page.text.count('mean advantage ') == 1
   text = re.sub('<[^>]*>', '', page.text)
   assert 'Before: wrong; the verifier read 12 (not 3)' in text
   assert 'Of 1 responses: 1 wrong before, right after; 0 right before' in text

@@ -112,6 +112,25 @@ def test_every_number_is_that_of_its_group_and_of_its_update(tmp_path):
   assert all(r[k] is None for r in rows[1]['responses'] for k in ('ratio', 'cut'))
 
 
+def test_advantages_that_differ_by_token_are_recorded_by_token(tmp_path):
+  t, record = held_step()
+  # Seat 3, reused: of two responses, the first ends a step of reward 1 after `4`, and
+  # the second one of reward 0 after its end: +1 and -1, half of which counts.
+  end_PGT = np.zeros((P, G, T), bool)
+  end_PGT[3, 0, 3] = end_PGT[3, 1, 5] = True
+  reward_PGT = jnp.float32(end_PGT & (np.arange(T) == 3))
+  groups = record.groups._replace(
+    step_end_PGT=jnp.asarray(end_PGT), step_reward_PGT=reward_PGT
+  )
+  rows = recorded(t, record._replace(groups=groups), tmp_path)
+  first, second = rows[2]['responses']
+  np.testing.assert_allclose(first['advantages'], [1, 1, 0.5, 0.5], atol=1e-3)
+  assert first['advantage'] == pytest.approx(0.75, abs=1e-3)
+  assert second['advantages'] is None
+  assert second['advantage'] == pytest.approx(-1, abs=1e-3)
+  assert [r['advantages'] for r in rows[0]['responses']] == [None, None]
+
+
 def test_the_last_update_that_had_a_group_is_recorded(tmp_path):
   rows = recorded(*held_step(updates=((0, 4), (3, 1), (4, 0), (1, 3))), tmp_path)
   assert [row['update'] for row in rows] == [3, 4, 4, 3]
@@ -158,7 +177,7 @@ def test_cut_tokens_are_those_without_a_gradient(rule):
   bounds = clip.Fixed(low=0.9, high=1.1)(jnp.ones_like(logp_BT), batch, None)
   cut_BT = np.asarray(diagnostics.updated_tokens(rule, logp_BT, batch, bounds).cut_BT)
   slope_BT = jax.grad(lambda x: rule(x, batch, lambda _: bounds)[0].sum())(logp_BT)
-  live_BT = np.asarray(batch.loss_mask_BT & (batch.adv_B != 0)[:, None])
+  live_BT = np.asarray(batch.loss_mask_BT & (batch.adv_BT != 0))
   assert np.array_equal(cut_BT, live_BT & (np.asarray(slope_BT) == 0))
   assert cut_BT.any() and (live_BT & (cut_BT == 0)).any()
   # A mask is named as the reason, also for tokens out of bounds, and only for tokens

@@ -109,7 +109,7 @@ def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
     ended_B = (whole.loss_mask_BT & np.isin(whole.tokens_BT, eos)).any(1)
     expected_BT = whole.loss_mask_BT & ended_B[:, None]
     np.testing.assert_array_equal(batch.loss_mask_BT, expected_BT)
-    np.testing.assert_array_equal(batch.adv_B, whole.adv_B)
+    np.testing.assert_array_equal(batch.adv_BT, whole.adv_BT)
     rows += (~ended_B).sum()
   assert rows > 0
 

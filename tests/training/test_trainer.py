@@ -70,6 +70,7 @@ class Script:
     patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
     engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=None)
     nothing: Any = None
+    verifier: Any = python_types.SimpleNamespace(steps=False)
     timer = PhaseTimer()
     fields: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
     fields |= {
@@ -82,7 +83,7 @@ class Script:
       'sampler': sampler.Sampler(
         engine,
         nothing,
-        Verification(PROBLEMS, nothing, nothing, timer),
+        Verification(PROBLEMS, nothing, verifier, timer),
         seed=self.config.seed,
         count=P,
         places=P,
@@ -117,6 +118,8 @@ class Script:
   def train_step(self, params, opt, batch):
     self.freed.append(self.actor['updates'].is_deleted())
     metrics = self.updates(len(self.freed) - 1)
+    if not batch.adv_BT.any():
+      metrics = metrics | {'advantage/positive': jnp.float32(np.nan)}
     return {'updates': params['updates'] + 1}, opt, metrics, None
 
   def loop(self, **fields: int) -> list[tuple[TrainState, trainer.Metrics, Any]]:
@@ -270,13 +273,16 @@ def test_skipped_updates_are_counted_over_steps(monkeypatch):
   assert [row['learner/updates'] for _, row, _ in steps] == [8, 8, 8, 8, 9]
 
 
-def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch):
+@pytest.mark.parametrize('rule', ['learnable_only', 'fresh_only'])
+def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch, rule):
   # Groups of 8: 0 and 8 right are of one reward each, 3 right is not.
   script = [(0, 8), (8, 8), (0, 3), (0, 0)]
-  knobs = EXTRA | {'batch.max_extra_rounds': 0}
+  knobs = {'batch.rule': rule, 'batch.max_extra_rounds': 0}
   steps = Script(monkeypatch, script, steps=4, **knobs).loop(idle_steps=4)
   assert [s.idle_steps for s, *_ in steps] == [5, 6, 0, 1]
   assert [row['learner/idle_steps'] for _, row, _ in steps] == [5, 6, 0, 1]
+  if rule == 'fresh_only':
+    return
   # Without an update a step has the metrics of its rollouts alone.
   _, row, _ = steps[0]
   assert row['rollout/accuracy'] == 0.5 and row['batch/filled'] == 0
