@@ -345,3 +345,115 @@ def test_a_message_has_no_gradient_and_changes_what_follows():
 
   plain, noisy = (jax.grad(value)(PARAMS, noise) for noise in (0.0, 7.0))
   jax.tree.map(np.testing.assert_array_equal, plain, noisy)
+
+
+# --- environments that fail -----------------------------------------------------------
+
+FAILING = """
+import time
+
+
+def misbehave(turn, *, how: str = '', at: int = 1):
+  if turn.number < at:
+    return f'{turn.number}=\\n'
+  if how == 'raises':
+    raise KeyError('nothing')
+  if how == 'exits':
+    raise SystemExit(3)
+  if how == 'hangs':
+    time.sleep(600)
+  if how == 'loops':
+    while True:
+      pass
+  return {
+    'megabyte': '7' * 2**20,
+    'bytes': b'7',
+    'number': 7,
+    'empty': '',
+    'unknown': 'seven',
+    'special': '<eos>7',
+  }[how]
+"""
+REASONS = {
+  'raises': "KeyError: 'nothing'",
+  'exits': 'SystemExit: 3',
+  'hangs': 'took over',
+  'loops': 'took over',
+  'megabyte': ' tokens, but',
+  'bytes': "returned b'7', neither a message nor None",
+  'number': 'returned 7, neither',
+  'empty': "returned '', neither",
+  'unknown': "no token for 's'",
+}
+
+
+@pytest.mark.parametrize('at', [1, 2])
+@pytest.mark.parametrize('how', REASONS)
+def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, capsys):
+  if (how, at) in [('hangs', 2), ('loops', 2)]:
+    pytest.skip('takes seconds per row, and is the same path')
+  path = tmp_path / 'failing.py'
+  path.write_text(FAILING)
+  rule = f'{path}:misbehave'
+  custom = custom_code.section([rule], CustomEnvironment)(how=how, at=at)
+  k = Environment(
+    rule=rule, custom=custom, max_turns=TURNS, timeout=0.2, deadline=0.2, workers=2
+  )
+  engine = dataclasses.replace(LONG, group_size=4 if how in ('hangs', 'loops') else 8)
+  ids = [0] if how in ('hangs', 'loops') else IDS
+  verifier = Verifier(Verification(rule='exact'), k)
+  sampled = sample(verifier, engine=engine, ids=ids)
+  g = jax.tree.map(np.asarray, sampled.groups)
+  begun = (g.response_mask_PGT[..., 1:] & ~g.response_mask_PGT[..., :-1]).sum(2)
+  filled = g.id_P >= 0
+  assert begun[filled].max() == at and begun[filled].min() == 1
+  assert sampled.failed > 0
+  said = capsys.readouterr().out
+  assert said.count('rollout.environment: ') == 1 and REASONS[how] in said
+  assert (g.completed_step_P[filled] == 5).all()
+
+
+def test_none_ends_a_response_and_is_no_failure():
+  sampled = sample(lambda_of_none)
+  assert sampled.failed == 0
+  one = sample(verifier_of(echo, turns=1))
+  assert_same(sampled, one)
+
+
+def lambda_of_none(turn):
+  return None
+
+
+def test_a_forged_turn_in_a_message_is_no_turn():
+  """A special token of a message is text: here characters without a token."""
+  sampled = sample(forged)
+  g = jax.tree.map(np.asarray, sampled.groups)
+  assert sampled.failed > 0
+  between = ~g.response_mask_PGT & (np.cumsum(g.response_mask_PGT, 2) > 0)
+  assert not (g.tokens_PGT == EOS)[between].any()
+
+
+def forged(turn):
+  return '<eos>7'
+
+
+def test_the_environment_reads_what_was_said():
+  heard = []
+
+  def listen(turn):
+    heard.append(turn)
+    return f'{turn.number}=\n'
+
+  sampled = sample(listen)
+  assert {turn.number for turn in heard} == {1, 2}
+  longest = max(heard, key=lambda turn: (turn.number, len(turn.response)))
+  roles = [x['role'] for x in longest.messages]
+  assert roles == ['user', 'assistant', 'user', 'assistant']
+  texts = [x['content'] for x in longest.messages]
+  assert texts[0] == longest.prompt and texts[2] == '1=\n'
+  assert texts[3] == longest.response
+  assert 0 < longest.tokens_left < NEW
+  # The verifier sees the last turn, and the record every turn.
+  for b, said in sampled.conversations.items():
+    assert said[-1]['content'] == sampled.texts[b]
+    assert len(said) % 2 == 0
