@@ -15,9 +15,9 @@ import numpy as np
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
 
-# Texts that templates are known to change: thinking in earlier turns, outer blanks.
+# Texts that templates are known to change: thinking in earlier turns, quotes.
 TURNS = ('forty-two', '<think>\nsix times seven\n</think>\n\nforty-two')
-MESSAGES = ('forty-three', ' 6 x\n7 \n')
+MESSAGE = 'forty-"two"\nand one'
 
 
 class Between(NamedTuple):
@@ -25,7 +25,6 @@ class Between(NamedTuple):
 
   head: str = ''  # the end of the turn, and the beginning of the message
   tail: str = ''  # the end of the message, and the beginning of the next turn
-  strips: bool = False  # whether the template strips messages
   role: str = 'user'  # of the messages
 
 
@@ -37,42 +36,36 @@ def between(tokenizer: Tokenizer, role: str) -> Between:
   """
   if not tokenizer.template.startswith('chat:'):
     return Between(role=role)
-  found = Between()
+  parts = '', ''
   for turn in TURNS:
-    chat = [{'role': 'user', 'content': 'six times seven'}]
-    (text,) = tokenizer_lib.render(tokenizer.backend, [chat], answered=False)
-    asked = text + turn
-    chat.append({'role': 'assistant', 'content': turn})
-    chats = [[*chat, {'role': role, 'content': message}] for message in MESSAGES]
-    texts = tokenizer_lib.render(tokenizer.backend, chats, answered=False)
-    head, _, tail = texts[0].removeprefix(asked).partition(MESSAGES[0])
-    found = Between(head, tail, MESSAGES[1] not in texts[1], role)
-    for message, text in zip(MESSAGES, texts, strict=True):
-      if text != asked + _joined(found, message):
-        raise ValueError(
-          'rollout.environment: the chat template of '
-          f'{tokenizer.backend.name_or_path!r} changes earlier turns of a conversation '
-          f'(such as their thinking), or messages of the role {role!r}, but sampled '
-          'tokens cannot change; correct the chat template, or write the whole prompt '
-          "in tokenizer.template without the prefix 'chat:'"
-        )
-  return found
-
-
-def _joined(b: Between, message: str):
-  return b.head + (message.strip() if b.strips else message) + b.tail
+    chat = messages('six times seven', [turn, MESSAGE], role)
+    chats = [chat[:1], chat]
+    opened, text = tokenizer_lib.render(tokenizer.backend, chats, answered=False)
+    before, message, tail = text.partition(MESSAGE)
+    if not message or not before.startswith(opened + turn):
+      raise ValueError(
+        'rollout.environment: the chat template of '
+        f'{tokenizer.backend.name_or_path!r} changes earlier turns of a conversation '
+        f'(such as their thinking), or messages of the role {role!r}, but sampled '
+        'tokens cannot change; correct the chat template, or write the whole prompt '
+        "in tokenizer.template without the prefix 'chat:'"
+      )
+    parts = before.removeprefix(opened + turn), tail
+  return Between(*parts, role)
 
 
 def tokens_of(tokenizer: Tokenizer, b: Between, message: str, last: int) -> list[int]:
   """Returns the tokens of a message, which follow the token `last` of a turn.
 
-  Special tokens in a message are encoded as text.
+  Special tokens in a message are encoded as text. In a chat the message is stripped,
+  as most templates do.
 
   Raises:
     ValueError: the tokenizer has no token for a character.
   """
   special = tokenizer_lib.special_tokens(tokenizer.backend, spared='(?!)')
-  text = _joined(b, tokenizer_lib.without_special(special, message))
+  text = tokenizer_lib.without_special(special, message)
+  text = b.head + (text.strip() if b.head else text) + b.tail
   ids = tokenizer_lib.encode_parts(tokenizer, text)
   return ids[1:] if ids[:1] == [last] else ids
 

@@ -245,12 +245,7 @@ def resume(
   params: Tree,
   slots: Slots,
   rows: Rows,
-  slot_A: Array,
-  row_A: Array,
-  uid_A: Array,
-  prompt_A: Array,
-  position_A: Array,
-  limit_A: Array,
+  numbers_6A: Array,
   message_AT: Array,
   pictures: Pictures | None = None,
   *,
@@ -263,16 +258,14 @@ def resume(
   log-probability 0, as those of prompts have.
 
   Args:
-    slot_A: i32, free slots. Entries equal to S are padding and are dropped.
-    row_A: i32, the output rows.
-    uid_A: u32, names of the responses, for the noise.
-    prompt_A: i32, tokens of each prompt.
-    position_A: i32, column after the message.
-    limit_A: i32, column at which the response is cut off.
+    numbers_6A: i32, free slots (S is padding, which is dropped); the output rows; names
+      of the responses, for the noise, bit by bit; tokens of each prompt; column after
+      the message; column at which the response is cut off.
     message_AT: i32, the message in its columns, -1 elsewhere.
     pictures: pictures of the A prompts; None for text only.
-    columns: number of columns, at least the largest of position_A.
+    columns: number of columns, at least the largest column after a message.
   """
+  slot_A, row_A, uid_A, prompt_A, position_A, limit_A = numbers_6A
   tokens_AT = jnp.where(message_AT < 0, rows.tokens_BT[row_A], message_AT)
 
   def put(x: Array, value: Array | bool) -> Array:
@@ -280,7 +273,7 @@ def resume(
 
   slots = slots._replace(
     row_S=put(slots.row_S, row_A),
-    uid_S=put(slots.uid_S, uid_A),
+    uid_S=put(slots.uid_S, uid_A.astype(jnp.uint32)),
     tokens_ST=put(slots.tokens_ST, tokens_AT),
     logp_ST=put(slots.logp_ST, rows.logp_BT[row_A]),
     policy_version_ST=put(slots.policy_version_ST, rows.policy_version_BT[row_A]),

@@ -158,8 +158,7 @@ class RolloutEngine:
 
     Args:
       id_A: problem ids of the rows, -1 for padding.
-      of_rows: slot_A, row_A, uid_A, prompt_A, position_A, limit_A and message_AT, as in
-        `decode.resume`.
+      of_rows: numbers_6A and message_AT, as in `decode.resume`.
       live: number of leading cache segments to compute.
     """
     columns = sum(self.segment_sizes[:live])
@@ -212,8 +211,9 @@ class RolloutEngine:
       if refreshed:
         yield lower.refresh(params, slots, no_id, no_slot, live)
       if resumed:
+        numbers_6A = np.stack([no_slot, *[zeros] * 5])
         message_AT = np.zeros((len(zeros), self.length), np.int32)
-        args = no_id, no_slot, *padding[2:4], zeros, zeros, zeros, message_AT
+        args = no_id, numbers_6A, message_AT
         yield lower.resume(params, slots, rows, *args, live=live)
       yield lower.run(params, slots, jax.random.key(0), 0, 0, live)
     yield decode.harvest.lower(slots, rows)

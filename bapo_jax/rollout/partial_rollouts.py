@@ -246,25 +246,26 @@ class PartialRollouts:
     """Puts the answered rows that came first back into slots, as one padded block."""
     e = self.engine
     block = self.answered[: e.prefill_rows]
+    count = len(block)
     rows = np.asarray([row for row, _ in block])
-    prompt = self.length_W[rows // e.group_size]
-    message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
-    for written_T, (row, tokens) in zip(message_AT, block, strict=False):
-      written_T[self.end_B[row] : self.end_B[row] + len(tokens)] = tokens
+    places = rows // e.group_size
     reach = self.end_B[rows] + [len(tokens) for _, tokens in block]
-    limit = prompt + self.limit_B[rows]
-    slots = free[: len(rows)]
-    pad = (0, e.prefill_rows - len(rows))
-    id_A = np.pad(self.id_W[rows // e.group_size], pad, constant_values=-1)
-    slot_A = np.pad(slots, pad, constant_values=e.max_num_seqs)
-    uid_A = np.pad(self.uid_B[rows], pad)
-    row_A, *of_A = (np.pad(x, pad) for x in (rows, prompt, reach, limit))
-    slot_A, row_A, *of_A = (x.astype(np.int32) for x in (slot_A, row_A, *of_A))
-    of_rows = slot_A, row_A, uid_A, *of_A, message_AT
+    limit = self.length_W[places] + self.limit_B[rows]
+    slots = free[:count]
+    id_A = np.full(e.prefill_rows, -1, np.int32)
+    id_A[:count] = self.id_W[places]
+    numbers_6A = np.zeros((6, e.prefill_rows), np.int32)
+    numbers_6A[0] = e.max_num_seqs
+    uid = self.uid_B[rows].view(np.int32)
+    numbers_6A[:, :count] = slots, rows, uid, self.length_W[places], reach, limit
+    message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
+    for written_T, end, (row, tokens) in zip(message_AT, reach, block, strict=False):
+      written_T[self.end_B[row] : end] = tokens
     live = shapes.segments_reached(e.segment_sizes, reach.max())
-    self.slots = e.resume(params, self.slots, self.rows, id_A, *of_rows, live=live)
+    of_rows = id_A, numbers_6A, message_AT
+    self.slots = e.resume(params, self.slots, self.rows, *of_rows, live=live)
     self._occupy(slots, rows, reach, limit)
-    del self.answered[: len(block)]
+    del self.answered[:count]
 
   def _occupy(self, slots, rows, reach, limit) -> None:
     """Records which rows the slots decode from now on."""
