@@ -21,7 +21,7 @@ def feedback(turn: Any) -> str | None:
 
 def calculator(turn: Any) -> str | None:
   """Calculates the expression before '=' at the end of a turn, such as '37*8='."""
-  call = CALL.search(turn.response[-verifiers.LONGEST :])
+  call = CALL.search(turn.response[-2 * verifiers.LONGEST :])
   return _value(call[1], '{}\n') if call else None
 
 

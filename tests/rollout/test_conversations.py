@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import functools
+import pathlib
+import re
 import time
 
 import jax
@@ -15,8 +17,10 @@ from bapo_jax import custom_code, sharding
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
+from bapo_jax.rewards import score
 from bapo_jax.rewards.knobs import CustomEnvironment, Environment, Verification
 from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode, rollout
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -457,3 +461,54 @@ def test_the_environment_reads_what_was_said():
   for b, said in sampled.conversations.items():
     assert said[-1]['content'] == sampled.texts[b]
     assert len(said) % 2 == 0
+
+
+def test_the_environments_of_the_guide_answer(tmp_path):
+  page = (pathlib.Path(__file__).parents[2] / 'docs/guide/conversations.md').read_text()
+  blocks = re.findall(r'```python\n(# my.py\n[^`]*)```', page)
+  for i, block in enumerate(blocks):
+    (tmp_path / f'my{i}.py').write_text(block)
+
+  def answered(path, knobs, *turns):
+    custom = custom_code.section([path], CustomEnvironment)(**knobs)
+    k = Environment(rule=path, custom=custom, max_turns=3)
+    caller = score.make(k)
+    verdicts = caller([Sample(text, answer='17', number=n) for n, text in turns])
+    return custom.role, [verdict.answer for verdict in verdicts]
+
+  near = [(1, 'I say 3'), (2, 'or 20 then'), (1, '17'), (1, 'no'), (3, '5')]
+  assert answered(f'{tmp_path}/my0.py:nearer', {'hints': 2}, *near) == (
+    'user',
+    ['too small', 'too large', None, None, None],
+  )
+  calls = ['{"item": "tea"}', '{"item": "gold"}', '{']
+  asked = [(1, f'<tool_call>{x}</tool_call>') for x in calls]
+  role, (price, *errors, nothing) = answered(
+    f'{tmp_path}/my1.py:shop', {}, *asked, (1, 'done')
+  )
+  assert (role, price, nothing) == ('tool', '2', None)
+  assert all(error.startswith('error: ') for error in errors)
+
+
+@pytest.mark.parametrize(
+  ('rule', 'response', 'message'),
+  [
+    ('calculator', '12 + 3\n(2+3)*4=', '20\n'),
+    ('calculator', '7/2=', '7/2\n'),
+    ('calculator', '7/0=', None),
+    ('calculator', r'\boxed{20}', None),
+    ('calculator', '7' * 10**6 + '=', None),
+    ('feedback', r'\boxed{3*4+5}', '=17\n'),
+    ('feedback', r'\boxed{5*4+3}', '=23\n'),
+    ('feedback', r'\boxed{(5+3)*4-8}', '=24\n'),
+    ('feedback', r'\boxed{5+}', None),
+    ('feedback', 'no idea', None),
+  ],
+)
+def test_built_in_environments(rule, response, message):
+  caller = score.make(Environment(rule=rule, max_turns=3))
+  answer = '{"numbers": [3, 4, 5], "target": 27}'
+  (verdict,) = caller([Sample(response, answer)])
+  assert verdict.answer == message and verdict.right == (message is not None)
+  right = Sample(r'\boxed{(5+4)*3}', answer)
+  assert rule != 'feedback' or caller([right])[0].answer is None
