@@ -32,6 +32,7 @@ from jaxtyping import Bool, Float, Float32, Int32, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
 AnyTree = TypeVar('AnyTree')
+AnyArray = TypeVar('AnyArray', Array, np.ndarray)
 
 
 class Prompts(NamedTuple):
@@ -134,14 +135,11 @@ CUTS = ('', 'clipped', 'masked')
 def agree(**arrays: Any) -> dict[str, int]:
   """Checks that axes with the same letter have the same size; returns letter -> size.
 
-  None stands for an absent array.
-
   >>> agree(logp_BT=logp_BT, source_B=source_B)
   ValueError: source_B has B=5, but B=4 elsewhere
   """
   size = {}
-  present = {name: x for name, x in arrays.items() if x is not None}
-  for name, array in present.items():
+  for name, array in arrays.items():
     letters = name.rsplit('_', 1)[-1]
     if len(letters) != array.ndim:
       raise ValueError(f'{name} must have axes {letters}, not shape {array.shape}')
@@ -181,6 +179,16 @@ def take(tree: AnyTree, index: Any) -> AnyTree:
 def concat(*trees: AnyTree) -> AnyTree:
   """Concatenates the rows of several trees of one type."""
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
+
+
+def ended(response_mask_PGT: AnyArray, is_end_PGT: AnyArray) -> AnyArray:
+  """Marks the responses [P, G] whose last sampled token is an end token.
+
+  Turns before the last end with such a token too. Takes arrays of JAX or of NumPy.
+  """
+  count_PGT = response_mask_PGT.cumsum(-1)
+  last_PGT = response_mask_PGT & (count_PGT == count_PGT[..., -1:])
+  return (last_PGT & is_end_PGT).any(-1)
 
 
 def first_of(id_N: Array, valid_N: Array) -> Array:
@@ -240,11 +248,10 @@ class LossFunction(Protocol):
 
 
 class AdvantageFunction(Protocol):
-  reads: ClassVar[
-    Any
-  ]  # 'rewards', or 'groups': called with Groups, and returns adv_PGT
+  # 'rewards', or 'groups': called with Groups, and returns adv_PGT.
+  reads: ClassVar[Any]
 
-  def __call__(self, reward_PG: Any, valid_PG: Any = None) -> Array:
+  def __call__(self, reward_PG: Any, valid_PG: Array | None = None, /) -> Array:
     """Returns adv_PG, the advantages within each group; 0 where all rewards are equal.
 
     Rewards outside valid_PG, if given, are not compared.

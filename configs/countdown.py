@@ -13,6 +13,13 @@ The first command trains a single cell. The second trains all four cells for see
 | clip `fixed`        | grpo               | batch           |
 | clip `balanced`     | clip               | both            |
 
+`configs/countdown.py:feedback` is GRPO with an environment (rollout.environment): the
+policy proposes an expression, and hears its value, `=17`, up to three times. The
+experiment `turns` compares it with `grpo`, one turn of as many tokens in which the
+policy calculates by itself:
+
+  .venv/bin/python -m lab.sweep configs/countdown.py:turns --results=runs/turns
+
 The cells of a seed share one warm start. A cell ends once it has sampled
 `config.responses` responses, re-evaluations included: a cell that re-evaluates takes
 fewer steps.
@@ -29,16 +36,19 @@ to 5/8 (reusable; script: 1/8 to 3/8). From Balanced PO (arXiv:2510.18927): the 
 of the bounds. log/ has the minutes on two CPU cores and the scores.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
-from bapo_jax.training.config import defaults
+from bapo_jax.data.made import countdown
+from bapo_jax.data.made.problem import Problem
+from bapo_jax.training.config import defaults, parse
 
 if TYPE_CHECKING:
   from lab.experiments import Experiment
 
-NAMES = ('cells',)  # experiments
+NAMES = ('cells', 'turns')  # experiments
 CELLS = (  # name, batch rule, clip rule
   ('grpo', 'fresh_only', 'fixed'),
   ('clip', 'fresh_only', 'balanced'),
@@ -52,7 +62,17 @@ ARMS = {
   name: {'batch.rule': batch, 'clip.rule': clip, **TARGET[clip]}
   for name, batch, clip in CELLS
 }
-VARIANTS = tuple(ARMS)
+TURNS = 3
+ARMS_OF_TURNS = {
+  'grpo': ARMS['grpo'],
+  'feedback': ARMS['grpo']
+  | {
+    'problems.source': 'configs/countdown.py:proposals',
+    'rollout.environment': 'feedback',
+    'rollout.max_turns': TURNS,
+  },
+}
+VARIANTS = (*ARMS, 'feedback')
 
 
 def get_config(arg: str = '') -> ConfigDict:
@@ -62,19 +82,44 @@ def get_config(arg: str = '') -> ConfigDict:
     config.clip.target = TARGET['balanced']['clip.target']
     return config
   config.title += f': {arg}'
-  config.update_from_flattened_dict(ARMS[arg])
+  config.update_from_flattened_dict((ARMS | ARMS_OF_TURNS)[arg])
   return config
 
 
+def proposals() -> list[dict[str, Any]]:
+  """Returns the training problems, with up to TURNS random proposals as solutions."""
+  knobs = parse(embedded().to_dict()).problems
+  rng = np.random.default_rng(knobs.seed)
+  rows = []
+  for problem in countdown.generate(knobs)[: knobs.train]:
+    solutions = [_dialogue(problem, rng, knobs.countdown.target) for _ in range(8)]
+    text, answer, *_ = problem.row
+    rows.append({'problem': text, 'answer': answer, 'solutions': solutions})
+  return rows
+
+
+def _dialogue(problem: Problem, rng: np.random.Generator, largest: int) -> list[str]:
+  """Returns proposals and their values in turn, up to a right one: a, '=17', b, ..."""
+  parts = []
+  for turn in range(TURNS):
+    expression, _, value = countdown.chain(rng, problem.numbers, largest, 0.0)
+    parts.append(rf'\boxed{{{expression}}}')
+    if value == problem.answer or turn == TURNS - 1:
+      break
+    parts.append(f'={value}\n')
+  return parts
+
+
 def get_experiment(name: str) -> 'Experiment':
-  """Returns the experiment `cells`: the four cells with three seeds.
+  """Returns `cells`, the four cells, or `turns`, with three seeds.
 
   Raises:
-    KeyError: the name is not `cells`.
+    KeyError: there is no such experiment.
   """
   from lab.experiments import Experiment  # a training run does without lab
 
-  return {'cells': Experiment(embedded().to_dict(), ARMS, (0, 1, 2))}[name]
+  arms = {'cells': ARMS, 'turns': ARMS_OF_TURNS}[name]
+  return Experiment(embedded().to_dict(), arms, (0, 1, 2))
 
 
 def embedded() -> ConfigDict:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -101,3 +103,9 @@ def test_rows():
 
 # A collector of tests should not run a function that is named like one.
 test_rows.__test__ = False
+
+
+def answer(turn):
+  """Answers a turn with its number, sooner or later."""
+  time.sleep(random.random() / 50)
+  return f'{turn.number}+'

@@ -235,6 +235,10 @@ class Recorded(NamedTuple):
 STEPS = {'checkpoint.keep': 99, 'rollout.weight_sync_interval': 2}
 BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
 PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
+TALK = {
+  'rollout.environment': f'{ROOT}/tests/my_functions.py:answer',
+  'rollout.max_turns': 3,
+}
 PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,

@@ -170,8 +170,8 @@ class SequenceRatio(LossRule):
   """PPO's clipped surrogate with one ratio s per response: GSPO.
 
   s = (pi(y) / mu(y))^(1/|y|) for response y (arXiv:2507.18071, Eq. 5 and 7). It is
-  computed token by token, as GSPO-token (Eq. 13 and 14): equal in value and gradient if
-  all tokens of a response have one advantage. A may differ between tokens.
+  computed token by token, as GSPO-token (Eq. 13 and 14), whose A is the token's: value
+  and gradient are equal if all tokens of a response have one advantage.
   The paper averages over responses (loss.aggregate='sequence') and has narrow bounds
   (clip.low=0.9997, high=1.0004).
   """

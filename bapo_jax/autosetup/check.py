@@ -35,7 +35,7 @@ from bapo_jax.training.evaluate import WORDS, clustered_error
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.submission import Round
-from bapo_jax.types import take
+from bapo_jax.types import ended, take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
 SHOWN = 3  # prompts, and responses
@@ -131,7 +131,7 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
   correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
-  ended_PG = (mask_PGT & np.isin(groups.tokens_PGT, eos)).any(2)
+  ended_PG = ended(mask_PGT, np.isin(groups.tokens_PGT, eos))
   read = [verdict.answer is not None for verdict in rollout.verdicts]
   undecided = [x.reason for x in rollout.verdicts if x.right is None]
   read_PG = np.reshape(read, correct_PG.shape)

@@ -11,6 +11,7 @@ Imports `hub`, which takes a second, only if needed.
 import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -136,12 +137,21 @@ def sft_problems(
 ) -> tuple[Sequence[Problem], Solver]:
   """Returns the warm start's problems and the function that writes their solutions.
 
-  The problems are synthetic unless problems.source is countdown or drawn.
+  The problems are synthetic unless problems.source is countdown or drawn, or a function
+  whose rows have `solutions`: texts, or lists of turns and messages in turn.
 
   Raises:
     ValueError: too few problems exist, or the embedded policy cannot read them.
   """
   source = problems.source
+  if custom_code.is_path(source):
+    solutions = {x: json.loads(x.fields).get('solutions') for x in data.training}
+    if all(solutions.values()):
+      return [
+        Problem(row, 0, ()) for row in solutions
+      ], lambda problem, rng, *_: solutions[problem.row][
+        rng.integers(len(solutions[problem.row]))
+      ]
   if source not in ('countdown', 'drawn'):
     generated = data.generated.get('synthetic') or synthetic.generate(problems)
     return synthetic.to_imitate(problems, generated)

@@ -170,10 +170,7 @@ def encode_prompts(
   """
   template = tokenizer.template
   start = []
-  # A special token in a row is text: a NUL character, which no row contains, divides
-  # the token, and both parts are encoded separately.
-  special = special_tokens(tokenizer.backend)
-  divide = functools.partial(special.sub, lambda x: f'{x[0][0]}\0{x[0][1:]}')
+  divide = functools.partial(without_special, special_tokens(tokenizer.backend))
   rows = [x._replace(problem=divide(x.problem), system=divide(x.system)) for x in rows]
   if template.startswith('chat:'):
     prompts = _render_prompts(tokenizer, rows, pictured=bool(image))
@@ -190,18 +187,31 @@ def encode_prompts(
     start = encoded['input_ids'][: encoded['special_tokens_mask'].index(0)]
   ids_N = []
   for prompt in prompts:
-    ids = list(itertools.chain(*encode(tokenizer, prompt.split('\0'))))
+    ids = encode_parts(tokenizer, prompt)
     # The template may begin with these tokens itself.
     ids_N.append(ids if ids[: len(start)] == start else start + ids)
   return ids_N
 
 
-def special_tokens(backend: Any) -> re.Pattern[str]:
-  """Returns a pattern of the special tokens, except for those around pictures."""
+def without_special(special: re.Pattern[str], text: str) -> str:
+  """Makes special tokens in a text plain, for `encode_parts`.
+
+  A NUL character, which no text contains, divides the token.
+  """
+  return special.sub(lambda x: f'{x[0][0]}\0{x[0][1:]}', text)
+
+
+def encode_parts(tokenizer: Tokenizer, text: str) -> list[int]:
+  """Returns the token ids of a text; what NUL characters divide is encoded apart."""
+  return list(itertools.chain(*encode(tokenizer, text.split('\0'))))
+
+
+def special_tokens(backend: Any, spared: str = 'image|vision') -> re.Pattern[str]:
+  """Returns a pattern of the special tokens, by default not of those for pictures."""
   tokens = [
     re.escape(str(token))
     for token in backend.added_tokens_decoder.values()
-    if token.special and not re.search('image|vision', str(token))
+    if token.special and not re.search(spared, str(token))
   ]
   return re.compile('|'.join(tokens) or '(?!)')
 
@@ -220,7 +230,7 @@ def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
       ]
     system = [{'role': 'system', 'content': row.system}] * bool(row.system)
     conversations.append([*system, {'role': 'user', 'content': content}])
-  prompts = _render(tokenizer.backend, conversations, answered=False)
+  prompts = render(tokenizer.backend, conversations, answered=False)
   for row, prompt in zip(rows, prompts, strict=True):
     if row.system.strip() not in prompt:
       raise ValueError(
@@ -231,8 +241,11 @@ def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
   return prompts
 
 
-def _render(backend, conversations: list[Any], *, answered):
-  """Returns each chat as text; if not `answered`, up to where the answer begins."""
+def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> list[str]:
+  """Returns each chat as text; if not `answered`, up to where the answer begins.
+
+  Raises a ValueError if the chat template fails.
+  """
   if not conversations:
     return []
   try:
@@ -269,7 +282,7 @@ def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:
     {'role': 'user', 'content': 'six times seven'},
     {'role': 'assistant', 'content': answer},
   ]
-  (text,) = _render(backend, [exchange], answered=True)
+  (text,) = render(backend, [exchange], answered=True)
   for i in _ids(backend, text.partition(answer)[2]):
     if i in backend.added_tokens_decoder:
       return backend.convert_ids_to_tokens(i), i in tokenizer.eos

@@ -6,7 +6,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
-from bapo_jax.knobs import PATH, knob
+from bapo_jax.knobs import PATH, FunctionPath, knob
 
 
 class CustomReward(CustomKnobs):
@@ -16,6 +16,14 @@ class CustomReward(CustomKnobs):
   batched: ClassVar[bool] = False  # is called once with a list of all samples
   # Returns rewards of steps too, whose ends count characters or tokens; '': does not.
   steps: ClassVar[Literal['', 'characters', 'tokens']] = ''
+
+
+class CustomEnvironment(CustomKnobs):
+  """Base of the knobs of a custom environment; declares how it is called."""
+
+  arguments = ('turn',)
+  batched: ClassVar[bool] = False  # is called once with a list of turns
+  role: ClassVar[Literal['user', 'tool']] = 'user'  # of its messages in a chat
 
 
 NAME = rf'(?:aime|math|gsm8k|countdown|exact|{PATH})'
@@ -44,14 +52,14 @@ class Verification(CustomSection):
     'Seconds of wall time for a call of a custom function.',
     above=0,
     most=86400,
-    needs='custom_reward',
+    needs='custom_calls',
   )
   parallel: int = knob(
     16,
     'Calls of an async function at once, per verifier process.',
     least=1,
     most=4096,
-    needs='custom_reward',
+    needs='custom_calls',
   )
   strict: bool = knob(
     True,
@@ -90,3 +98,16 @@ class Verification(CustomSection):
         'numbers, one per rule and not all 0'
       )
     return self
+
+
+EnvironmentRule = Literal['', 'feedback', 'calculator'] | FunctionPath
+
+
+class Environment(Verification):
+  """How an environment is called; its limits are those of reward functions."""
+
+  rule: EnvironmentRule = ''
+  custom: SerializeAsAny[CustomEnvironment] = custom_knobs(  # pyrefly: ignore
+    CustomEnvironment
+  )
+  max_turns: int = 1

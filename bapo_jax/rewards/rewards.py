@@ -13,14 +13,14 @@ import numpy as np
 from jax import Array
 
 from bapo_jax import custom_code
-from bapo_jax.rewards import verifiers
+from bapo_jax.rewards import score, verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import Verification
-from bapo_jax.rewards.score import Sample, Scorer
+from bapo_jax.rewards.knobs import Environment, Verification
+from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import ShapingRule
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
-from bapo_jax.types import Groups
+from bapo_jax.types import Groups, ended
 
 
 class PendingVerdicts(NamedTuple):
@@ -42,6 +42,11 @@ class PendingVerdicts(NamedTuple):
     future, index = verdict
     return future.result()[index]
 
+  def future(self, i: int) -> Future[list[Verdict]] | None:
+    """Returns the future of the verdict on samples[i]; None if the verdict is known."""
+    verdict = self.verdicts[i]
+    return None if isinstance(verdict, Verdict) else verdict[0]
+
 
 class Verifier:
   """Verifies responses by rules: right, wrong or undecided, with a reason and a reward.
@@ -51,11 +56,16 @@ class Verifier:
   program (`custom_code.register`) cannot be sent to a process; they run in a thread.
   """
 
-  def __init__(self, k: Verification):
+  def __init__(self, k: Verification, environment: Environment | None = None):
+    """Uses the rules of `k`; `environment`, if any, answers turns of responses."""
     self.rule = k.rule
-    self.steps = bool(k.custom.steps)  # whether verdicts have rewards of steps
+    self.environment: EnvironmentProcesses | None = None
+    if environment is not None:
+      self.environment = EnvironmentProcesses(environment)
+    # Whether verdicts have rewards of steps.
+    self.steps = bool(getattr(k.custom, 'steps', ''))
     self._knobs = k
-    self._scorer = Scorer(k)
+    self._scorer = score.make(k)
     self.custom = bool(
       custom_code.paths_in(k.rule)
     )  # reads more than response and answer
@@ -100,12 +110,24 @@ class Verifier:
 
   def close(self) -> None:
     """Ends the worker processes and the thread; a later `submit` starts new ones."""
+    if self.environment is not None:
+      self.environment.close()
     if self._pool is not None:
       self._pool.close()
       self._pool = None
     if self._thread is not None:
       self._thread.shutdown(wait=False, cancel_futures=True)
       self._thread = None
+
+
+class EnvironmentProcesses(Verifier):
+  """Calls an environment as reward functions are called; its verdicts have messages."""
+
+  def __init__(self, k: Environment):
+    super().__init__(k)
+    self.max_turns = k.max_turns
+    self.role: str = k.custom.role
+    self.failed = False  # whether a failure has been reported
 
 
 def plain(groups: Groups, texts: Sequence[str]) -> Groups:
@@ -145,7 +167,7 @@ def shaped(
   reward_PG, teaches_PG = shape(
     groups.reward_PG,
     response_mask_PGT.sum(2),
-    ~(response_mask_PGT & jnp.isin(groups.tokens_PGT, jnp.asarray(eos))).any(2),
+    ~ended(response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos))),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )

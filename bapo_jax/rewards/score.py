@@ -6,7 +6,8 @@
 3. a custom function may return a number, a `Verdict`, a dict of named numbers (their
    sum is the reward), or None (undecided). It may be `async def`, or declare
    `batched=True` to receive a list of samples, or `steps='characters'` or 'tokens' to
-   return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`.
+   return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`;
+4. an `EnvironmentCaller` calls an environment in the same way.
 
 This module loads neither JAX nor NumPy; a user's file may.
 """
@@ -20,24 +21,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import custom_code
-from bapo_jax.rewards import verifiers
+from bapo_jax.rewards import environments, verifiers
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards.knobs import Environment, Verification
 
 Values = list[Any]  # what a rule returns, per sample; a Failure where it raises
 Failure = (Exception, SystemExit)
 
 
 class Sample(NamedTuple):
-  """A response to verify, with its problem."""
+  """A response to verify, or a turn to answer, with its problem."""
 
-  response: str
+  response: str  # of a conversation: its last turn
   answer: str = ''  # the right answer; '' if the data set has none
   rule: str = ''  # the built-in rule that the row names; '': rewards.rule
   prompt: str = ''  # the problem as the data set states it, without the template
   tokens: tuple[int, ...] = ()  # of the response, end token included
   row: Any = ''  # all fields of the data set's row: JSON; a dict for a custom function
+  # The problem and all turns and answers so far, each {'role': ..., 'content': ...}.
+  messages: Sequence[Mapping[str, str]] = ()
   ends: tuple[int, ...] = ()  # characters up to the end of each token, for steps
+  # For an environment:
+  number: int = 1  # turns so far
+  tokens_left: int = 0  # tokens for its answer and all later turns together
 
 
 class Scorer:
@@ -140,11 +146,8 @@ class Scorer:
 
   def _verdict(self, rule, value, sample):
     """Converts the result of a rule to a verdict; an invalid result is undecided."""
-    if isinstance(value, TimeoutError):
-      return Verdict(None, f'{rule}: {value}'[:200], None)
     if isinstance(value, Failure):
-      reason = custom_code.described(value, custom_code.file_of(rule))
-      return Verdict(None, f'{rule} raises {reason}'[:200], None)
+      return _failed(rule, value)
     if value is None:
       return Verdict(None, f'{rule} returned None', None)
     steps = value.steps if isinstance(value, Verdict) else None
@@ -179,6 +182,46 @@ class Scorer:
     except (TypeError, ValueError, OverflowError, AttributeError):
       pass
     return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
+
+
+class EnvironmentCaller(Scorer):
+  """Calls an environment on turns.
+
+  The verdict of a turn has the environment's message as `answer`, or None at the end of
+  the response. It is undecided if the environment fails.
+  """
+
+  def __init__(self, k: Verification):
+    super().__init__(k)
+    self._custom = self._custom or {k.rule: environments.BUILT_IN[k.rule]}
+
+  def _combined(self, sample, values: Sequence[Any]):
+    """Converts what the environment returns to a turn."""
+    (rule,) = self.rules
+    (value,) = values
+    if isinstance(value, Failure):
+      return _failed(rule, value)
+    if isinstance(value, Verdict):  # of a batched function, with too few values
+      return value
+    if value is None:
+      return Verdict(False, 'ended', None)
+    if not isinstance(value, str) or not value:
+      reason = f'{rule} returned {value!r:.80}, neither a message nor None'
+      return Verdict(None, reason, None)
+    return Verdict(True, 'answered', value)
+
+
+def make(k: Verification) -> Scorer:
+  """Returns what calls the functions of these knobs."""
+  return EnvironmentCaller(k) if isinstance(k, Environment) else Scorer(k)
+
+
+def _failed(rule, error):
+  """Describes the error that a rule raised, as an undecided verdict."""
+  reason = f'{rule}: {error}'
+  if not isinstance(error, TimeoutError):
+    reason = f'{rule} raises {custom_code.described(error, custom_code.file_of(rule))}'
+  return Verdict(None, reason[:200], None)
 
 
 def _batched(function: Callable):

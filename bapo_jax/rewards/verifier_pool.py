@@ -105,7 +105,7 @@ def start(k: Verification) -> tuple[socket.socket, subprocess.Popen]:
   ours, theirs = socket.socketpair()
   root = str(pathlib.Path(__file__).parents[2])
   path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = str(MEMORY_MB), json.dumps(k.model_dump())
+  arguments = str(MEMORY_MB), type(k).__name__, json.dumps(k.model_dump())
   with theirs:
     process = subprocess.Popen(
       [sys.executable, '-m', verifier_worker.__name__, *arguments],

@@ -6,8 +6,8 @@ r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
    processor time}. If the verdicts take more than `seconds` of processor time, the
    worker sends the byte OVERDUE instead and waits to be killed.
 
-Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB KNOBS` with a
-Unix socket as standard input; KNOBS is the section `rewards` of the config as JSON.
+Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB KIND KNOBS` with a
+Unix socket as standard input; KNOBS are those of a class KIND of knobs.py, as JSON.
 Does not import JAX or NumPy, unless a file of custom reward functions does.
 """
 
@@ -22,8 +22,8 @@ import time
 
 from bapo_jax.custom_code import is_path
 from bapo_jax.knobs import restore
+from bapo_jax.rewards import knobs, score
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.latex import symbolic
 from bapo_jax.rewards.score import Sample, Scorer
 
@@ -31,16 +31,16 @@ OVERDUE = bytes([signal.SIGPROF])  # no JSON begins with this byte
 PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxrss
 
 
-def main(memory_mb: int, knobs: str) -> None:
+def main(memory_mb: int, kind: str, values: str) -> None:
   """Forks a worker for every socket received; ends together with the caller.
 
   A worker may take memory_mb MiB of address space more than this process, and exits
-  after it has used half of that. `knobs` is a Verification as JSON.
+  after it has used half of that. `values` is a section of class `kind` as JSON.
   """
   control = socket.socket(fileno=os.dup(0))
   os.close(0)  # a copy in a worker would hide the server's end
   logging.disable()  # math-verify warns that its own alarms are off
-  scorer = Scorer(restore(Verification, json.loads(knobs)))
+  scorer = score.make(restore(getattr(knobs, kind), json.loads(values)))
   if not all(map(is_path, scorer.rules)):
     symbolic.equivalent(r'\frac{1}{2}', '0.5')
   signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -106,4 +106,4 @@ def _peak():
 
 
 if __name__ == '__main__':
-  main(int(sys.argv[1]), sys.argv[2])
+  main(int(sys.argv[1]), *sys.argv[2:])

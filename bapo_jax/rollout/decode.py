@@ -3,9 +3,10 @@
 1. `admit` prefills R prompts and copies each into the slots of its responses, A in all;
 2. `run` advances every slot by at most n tokens in one dispatch;
 3. `harvest` copies finished rows to the output and frees their slots;
-4. `refresh` recomputes the cache of slots, for new weights or after a restart.
+4. `refresh` recomputes the cache of slots, for new weights or after a restart;
+5. `resume` puts finished rows back into slots, with a message after their last turn.
 
-All four are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
+All five are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
 around them. (key, uid of the response, position) determine the noise of a token, so a
 response depends neither on its slot, nor on other rows, nor on the dispatch length.
 Besides the axes of types.py, A is the number of responses admitted at once.
@@ -52,7 +53,7 @@ class Slots(NamedTuple):
 
 
 class Rows(NamedTuple):
-  """Finished rows; `take_groups` returns them as [P, G, T]."""
+  """Rows whose last turn has ended; `take_groups` returns them as [P, G, T]."""
 
   tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
   logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
@@ -60,7 +61,7 @@ class Rows(NamedTuple):
 
   @property
   def response_mask_BT(self) -> Array:
-    """Returns the mask of the response, end token included."""
+    """Returns the mask of what the policy sampled, end tokens included."""
     return self.policy_version_BT >= 0
 
 
@@ -226,10 +227,65 @@ def refresh(
     columns: number of columns, at least the largest position of these slots.
   """
   tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
-  prefilled, _ = _prefill(params, tokens_At, pictures, spec)
-  from_A = jnp.arange(slot_A.shape[0])
-  cache = decoder.store(slots.cache, prefilled, slot_A, from_A)
+  cache, _ = _recomputed(params, slots.cache, tokens_At, slot_A, pictures, spec)
   return _constrain(slots._replace(cache=cache))
+
+
+def _recomputed(params, cache, tokens_At, slot_A, pictures, spec) -> tuple[Tree, Array]:
+  """Computes the cache of some slots from their first tokens; returns also shift_A."""
+  prefilled, shift_A = _prefill(params, tokens_At, pictures, spec)
+  from_A = jnp.arange(slot_A.shape[0])
+  return decoder.store(cache, prefilled, slot_A, from_A), shift_A
+
+
+@functools.partial(
+  jax.jit, static_argnames=('spec', 'columns'), donate_argnames='slots'
+)
+def resume(
+  params: Tree,
+  slots: Slots,
+  rows: Rows,
+  numbers_6A: Array,
+  message_AT: Array,
+  pictures: Pictures | None = None,
+  *,
+  spec: ModelSpec,
+  columns: int,
+) -> Slots:
+  """Continues A rows in free slots, each after a message of an environment.
+
+  Donates `slots`. The cache is computed anew. Tokens of messages have version -1 and
+  log-probability 0, as those of prompts have.
+
+  Args:
+    numbers_6A: i32, free slots (S is padding, which is dropped); the output rows; names
+      of the responses, for the noise, bit by bit; tokens of each prompt; column after
+      the message; column at which the response is cut off.
+    message_AT: i32, the message in its columns, -1 elsewhere.
+    pictures: pictures of the A prompts; None for text only.
+    columns: number of columns, at least the largest column after a message.
+  """
+  slot_A, row_A, uid_A, prompt_A, position_A, limit_A = numbers_6A
+  tokens_AT = jnp.where(message_AT < 0, rows.tokens_BT[row_A], message_AT)
+
+  def put(x: Array, value: Array | bool) -> Array:
+    return x.at[slot_A].set(value, mode='drop')
+
+  slots = slots._replace(
+    row_S=put(slots.row_S, row_A),
+    uid_S=put(slots.uid_S, uid_A.astype(jnp.uint32)),
+    tokens_ST=put(slots.tokens_ST, tokens_AT),
+    logp_ST=put(slots.logp_ST, rows.logp_BT[row_A]),
+    policy_version_ST=put(slots.policy_version_ST, rows.policy_version_BT[row_A]),
+    prompt_length_S=put(slots.prompt_length_S, prompt_A),
+    position_S=put(slots.position_S, position_A),
+    limit_S=put(slots.limit_S, limit_A),
+    done_S=put(slots.done_S, False),
+  )
+  of_slots = tokens_AT[:, :columns], slot_A, pictures, spec
+  cache, shift_A = _recomputed(params, slots.cache, *of_slots)
+  shift_S = None if slots.shift_S is None else put(slots.shift_S, shift_A)
+  return _constrain(slots._replace(cache=cache, shift_S=shift_S))
 
 
 @functools.partial(

@@ -145,6 +145,26 @@ class RolloutEngine:
     args = params, slots, slot_A, self.pictures(id_A)
     return self._call(decode.refresh, *args, spec=self.spec, columns=columns)
 
+  def resume(
+    self,
+    params: Tree,
+    slots: Slots,
+    rows: Rows,
+    id_A: np.ndarray,
+    *of_rows: np.ndarray,
+    live: int,
+  ) -> Slots:
+    """Continues rows after messages of an environment, by `decode.resume`.
+
+    Args:
+      id_A: problem ids of the rows, -1 for padding.
+      of_rows: numbers_6A and message_AT, as in `decode.resume`.
+      live: number of leading cache segments to compute.
+    """
+    columns = sum(self.segment_sizes[:live])
+    args = params, slots, rows, *of_rows, self.pictures(id_A)
+    return self._call(decode.resume, *args, spec=self.spec, columns=columns)
+
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
   ) -> tuple[Slots, Array]:
@@ -164,7 +184,7 @@ class RolloutEngine:
     )
 
   def programs(
-    self, params: Tree, *, places: int, refreshed: bool = True
+    self, params: Tree, *, places: int, refreshed: bool = True, resumed: bool = False
   ) -> Iterator[Lowered]:
     """Yields the program of every shape that can occur, for `ahead.compile_all`.
 
@@ -172,6 +192,7 @@ class RolloutEngine:
       params: an actor, whose arrays may be abstract.
       places: the maximum number of groups in progress, as in PartialRollouts.
       refreshed: whether to include the program of `refresh`, for partial rollouts.
+      resumed: whether to include the program of `resume`, for an environment.
     """
     lower: Any = dataclasses.replace(self, apply=lambda f, *x, **k: f.lower(*x, **k))
     yield (made := lower.empty(places * self.group_size))
@@ -189,6 +210,11 @@ class RolloutEngine:
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
         yield lower.refresh(params, slots, no_id, no_slot, live)
+      if resumed:
+        numbers_6A = np.stack([no_slot, *[zeros] * 5])
+        message_AT = np.zeros((len(zeros), self.length), np.int32)
+        args = no_id, numbers_6A, message_AT
+        yield lower.resume(params, slots, rows, *args, live=live)
       yield lower.run(params, slots, jax.random.key(0), 0, 0, live)
     yield decode.harvest.lower(slots, rows)
 

@@ -4,8 +4,11 @@ import math
 from typing import Literal
 
 import pydantic
+from pydantic import SerializeAsAny
 
+from bapo_jax.custom_code import CustomSection, custom_knobs
 from bapo_jax.knobs import Section, knob
+from bapo_jax.rewards.knobs import CustomEnvironment, EnvironmentRule
 
 # Lowest temperature of sampling. Logits of 32 divided by it have float32 rounding
 # errors of 0.001, so log-probabilities are off by up to 0.002 nats. The error grows as
@@ -54,9 +57,24 @@ class SamplerConfig(Section):
   )
 
 
-class RolloutConfig(Section):
-  """Knobs of staleness: the age of weights and of responses."""
+class RolloutConfig(CustomSection):
+  """Knobs of conversations, and of the age of weights and of responses."""
 
+  path_fields = ('environment',)
+
+  environment: EnvironmentRule = knob(
+    '',
+    'Answers every turn of the policy, which then goes on; limits are those of '
+    "rewards.timeout, workers and deadline. '': responses have one turn.",
+  )
+  custom: SerializeAsAny[CustomEnvironment] = custom_knobs(CustomEnvironment)
+  max_turns: int = knob(
+    4,
+    'Most turns of a response; sampler.max_new_tokens counts all turns and answers.',
+    least=1,
+    most=1024,
+    needs="rollout.environment != ''",
+  )
   depth: int = knob(
     0,
     'Learner steps by which sampling runs ahead of training: step s trains on groups '

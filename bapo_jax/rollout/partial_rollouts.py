@@ -5,7 +5,9 @@
 2. `decode` fills free slots, dispatches, and collects finished responses, until all
    have ended or a token budget is spent. Unfinished responses stay in their slots and
    continue in the next call (partial rollouts);
-3. `finished` lists the groups whose responses have all ended, `read` returns their rows
+3. with an environment, a row whose turn has ended waits for an answer, and then goes
+   back into a slot, before rows that have not begun;
+4. `finished` lists the groups whose responses have all ended, `read` returns their rows
    and `free` frees their places.
 
 Synchronous sampling has an infinite budget. `PartialRollouts` is the package's only
@@ -14,7 +16,8 @@ mutable object. After an exception anywhere in `decode` the next call loses no r
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 from jax import Array
@@ -23,10 +26,25 @@ from bapo_jax import sharding
 from bapo_jax.rollout import decode, shapes
 from bapo_jax.rollout.decode import Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.runtime import exchange
+from bapo_jax.runtime import exchange, hosts
 from bapo_jax.types import Prompts, Tree
 
 OnFinished = Callable[[list[int]], object]  # receives finished output rows
+
+
+class Environment(Protocol):
+  """Answers turns, see `rollout.Conversations`."""
+
+  max_turns: int
+
+  def ask(self, rollouts: 'PartialRollouts', rows: Sequence[int]) -> None:
+    """Asks about rows whose last turn has ended."""
+
+  def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yields (row, tokens of the message); no tokens end the response.
+
+    Waits for `at_least` answers, and yields all that have arrived.
+    """
 
 
 class PartialRollouts:
@@ -38,7 +56,10 @@ class PartialRollouts:
   """
 
   # Host arrays in a checkpoint; `restore` derives all other host arrays.
-  SAVED = ('submitted_W', 'id_W', 'length_W', 'prompt_WT', 'uid_B', 'limit_B', 'done_B')
+  SAVED = (
+    *('submitted_W', 'id_W', 'length_W', 'prompt_WT'),
+    *('uid_B', 'limit_B', 'done_B', 'turns_B', 'end_B'),
+  )
 
   def __init__(self, engine: RolloutEngine, places: int):
     self.engine = engine
@@ -54,12 +75,16 @@ class PartialRollouts:
     self.uid_B = np.zeros(B, np.uint32)
     self.limit_B = np.full(B, engine.max_new_tokens, np.int32)  # maximum tokens
     self.done_B = np.ones(B, bool)
+    self.turns_B = np.zeros(B, np.int32)  # turns that have ended
+    self.end_B = np.zeros(B, np.int32)  # column after the last of these turns
     # The host's view of slots; with a done_check_lag it is older than the device's.
     self.row_S = np.full(S, -1, np.int32)  # -1: the slot is free
     self.first_dispatch_S = np.zeros(S, int)  # first dispatch of the slot's row
     self.reach_S = np.zeros(S, int)  # upper bound of the columns reached
     self.limit_S = np.zeros(S, int)  # column at which the response is cut off
     self.waiting: collections.deque[int] = collections.deque()  # rows, oldest first
+    self.asked: set[int] = set()  # rows whose turn the environment has not answered
+    self.answered: list[tuple[int, Sequence[int]]] = []  # (row, message) without a slot
     self.dispatched = 0
     self.tokens = 0  # in responses that finished in the current `decode`
     self.cache_lost = False  # True after `restore`: checkpoints have no cache
@@ -101,6 +126,7 @@ class PartialRollouts:
     self.limit_B[row_PG] = np.clip(limit_PG, 1, longest)
     wanted = row_PG[np.asarray(prompts.length_P) > 0].ravel()
     self.done_B[wanted] = False
+    self.turns_B[wanted] = 0
     self.waiting.extend(wanted.tolist())
 
   @property
@@ -122,8 +148,13 @@ class PartialRollouts:
     max_tokens: float = math.inf,
     due_W: np.ndarray | None = None,
     on_finished: OnFinished = lambda rows: None,
+    environment: Environment | None = None,
   ) -> None:
     """Decodes until all responses have ended, or the budget is spent.
+
+    No bit depends on when the environment answers. So all its answers are awaited
+    before the next dispatch if the budget, the segments of the cache or other processes
+    depend on which rows are in slots.
 
     Args:
       key: with uid and position, determines the noise.
@@ -131,22 +162,44 @@ class PartialRollouts:
       max_tokens: token budget per slot, shared by the responses that the slot decodes.
       due_W: bool, places whose groups are completed even beyond the budget.
       on_finished: called with the rows that have ended since its last call.
+      environment: answers turns; None: responses have one turn.
     """
     spent = self.tokens = 0
     chunk = self.engine.tokens_per_dispatch
-    while self.busy or self.waiting:
+    segments = self.engine.segment_sizes
+    awaits = max_tokens < math.inf or len(segments) > 1 or hosts.processes() > 1
+    if (
+      environment and self.asked
+    ):  # before a restart, or by a call that was interrupted
+      environment.ask(self, sorted(self.asked))
+    while self.busy or self.waiting or self.asked or self.answered:
+      idle = not (self.busy or self.waiting or self.answered)
+      self._hear(environment, len(self.asked) if awaits else int(idle))
       self._fill(params)
       due = due_W is not None and (~self.done_B).reshape(len(due_W), -1)[due_W].any()
       if spent >= max_tokens and not due:
         break
       n = chunk if due else int(min(chunk, max_tokens - spent))
-      self._dispatch(params, key, n, policy_version)
-      spent += n
-      self._collect(on_finished, self.engine.done_check_lag)
-    self._collect(on_finished, 0)
+      if self.busy:
+        self._dispatch(params, key, n, policy_version)
+        spent += n
+      self._collect(environment, self.engine.done_check_lag)
+      self._report(on_finished)
+    self._collect(environment, 0)
+    self._hear(environment, len(self.asked))
+    self._report(on_finished)
 
   def _fill(self, params: Tree) -> None:
-    """Admits waiting rows once there are A free slots, or as many as rows wait."""
+    """Admits waiting rows once there are A free slots, or as many as rows wait.
+
+    Answered rows go first, as soon as A of them wait or nothing else can be done.
+    """
+    most = self.engine.prefill_rows
+    while len(self.answered) >= (most if self.asked and self.busy else 1):
+      free = np.flatnonzero(self.row_S < 0)
+      if len(free) < min(most, len(self.answered)):
+        return
+      self._resume(params, free)
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -184,13 +237,42 @@ class PartialRollouts:
       np.pad(self.uid_B[rows], pad),
       np.pad(self.limit_B[rows], pad),
     )
-    slots = slot_A[:count]
-    self.row_S[slots] = rows
-    self.first_dispatch_S[slots] = self.dispatched
-    self.reach_S[slots] = length_R[from_A]
-    self.limit_S[slots] = length_R[from_A] + self.limit_B[rows]
+    length = length_R[from_A]
+    self._occupy(free[:count], rows, length, length + self.limit_B[rows])
     for _ in rows:
       self.waiting.popleft()
+
+  def _resume(self, params: Tree, free: np.ndarray) -> None:
+    """Puts the answered rows that came first back into slots, as one padded block."""
+    e = self.engine
+    block = self.answered[: e.prefill_rows]
+    count = len(block)
+    rows = np.asarray([row for row, _ in block])
+    places = rows // e.group_size
+    reach = self.end_B[rows] + [len(tokens) for _, tokens in block]
+    limit = self.length_W[places] + self.limit_B[rows]
+    slots = free[:count]
+    id_A = np.full(e.prefill_rows, -1, np.int32)
+    id_A[:count] = self.id_W[places]
+    numbers_6A = np.zeros((6, e.prefill_rows), np.int32)
+    numbers_6A[0] = e.max_num_seqs
+    uid = self.uid_B[rows].view(np.int32)
+    numbers_6A[:, :count] = slots, rows, uid, self.length_W[places], reach, limit
+    message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
+    for written_T, end, (row, tokens) in zip(message_AT, reach, block, strict=False):
+      written_T[self.end_B[row] : end] = tokens
+    live = shapes.segments_reached(e.segment_sizes, reach.max())
+    of_rows = id_A, numbers_6A, message_AT
+    self.slots = e.resume(params, self.slots, self.rows, *of_rows, live=live)
+    self._occupy(slots, rows, reach, limit)
+    del self.answered[:count]
+
+  def _occupy(self, slots, rows, reach, limit) -> None:
+    """Records which rows the slots decode from now on."""
+    self.row_S[slots] = rows
+    self.first_dispatch_S[slots] = self.dispatched
+    self.reach_S[slots] = reach
+    self.limit_S[slots] = limit
 
   def _dispatch(self, params: Tree, key: Array, n: int, version: int) -> None:
     """Advances every busy slot by at most n tokens."""
@@ -203,8 +285,8 @@ class PartialRollouts:
     self._pending.append((self.dispatched, position_S))
     self.dispatched += 1
 
-  def _collect(self, on_finished: OnFinished, lag: int) -> None:
-    """Collects rows that have ended, without waiting for the last `lag` dispatches."""
+  def _collect(self, environment: Environment | None, lag: int) -> None:
+    """Collects turns that have ended, without waiting for the last `lag` dispatches."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
       position_S = np.asarray(position_S)
@@ -215,12 +297,46 @@ class PartialRollouts:
         # such a slot is free on the device before the host reads its flag.
         self.slots, self.rows = decode.harvest(self.slots, self.rows)
         rows = self.row_S[ready_S]
-        self.done_B[rows] = True
-        prompts = self.length_W[rows // self.engine.group_size]
-        self.tokens += int(-position_S[ready_S].sum() - prompts.sum())
-        self._unreported.extend(rows.tolist())
         self.row_S[ready_S] = -1
+        self.end_B[rows] = -position_S[ready_S]
+        self.turns_B[rows] += 1
+        self._end_turns(rows, environment)
       self._pending.popleft()
+
+  def _end_turns(self, rows: np.ndarray, environment: Environment | None) -> None:
+    """Ends the responses in these rows, or asks the environment about their turns."""
+    asks = np.zeros(len(rows), bool)
+    if environment:
+      more = [self.left(row) > 1 for row in rows]  # a message, and a token after it
+      asks = np.logical_and(more, self.turns_B[rows] < environment.max_turns)
+      self.asked.update(rows[asks].tolist())
+      environment.ask(self, rows[asks].tolist())
+    self._end(rows[~asks])
+
+  def _end(self, rows: np.ndarray) -> None:
+    """Ends the responses in these rows."""
+    self.done_B[rows] = True
+    prompts = self.length_W[rows // self.engine.group_size]
+    self.tokens += int(self.end_B[rows].sum() - prompts.sum())
+    self._unreported.extend(rows.tolist())
+
+  def left(self, row: int) -> int:
+    """Returns how many tokens may follow the last turn of a row."""
+    prompt = self.length_W[row // self.engine.group_size]
+    return int(prompt + self.limit_B[row] - self.end_B[row])
+
+  def _hear(self, environment: Environment | None, at_least: int) -> None:
+    """Takes the answers that have arrived; waits for `at_least` of them."""
+    if not environment or not self.asked:
+      return
+    for row, tokens in environment.answers(at_least):
+      self.asked.discard(row)
+      if tokens:
+        self.answered.append((row, tokens))
+      else:
+        self._end(np.asarray([row]))
+
+  def _report(self, on_finished: OnFinished) -> None:
     if self._unreported:
       on_finished(self._unreported)
       self._unreported = []
@@ -282,8 +398,13 @@ class PartialRollouts:
     self.reach_S = np.array(exchange.whole(self.slots.position_S), int)
     self.limit_S = np.array(exchange.whole(self.slots.limit_S), int)
     self.first_dispatch_S[:] = self.dispatched
-    # Unfinished rows without a slot are queued again, in order of submission.
+    # Unfinished rows without a slot are queued again, in order of submission, and turns
+    # without an answer are asked about again.
     rows = np.arange(len(self.done_B))
     rows = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
+    asked = self.turns_B[rows] > 0
+    self.asked = set(rows[asked].tolist())
+    self.answered = []
+    rows = rows[~asked]
     step = self.submitted_W[rows // self.engine.group_size]
     self.waiting = collections.deque(rows[np.argsort(step, kind='stable')].tolist())

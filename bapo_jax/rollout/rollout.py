@@ -8,9 +8,11 @@ All responses of training, re-evaluation and evaluation come from `rollout`.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,7 +22,9 @@ import numpy as np
 from jax import Array
 
 from bapo_jax import types
+from bapo_jax.data import conversation
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.conversation import Between, messages, parts_of, tokens_of
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.rewards import rewards
@@ -32,7 +36,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
 from bapo_jax.runtime import exchange
-from bapo_jax.runtime.progress import PhaseTimer, progress_bar
+from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
 COUNT = ' (count)'
@@ -50,6 +54,45 @@ class Verification:
   # (groups, texts of the responses) -> groups with the rewards for the learner
   shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain
 
+  @functools.cached_property
+  def between(self) -> Between:
+    """The text between a turn and the next."""
+    environment = self.verifier.environment
+    if environment is None:
+      return Between()
+    return conversation.between(self.tokenizer, environment.role)
+
+  def samples(self, rollouts: PartialRollouts, rows: Sequence[int]) -> list[Sample]:
+    """Describes rows whose last turn has ended; this process must hold them."""
+    tokens_BT = exchange.rows_of(rollouts.rows.tokens_BT, rows)
+    mask_BT = exchange.rows_of(rollouts.rows.policy_version_BT, rows) >= 0
+    environment = self.verifier.environment
+    if environment:
+      arrays = zip(tokens_BT, mask_BT, strict=True)
+      parts = [parts_of(self.tokenizer, self.between, *each) for each in arrays]
+    else:
+      texts = tokenizer_lib.decode_responses(self.tokenizer, tokens_BT, mask_BT)
+      parts = [[text] for text in texts]
+    reads = self.verifier.custom or environment
+    problems = self.problems
+    samples = []
+    for b, texts in enumerate(parts):
+      ids = tokens_BT[b, mask_BT[b]].tolist() if reads else []
+      i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
+      samples.append(
+        Sample(
+          texts[-1],
+          problems.answer[i],
+          problems.verifier[i] if problems.verifier else '',
+          problems.text[i],
+          tuple(ids),
+          problems.fields[i] if problems.fields else '',
+          messages(problems.text[i], texts, self.between.role) if reads else (),
+          tokenizer_lib.ends(self.tokenizer, ids) if self.verifier.steps else (),
+        )
+      )
+    return samples
+
 
 class Rollout(NamedTuple):
   """Groups, and the texts and verdicts of their P * G responses, row by row."""
@@ -57,8 +100,11 @@ class Rollout(NamedTuple):
   groups: Groups
   texts: list[str]  # of the responses verified here; '' for other responses
   verdicts: list[Verdict]  # of the same responses; EMPTY_SEAT for other responses
+  # Index of a response verified here -> its messages, for an environment.
+  conversations: Mapping[int, Sequence[Mapping[str, str]]] = MappingProxyType({})
   own: np.ndarray | None = None  # indices of responses verified here; None: all
   undecided: int = 0  # undecided responses of all processes
+  failed: int = 0  # turns that the environment failed to answer, in all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
   # Named part of custom rewards -> its sum over the responses of all processes; names
@@ -110,6 +156,9 @@ def rollout(
     uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
     rollouts.submit(prompts, uid_B.astype(np.uint32), step)
     pending = PendingVerifications(verification, rollouts)
+    conversations = None
+    if verification.verifier.environment:
+      conversations = Conversations(verification)
     with _progress(rollouts, pending.request_early) as on_finished:
       rollouts.decode(
         params,
@@ -118,9 +167,11 @@ def rollout(
         max_tokens=k.max_tokens_per_step,
         due_W=rollouts.due(step - k.max_off_policy_steps),
         on_finished=on_finished,
+        environment=conversations,
       )
     places = rollouts.finished()[:P]
-  return pending.record(places, P, step)
+  failed = conversations.failed() if conversations else 0
+  return pending.record(places, P, step)._replace(failed=failed)
 
 
 def collect_due(
@@ -171,6 +222,81 @@ def _progress(
     yield advance
 
 
+class Conversations:
+  """Asks the environment of a run about turns, and returns its messages as tokens."""
+
+  def __init__(self, verification: Verification):
+    self._v = verification
+    environment = verification.verifier.environment
+    assert environment
+    self._environment = environment
+    self.max_turns = environment.max_turns
+    # Row -> (its pending answers, its index in them).
+    self._asked: dict[int, tuple[PendingVerdicts, int]] = {}
+    self._failures: collections.Counter[str] = collections.Counter()
+
+  def ask(self, rollouts: PartialRollouts, rows: Sequence[int]) -> None:
+    """Asks about the last turns of those rows that this process verifies."""
+    rows = [row for row in rows if rollouts.own_B[row]]
+    turns = [
+      turn._replace(
+        rule='', number=int(rollouts.turns_B[row]), tokens_left=rollouts.left(row) - 1
+      )
+      for row, turn in zip(rows, self._v.samples(rollouts, rows), strict=True)
+    ]
+    pending = self._environment.submit(turns)
+    self._asked |= {row: (pending, i) for i, row in enumerate(rows)}
+
+  def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yields (row, tokens of the message); no tokens end the response.
+
+    Waits for `at_least` answers, and yields all that have arrived.
+    """
+    at_least = min(at_least, len(self._asked))
+    while True:
+      futures = {row: pending.future(i) for row, (pending, i) in self._asked.items()}
+      late = [future for future in futures.values() if future and not future.done()]
+      if len(futures) - len(late) >= at_least:
+        break
+      concurrent.futures.wait(late, return_when=concurrent.futures.FIRST_COMPLETED)
+    late = set(late)
+    arrived = [row for row, future in futures.items() if future not in late]
+    heard = {str(row): self._message(*self._asked.pop(row)) for row in arrived}
+    for row, tokens in exchange.merged(heard).items():
+      yield int(row), tokens
+
+  def _message(self, pending: PendingVerdicts, i: int) -> list[int]:
+    """Returns the tokens of a message; none if there is none, or it cannot be used."""
+    turn = pending.samples[i]
+    answer = pending.one(i)
+    reason = answer.reason
+    if answer.right is not None:
+      if answer.answer is None:
+        return []
+      try:
+        text = answer.answer
+        tokens = tokens_of(self._v.tokenizer, self._v.between, text, turn.tokens[-1])
+        if len(tokens) <= turn.tokens_left:
+          return tokens
+        reason = f'{len(tokens)} tokens, but {turn.tokens_left} may follow'
+      except ValueError as error:
+        reason = str(error)
+    self._failures[reason] += 1
+    return []
+
+  def failed(self) -> int:
+    """Returns how many turns have no answer that can be used, in all processes."""
+    failures = sum(self._failures.values())
+    if failures and not self._environment.failed:  # said once
+      self._environment.failed = True
+      ((reason, _),) = self._failures.most_common(1)
+      log(
+        f'rollout.environment: a response ends after a turn without a usable answer, '
+        f'such as {reason}; rollout/environment_failed counts them'
+      )
+    return int(exchange.total([failures])[0])
+
+
 class PendingVerifications:
   """Requests verdicts on finished responses, during decoding if verdicts are slow."""
 
@@ -196,26 +322,7 @@ class PendingVerifications:
     if not rows:
       return
     v = self._verification
-    rollouts = self._rollouts
-    tokens_BT = exchange.rows_of(rollouts.rows.tokens_BT, rows)
-    mask_BT = exchange.rows_of(rollouts.rows.policy_version_BT, rows) >= 0
-    texts = tokenizer_lib.decode_responses(v.tokenizer, tokens_BT, mask_BT)
-    problems = v.problems
-    samples = []
-    for b, text in enumerate(texts):
-      i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
-      ids = tokens_BT[b, mask_BT[b]].tolist() if v.verifier.custom else []
-      samples.append(
-        Sample(
-          text,
-          problems.answer[i],
-          self._rules[i],
-          problems.text[i],
-          tuple(ids),
-          problems.fields[i] if problems.fields else '',
-          tokenizer_lib.ends(v.tokenizer, ids) if v.verifier.steps else (),
-        )
-      )
+    samples = v.samples(self._rollouts, rows)
     pending = v.verifier.submit(samples)
     self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
 
@@ -245,9 +352,11 @@ class PendingVerifications:
     self._request([row for row in row_B[own].tolist() if row not in self._requested])
     texts = [''] * (P * G)
     verdicts = [EMPTY_SEAT] * (P * G)
+    conversations = {}
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
       texts[seat] = pending.samples[i].response
+      conversations[int(seat)] = pending.samples[i].messages
       verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
     # which are 0 in the processes that do not verify a response.
@@ -259,8 +368,8 @@ class PendingVerifications:
     steps = _steps(rows, verdicts) if self._verification.verifier.steps else ()
     groups = _fold(rows, id_P, right_B > 0, reward_B, step, *steps)
     parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
-    undecided = int(undecided_B.sum())
-    return Rollout(groups, texts, verdicts, own, undecided, parts=parts)
+    counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
+    return Rollout(groups, texts, verdicts, conversations, own, **counted)
 
 
 def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> tuple[np.ndarray, np.ndarray]:

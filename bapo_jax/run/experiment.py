@@ -172,7 +172,7 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   row = problems.fields[0] if problems.fields else ''
   trial = answer or 'a trial response'
   ends = 1, 2, len(trial)
-  sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends)
+  sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends=ends)
   verdict = verifier.submit([sample]).one(0)
   if verdict.right is None:
     raise ValueError(

@@ -124,7 +124,7 @@ def _response(r: dict[str, Any], views):
   facts += [f'{why} tokens{marked}: {count}' for why, count in sorted(cut.items())]
   head = element('p', element('span', kind, class_=kind), ' · ' + ' · '.join(facts))
   body: list[html.Content] = [_text(r['response'], views)]
-  if r['pieces'] and (cut or 'p' in views or r.get('advantages')):
+  if r['pieces'] and (cut or 'p' in views or 'sampled' in r or r.get('advantages')):
     body = _marked(r, views)
   return element('div', head, element('pre', *body, class_=f'of-{kind}'))
 
@@ -138,6 +138,9 @@ def _marked(r: dict[str, Any], views):
     if size > TEXT and 'a' not in views:
       return [*body, ' [... the rest is left out ...]']
     notes = []
+    if 'sampled' in r and not r['sampled'][i]:
+      body.append(element('i', piece))  # of the environment
+      continue
     if 'p' in views and (p := math.exp(r['sampler_logp'][i])) < LIKELY:
       notes.append(f'probability {p:.2f}')
     if 'c' in views and r['cut'] and (cut := r['cut'][i]):
@@ -217,5 +220,7 @@ def sample(when: str, row: dict[str, Any], views: str = '') -> Element:
     parts.append(f' ({row["reason"]})')
   if row.get('parts'):
     parts.append(f', reward {row["reward"]:.3g}')
-  body = element('pre', _text(row['response'], views), class_=f'of-{kind}')
+  said = [f'[{x["role"]}] {x["content"]}' for x in row.get('messages', [])[1:]]
+  text = '\n'.join(said) or row['response']
+  body = element('pre', _text(text, views), class_=f'of-{kind}')
   return element('div', element('p', *parts), body)

@@ -114,12 +114,18 @@ def _responses(
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
-    mask_T = np.asarray(mask_GT[g])
+    mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
     version_N = version_GT[g, mask_T]
-    budget -= len(tokens_N)
     adv_N = adv_GT[g, mask_T]
     equal = (adv_N == adv_N[0]).all()
+    sampled = {}
+    first, last = np.flatnonzero(mask_T)[[0, -1]]
+    if not mask_T[first : last + 1].all():
+      sampled = {'sampled': mask_T[first : last + 1].tolist()}
+      mask_T[first:last] = True  # with the messages of the environment
+      (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
+    budget -= len(tokens_N)
     advantage = adv_N[0] if equal else adv_N.mean()
     reward, advantage = _numbers([reward_G[g], advantage])
     response: dict[str, Any] = {
@@ -129,15 +135,15 @@ def _responses(
       'advantage': advantage,
       'taught': bool(teaches_G[g]),
       'tokens': len(tokens_N),
-      'truncated': not np.isin(tokens_N, tokenizer.eos).any(),
+      'truncated': tokens_N[-1] not in tokenizer.eos,
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
     response |= dict.fromkeys(OF_TOKENS)
     if budget >= 0:
-      ids = tokens_N.tolist()
-      response |= {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
+      ids = tokens_GT[g, mask_T].tolist()
+      response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
       response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
-      response['advantages'] = None if equal else _numbers(adv_N)
+      response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
         response |= {'learner_logp': _numbers(logp_N), 'ratio': _numbers(ratio_N)}

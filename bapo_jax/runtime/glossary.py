@@ -17,6 +17,8 @@ _SENTENCES = {
   'rollout/length_wrong': 'Mean length of the wrong fresh responses, tokens; nan without any.',
   'rollout/truncated': 'Share of the fresh responses cut at the length limit, in [0, 1].',
   'rollout/undecided': 'Share of the responses, fresh and reevaluated, that the verifier could not decide (too slow, too large, or an error), in [0, 1]; they count as wrong.',
+  'rollout/turns': 'Mean number of turns of the fresh responses; only with rollout.environment.',
+  'rollout/environment_failed': 'Turns, of fresh and reevaluated responses, to which the environment gave no usable answer (an error, too late, too long): their responses end there; only with rollout.environment.',
   'rollout/seats': 'Share of the seats for fresh groups that completed groups fill, in [0, 1]; below 1 only where partial rollouts wait for the next step.',
   'rollout/age': 'Mean age of the tokens of the fresh responses, learner steps.',
   'rollout/age_max': 'Age of the oldest token of the fresh responses, learner steps; at most rollout.max_off_policy_steps + rollout.weight_sync_interval - 1 + rollout.depth.',

@@ -22,9 +22,9 @@ STYLES = {
   **dict.fromkeys(('right', 'of-right'), 'green'),
   **dict.fromkeys(('wrong', 'of-wrong'), 'red'),
   **dict.fromkeys(('h2', 'h3', 'mark'), 'bold'),
-  'soft': 'dim',
+  **dict.fromkeys(('soft', 'i'), 'dim'),
 }
-INLINE = ('span', 'code', 'mark')
+INLINE = ('span', 'code', 'mark', 'i')
 
 
 class Recorded(NamedTuple):

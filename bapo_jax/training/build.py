@@ -54,8 +54,8 @@ def tabulate(r: Resolved) -> Material:
 
 
 def make_verifier(config: Config) -> Verifier:
-  """Builds the verifier; starts worker processes if the config's rule needs them."""
-  return Verifier(config.rewards.verification)
+  """Builds the verifier; starts the processes that rule and environment need."""
+  return Verifier(config.rewards.verification, config.environment)
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:

@@ -65,7 +65,8 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.with_model(config.model.path)
-  whole = bool(custom_code.paths_in(config.rewards.rule))
+  rules = config.rewards.rule, config.rollout.environment, config.problems.source
+  whole = any(map(custom_code.paths_in, rules))
   config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   # A knob that is still to be derived has its default: it is judged once it is derived.

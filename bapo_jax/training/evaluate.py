@@ -26,7 +26,7 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.types import Tree
+from bapo_jax.types import Tree, ended
 
 ROUNDING = 1e-9  # a smaller interval is a rounding error
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
@@ -85,6 +85,8 @@ def _sample(
   """Describes a response; `rule` is the verifier of problems without a verifier."""
   p = uid // G
   verdict = sampled.verdicts[uid]
+  said = sampled.conversations.get(uid, ())
+  turns = {'messages': [dict(x) for x in said]} if len(said) > 2 else {}
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
@@ -98,7 +100,7 @@ def _sample(
     'correct': verdict.right is True,
     'reward': verdict.earned,
     'parts': dict(verdict.parts or {}),
-  }
+  } | turns
 
 
 def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -108,7 +110,7 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
-  ended_PG = np.any(mask_PGT & np.isin(tokens_PGT, eos), axis=2)
+  ended_PG = ended(mask_PGT, np.isin(tokens_PGT, eos))
   length_PG = mask_PGT.sum(2)
   G = mask_PGT.shape[1]
   return {

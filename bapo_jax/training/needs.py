@@ -55,6 +55,11 @@ def _uses_verifier(c: Config, without: Container[str]) -> bool:
   return not _sources(c) <= set(MADE) or any(rule not in without for rule in rules)
 
 
+def _called(c: Config) -> list[str]:
+  """Returns the user's functions that score or answer responses."""
+  return custom_code.paths_in(f'{c.rewards.rule},{c.rollout.environment}')
+
+
 def _made(source: str) -> Need:
   return Need(
     lambda c: source in _sources(c),
@@ -105,13 +110,18 @@ FACTS = {
     'rewards.rule',
     'set rewards.rule to path/to/file.py:function',
   ),
+  'custom_calls': Need(
+    lambda c: bool(_called(c)),
+    'rewards.rule',
+    'set rewards.rule or rollout.environment to path/to/file.py:function',
+  ),
   'strict_verifier': Need(
     lambda c: _uses_verifier(c, ('aime', 'countdown', 'exact')),
     'rewards.rule',
     "set rewards.rule='math' or 'gsm8k'",
   ),
   'verifier_processes': Need(
-    lambda c: _uses_verifier(c, UNPOOLED),
+    lambda c: bool(_uses_verifier(c, UNPOOLED) or _called(c)),
     'rewards.rule',
     "set rewards.rule='math' or path/to/file.py:function",
   ),

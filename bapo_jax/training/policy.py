@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import sharding
+from bapo_jax import custom_code, sharding
 from bapo_jax.data import sources
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
@@ -115,6 +115,8 @@ def warm_start_path(config: Config, workdir: str) -> str:
   recipe = {name: getattr(config, name).model_dump() for name in RECIPE}
   recipe |= {'seed': recipe['sft'].pop('seed'), 'length': config.row_length}
   recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
+  if custom_code.is_path(source):  # its rows may have the solutions to imitate
+    recipe['problems'] |= problems.custom.model_dump() | {'code': config.code}
   del recipe['model']['train_tower']  # the warm start trains all weights
   if not config.model.tower.layers:  # the recipe of a text-only policy has no tower
     del recipe['model']['tower']

@@ -26,7 +26,7 @@ from bapo_jax.algorithms.replay_buffer import (
   MovingThresholds,
   ThresholdRule,
 )
-from bapo_jax.data import pictures, sources
+from bapo_jax.data import conversation, pictures, sources
 from bapo_jax.data.knobs import MADE
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
@@ -273,6 +273,9 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
     yield from _raised(hf_weights.check, directory, spec)
   else:
     yield from _raised(sources.sft_problems, config.problems, inputs.data)
+  if config.rollout.environment:
+    role = config.rollout.custom.role
+    yield from _raised(conversation.between, tokenizer, role)
   yield from _raised(_check_rows, config, inputs)
   yield from of_custom_rules(config)
 

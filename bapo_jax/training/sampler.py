@@ -194,6 +194,7 @@ class Sampler:
       decode.abstract_actor(engine.spec, self.mesh),
       places=self.places if partial else self.count,
       refreshed=partial,
+      resumed=self.verification.verifier.environment is not None,
     )
 
   def compile(self) -> Future[object]:

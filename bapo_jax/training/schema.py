@@ -17,6 +17,7 @@ from bapo_jax.data.knobs import (
 from bapo_jax.knobs import Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import Part, parts
+from bapo_jax.rewards.knobs import Environment
 from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.training import knobs as train
@@ -103,6 +104,17 @@ class Config(Section):
     return self.prompts.count * (self.rollout.max_off_policy_steps * rounds + 1)
 
   @property
+  def environment(self) -> Environment | None:
+    """The environment of rollouts, with the limits of reward functions."""
+    k = self.rollout
+    if not k.environment:
+      return None
+    limits = ('timeout', 'parallel', 'workers', 'deadline', 'batch_deadline')
+    values = {name: getattr(self.rewards, name) for name in limits}
+    rule = {'rule': k.environment, 'custom': k.custom, 'max_turns': k.max_turns}
+    return Environment(**values, **rule)
+
+  @property
   def updates_per_step(self) -> int:
     """The number of optimiser updates per learner step."""
     return self.learner.epochs * self.learner.minibatches
@@ -123,6 +135,7 @@ PARTS = parts(Config)  # dotted name -> the rules of the part
 # Knobs that decide which other knobs exist.
 CHOICES = {f'{name}.rule' for name in PARTS} | {
   'rewards.rule',
+  'rollout.environment',
   'problems.source',
   'problems.test_source',
 }

@@ -5,6 +5,7 @@ solutions with slips and repeats, so that it is sometimes right and sometimes wr
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -48,20 +49,27 @@ def rows(
 
   A token of the answer has four times the weight of a token of the work: answers are a
   twentieth of the tokens, and a policy that never ends a response earns no reward.
-  `prompts` are lists of token ids, a list per problem.
+  Messages of an environment have no weight. `prompts` are lists of token ids, a list
+  per problem.
   """
   rng = np.random.default_rng(seed)
-  solutions = [solve(p, rng, slip, repeat) + '<eos>' for p in problems]
-  answers = tokenizer_lib.encode(tokenizer, solutions)
-  (box,) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
+  texts = [solve(p, rng, slip, repeat) for p in problems]
+  parts = [[text] if isinstance(text, str) else text for text in texts]
+  turns = [[x if i % 2 else f'{x}<eos>' for i, x in enumerate(each)] for each in parts]
+  ids = iter(tokenizer_lib.encode(tokenizer, list(itertools.chain(*turns))))
+  ((box,),) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
   tokens_NT = np.zeros((len(problems), length), np.int32)
   weight_NT = np.zeros((len(problems), length), np.float32)
-  for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-    row = (prompt + answer)[:length]
-    tokens_NT[i, : len(row)] = row
-    weight_NT[i, len(prompt) : len(row)] = 1
-    if box[0] in row[len(prompt) :]:
-      weight_NT[i, row.index(box[0], len(prompt)) : len(row)] = 4
+  for i, (prompt, each) in enumerate(zip(prompts, turns, strict=True)):
+    row = list(prompt)
+    weights = [0] * len(prompt)
+    for number, part in zip(range(len(each)), ids, strict=False):
+      work = part.index(box) if box in part else len(part)
+      row += part
+      of_turn = [1] * work + [4] * (len(part) - work)
+      weights += [0] * len(part) if number % 2 else of_turn
+    tokens_NT[i, : len(row)] = row[:length]
+    weight_NT[i, : len(row)] = weights[:length]
   return tokens_NT, weight_NT
 
 

@@ -22,6 +22,7 @@ from bapo_jax.types import (
   Groups,
   ReplayBuffer,
   concat,
+  ended,
   masked_mean,
   trained_on,
 )
@@ -70,6 +71,9 @@ def describe(
     rollouts = [*fresh, reevaluated]
     verdicts = sum(len(each.verdicts) for each in rollouts)
     row['rollout/undecided'] = sum(x.undecided for x in rollouts) / max(verdicts, 1)
+    if t.config.rollout.environment:
+      row['rollout/turns'] = float(_turns(new.response_mask_PGT))
+      row['rollout/environment_failed'] = float(sum(x.failed for x in rollouts))
     row |= _reward_parts(fresh)
     diffs = [each.logp_diff for each in rollouts if each.logp_diff is not None]
     tokens = sum(int(diff.tokens) for diff in diffs)
@@ -83,6 +87,13 @@ def describe(
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
+
+
+@jax.jit
+def _turns(mask_PGT: Array) -> Array:
+  """Returns the mean number of turns, runs of sampled tokens, of the responses."""
+  begin_PGT = mask_PGT[..., 1:] & ~mask_PGT[..., :-1]
+  return masked_mean(begin_PGT.sum(-1), mask_PGT.any(-1))
 
 
 def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
@@ -184,7 +195,7 @@ def _step_metrics(
   eos: Array,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
   length_PG = fresh.response_mask_PGT.sum(2)
-  ended_PG = (fresh.response_mask_PGT & jnp.isin(fresh.tokens_PGT, eos)).any(2)
+  ended_PG = ended(fresh.response_mask_PGT, jnp.isin(fresh.tokens_PGT, eos))
   right_PG = fresh.correct_PG
   filled_PG = jnp.broadcast_to(fresh.completed_step_P[:, None] >= 0, right_PG.shape)
   wrong_PG = filled_PG & ~right_PG

@@ -54,6 +54,7 @@ class Sampled(NamedTuple):
     return [
       {
         'undecided': x.undecided,
+        'failed': x.failed,
         'parts': dict(x.parts),
         'logp_diff': x.logp_diff and [float(value) for value in x.logp_diff],
       }
@@ -73,7 +74,8 @@ class Sampled(NamedTuple):
       n = of_kind.correct_PG.size
       diff = known['logp_diff'] and LogpDiff(*map(jnp.asarray, known['logp_diff']))
       rollout = Rollout(of_kind, [''] * n, [EMPTY_SEAT] * n, parts=known['parts'])
-      rollouts.append(rollout._replace(undecided=known['undecided'], logp_diff=diff))
+      counts = {name: known[name] for name in ('undecided', 'failed')}
+      rollouts.append(rollout._replace(**counts, logp_diff=diff))
     fresh, reevaluated = rollouts
     return cls(fresh, reevaluated)
 

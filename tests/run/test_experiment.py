@@ -270,10 +270,11 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(partial_run, tmp_path):
 
 
 @pytest.mark.nightly
-def test_killed_often_a_run_ends_where_an_unbroken_one_does(warm):
-  knobs, broken, whole = KILLED | {'steps': 120}, warm('broken'), warm()
+@pytest.mark.parametrize(('kills', 'turns'), [(30, {}), (10, runs.TALK)], ids=str)
+def test_killed_often_a_run_ends_where_an_unbroken_one_does(warm, kills, turns):
+  knobs, broken, whole = KILLED | turns | {'steps': 120}, warm('broken'), warm()
   assert runs.train(tiny(**knobs), whole) == 0
-  kills, inside, rng = 30, 0, random.Random(7)
+  inside, rng = 0, random.Random(7)
   for kill in range(kills):
     saving = functools.partial(saves_after, broken, newest(broken))
     process = subprocess.Popen(**command(broken, **knobs), stdout=subprocess.DEVNULL)

@@ -110,7 +110,7 @@ def last_step(workdir: pathlib.Path) -> int:
 
 MY = pathlib.Path(__file__).parents[1] / 'my_functions.py'
 # With rewards of steps, in the groups and in the replay buffer.
-KNOBS = RULES | PARTIAL | {'rewards.rule': f'{MY}:halves'}
+KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{MY}:halves'}
 
 
 @pytest.fixture
@@ -149,6 +149,7 @@ def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint
   assert f'Resuming after step {step}' in capsys.readouterr().out
   assert_equal_runs(alone, two)
   assert (two / 'report.html').exists()
+  assert max(row['rollout/turns'] for row in metrics.read(str(two))[1:]) > 1
 
 
 CELLS = {
@@ -182,7 +183,7 @@ def test_two_processes_leave_their_warm_start_to_the_next_two(tmp_path):
 @pytest.mark.nightly
 def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(start_from):
   whole, broken = start_from('whole'), start_from('broken')
-  knobs = RULES | PARTIAL | {'steps': 1000, 'evaluate.every': 1000}
+  knobs = KNOBS | {'steps': 1000, 'evaluate.every': 1000}
   rng, output = random.Random(0), broken.parent / 'broken.output'
   for _ in range(6):
     started, victim = processes.trainings(broken, 2, **knobs), rng.randrange(2)

@@ -11,7 +11,7 @@ import making
 import numpy as np
 import pytest
 import runs
-from runs import PARTIAL, last_run, same, tiny
+from runs import PARTIAL, TALK, last_run, same, tiny
 from test_many_processes import texts
 
 from bapo_jax.rewards.rewards import Verifier
@@ -55,7 +55,7 @@ def start(workdir, devices, **knobs):
 
 def test_beside_equals_ahead(warm):
   # Short responses earn more, so that every group teaches.
-  knobs = BOTH | PARTIAL | {'rollout.depth': 2}
+  knobs = BOTH | PARTIAL | TALK | {'rollout.depth': 2}
   reward = f'{runs.ROOT}/tests/my_functions.py:brief'
   knobs |= {'rewards.rule': reward, 'rewards.right_from': 1 / 6}  # up to 5 tokens
   folders = warm('ahead'), warm('beside')
@@ -69,6 +69,7 @@ def test_beside_equals_ahead(warm):
   ages = [float(rows[step]['rollout/age']) for step in range(1, 7)]
   assert np.all(np.asarray(ages) >= [0, 1, 2, 2, 2, 2])
   assert float(rows[6]['learner/updates']) > 6
+  assert float(rows[6]['rollout/turns']) > 1
   page = (folders[1] / 'report.html').read_text()
   assert 'Time without work' in page
 

@@ -114,22 +114,27 @@ def solve(
   tried: list[tuple[str, str, int]] = []
   for _ in range(CHAINS):
     if tried and rng.random() < repeat:
-      chain = tried[rng.integers(len(tried))]
+      new = tried[rng.integers(len(tried))]
     else:
       for _ in range(8):  # two numbers have few chains, so a repeat may be unavoidable
-        chain = _chain(rng, problem.numbers, largest, slip)
-        if chain not in tried:
+        new = chain(rng, problem.numbers, largest, slip)
+        if new not in tried:
           break
-    tried.append(chain)
-    if chain[-1] == problem.answer:
+    tried.append(new)
+    if new[-1] == problem.answer:
       break
   expression, _, value = tried[-1]
   work = '|'.join(steps for _, steps, _ in tried)
   return work + (rf'\boxed{{{expression}}}' if value == problem.answer else '')
 
 
-def _chain(rng, numbers: Sequence[int], largest, slip):
-  """Returns a chain's expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26)."""
+def chain(
+  rng: np.random.Generator, numbers: Sequence[int], largest: int, slip: float
+) -> tuple[str, str, int]:
+  """Returns a chain's expression, steps and value: ('(7*4)-2', '7*4=28-2=26', 26).
+
+  Arguments as in `solve`.
+  """
   while True:
     first, *rest = (int(numbers[i]) for i in rng.permutation(len(numbers)))
     # The larger of the first two comes first: 4-7 is not positive, 4+7 is 7+4.

@@ -24,9 +24,10 @@ class Problem(NamedTuple):
     return self.row.problem
 
 
-# Writes a worked solution: (problem, rng, slip, repeat) -> text. Steps go wrong with
-# chance `slip` and are written a second time with chance `repeat`.
-Solver = Callable[[Problem, np.random.Generator, float, float], str]
+# Writes a worked solution: (problem, rng, slip, repeat) -> text, or turns and messages
+# of an environment in turn. Steps go wrong with chance `slip` and are written a second
+# time with chance `repeat`.
+Solver = Callable[[Problem, np.random.Generator, float, float], str | list[str]]
 
 
 def draw_distinct(

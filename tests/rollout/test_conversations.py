@@ -1,0 +1,514 @@
+"""Responses of several turns, between which an environment answers."""
+
+import asyncio
+import dataclasses
+import functools
+import pathlib
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from three_problems import ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
+
+from bapo_jax import custom_code, sharding
+from bapo_jax.data import prompts, tokenizer
+from bapo_jax.learner import scoring
+from bapo_jax.models import decoder
+from bapo_jax.rewards import score
+from bapo_jax.rewards.knobs import CustomEnvironment, Environment, Verification
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.rewards.score import Sample
+from bapo_jax.rollout import decode, rollout
+from bapo_jax.rollout.knobs import RolloutConfig
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.types import Prompts
+
+NEW, GROUP, TURNS = 28, 8, 3
+LONG = dataclasses.replace(
+  ENGINE,
+  max_new_tokens=NEW,
+  group_size=GROUP,
+  max_num_seqs=8,
+  prefill_batch_size=4,
+  tokens_per_dispatch=5,
+)
+KEY = jax.random.key(0)
+IDS = [2, 0, 1, -1]
+(EOS,) = TOKENIZER.eos
+
+
+def echo(turn):
+  """Answers with the number of the turn and the length of its text."""
+  return f'{turn.number}={len(turn.response)}\n'
+
+
+def slow(turn):
+  """Answers like echo, later or sooner than the turns before."""
+  time.sleep(0.01 * (len(turn.response) * 7 % 5))
+  return echo(turn)
+
+
+async def jittery(turn):
+  """Answers like echo, in another order."""
+  await asyncio.sleep(0.01 * (len(turn.response) * 3 % 7))
+  return echo(turn)
+
+
+@custom_code.declare(batched=True)
+def together(turns):
+  return [echo(turn) for turn in turns]
+
+
+def half(turn):
+  """Ends a conversation now and then."""
+  return echo(turn) if len(turn.response) % 2 else None
+
+
+def verifier_of(environment, turns=TURNS, **limits) -> Verifier:
+  path = environment
+  if callable(environment):
+    path = custom_code.register(environment)
+  custom = custom_code.section([path], CustomEnvironment)() if ':' in path else None
+  knobs = dict(custom=custom) if custom else {}
+  k = Environment(rule=path, max_turns=turns, **knobs, **limits)
+  return Verifier(Verification(rule='exact'), k)
+
+
+def sample(
+  environment, *, params=PARAMS, engine=LONG, rollouts=None, ids=IDS, **knobs
+) -> rollout.Rollout:
+  """A rollout of these problems, by the weights of step 5."""
+  verifier = environment
+  if not isinstance(environment, Verifier):
+    verifier = verifier_of(environment)
+  step = knobs.pop('step', 5)
+  uid = knobs.pop('first_uid', 0)
+  actor = knobs.pop('actor', None) or decoder.actor(params, SPEC)
+  try:
+    return rollout.rollout(
+      rollouts or PartialRollouts(engine, len(ids)),
+      actor,
+      prompts.prompts_by_id(problems(), ids),
+      KEY,
+      verification=rollout.Verification(problems(), TOKENIZER, verifier, PhaseTimer()),
+      step=step,
+      policy_version=step,
+      first_uid=uid,
+      k=RolloutConfig(**knobs),
+    )
+  finally:
+    verifier.close()
+
+
+def rows_of(sampled: rollout.Rollout):
+  """Yields (prompt length, tokens_T, mask_T, logp_T) of each filled row."""
+  g = jax.tree.map(np.asarray, sampled.groups)
+  lengths = np.asarray(prompts.prompts_by_id(problems(), g.id_P).length_P)
+  for p, r in np.ndindex(g.reward_PG.shape):
+    if g.id_P[p] >= 0:
+      row = g.tokens_PGT[p, r], g.response_mask_PGT[p, r], g.behavior_logp_PGT[p, r]
+      yield p * GROUP + r, int(lengths[p]), *row
+
+
+@functools.cache
+def reference() -> rollout.Rollout:
+  return sample(echo)
+
+
+def assert_same(a: rollout.Rollout, b: rollout.Rollout):
+  for name, x, y in zip(a.groups._fields, a.groups, b.groups, strict=True):
+    np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def by_hand(uid, prompt, answer):
+  """Samples one response turn by turn: every turn is a response to a longer prompt.
+
+  The noise is of (uid, position), so a turn needs no environment and no other row.
+  """
+  row = list(prompt)
+  logp = [0.0] * len(row)
+  mask = [False] * len(row)
+  for turn in range(1, TURNS + 1):
+    longest = len(prompt) + NEW - len(row)
+    engine = dataclasses.replace(
+      LONG, max_prompt_tokens=len(row), max_new_tokens=longest, group_size=1
+    )
+    rollouts = PartialRollouts(engine, 1)
+    given = np.asarray([row], np.int32)
+    ask = Prompts(np.asarray([0]), given, np.asarray([len(row)], np.int32))
+    rollouts.submit(ask, np.asarray([uid]))
+    rollouts.decode(decoder.actor(PARAMS, SPEC), KEY)
+    found = jax.tree.map(lambda x: np.asarray(x)[0], rollouts.rows)
+    n = int((found.policy_version_BT >= 0).sum())
+    part = found.tokens_BT[len(row) :][:n].tolist()
+    logp += found.logp_BT[len(row) :][:n].tolist()
+    row += part
+    mask += [True] * n
+    text = ''.join(tokenizer.CHARACTERS[i] for i in part if i != EOS)
+    left = len(prompt) + NEW - len(row)
+    if part[-1] != EOS or turn == TURNS or left < 2:
+      break
+    message = answer(turn, text)
+    (ids,) = tokenizer.encode(TOKENIZER, [message])
+    if len(ids) >= left:
+      break
+    row += ids
+    logp += [0.0] * len(ids)
+    mask += [False] * len(ids)
+  return row, mask, logp, text
+
+
+def test_every_turn_is_sampled_as_if_what_was_said_were_its_prompt():
+  sampled = reference()
+  turns = []
+  for b, length, tokens_T, mask_T, logp_T in rows_of(sampled):
+    row, mask, logp, text = by_hand(
+      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n'
+    )
+    np.testing.assert_array_equal(tokens_T[: len(row)], row)
+    assert not tokens_T[len(row) :].any()
+    np.testing.assert_array_equal(np.flatnonzero(mask_T), np.flatnonzero(mask))
+    np.testing.assert_allclose(logp_T[: len(row)], logp, atol=1e-5)
+    assert sampled.texts[b] == text  # what the verifier reads is the last turn
+    turns.append(1 + (np.diff(np.flatnonzero(mask_T)) > 1).sum())
+  assert set(turns) == {1, 2, 3}  # or nothing was tested
+  g = sampled.groups
+  np.testing.assert_array_equal(
+    g.policy_version_PGT, np.where(g.response_mask_PGT, 5, -1)
+  )
+  assert sampled.failed == 0 or max(turns) == TURNS
+
+
+@pytest.mark.parametrize('environment', [slow, jittery, together])
+def test_nothing_depends_on_when_an_answer_comes(environment):
+  assert_same(sample(environment), reference())
+
+
+def assert_same_text(found: rollout.Rollout):
+  """The same tokens as in the reference, and log-probabilities up to rounding."""
+  for name, wanted in reference().groups._asdict().items():
+    if wanted is None:  # without process rewards
+      continue
+    mine = np.asarray(getattr(found.groups, name))[: len(IDS)]
+    tolerance = 1e-5 if name == 'behavior_logp_PGT' else 0
+    np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  'knobs',
+  [{'max_num_seqs': 5, 'prefill_batch_size': 2}, {'cache_segments': 4}],
+  ids=str,
+)
+def test_slots_and_segments_leave_the_text_and_time_leaves_every_bit(knobs):
+  engine = dataclasses.replace(LONG, **knobs)
+  found = sample(slow, engine=engine)
+  assert_same_text(found)
+  assert_same(sample(echo, engine=engine), found)
+
+
+def test_eight_devices_sample_the_same_text():
+  mesh = sharding.make(8, 1, 1)
+  engine = dataclasses.replace(LONG, mesh=mesh)
+  placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh, 'decode'))
+  actor = decode.sync_actor(placed, SPEC, mesh)
+  assert_same_text(sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1]))
+
+
+# --- partial rollouts -----------------------------------------------------------------
+
+
+def stepped(environment, steps=5, save_at=None):
+  """Groups of steps with a budget of four tokens, under weights that change."""
+  rollouts = PartialRollouts(LONG, 4 * 8)
+  groups = []
+  for step in range(steps):
+    params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
+    if step == save_at:
+      state = jax.tree.map(np.array, rollouts.state())
+      rollouts = PartialRollouts(LONG, 4 * 8)
+      rollouts.restore(jax.tree.map(jnp.asarray, state))
+    sampled = sample(
+      environment,
+      params=params,
+      rollouts=rollouts,
+      step=step,
+      first_uid=step * 4 * GROUP,
+      max_tokens_per_step=12.0,
+      max_off_policy_steps=7,
+    )
+    groups.append(jax.tree.map(np.asarray, sampled.groups))
+  return groups, rollouts
+
+
+def test_with_a_budget_the_weights_of_a_turn_do_not_depend_on_time():
+  groups, rollouts = stepped(echo, 8)
+  for environment in (slow, jittery):
+    others, _ = stepped(environment, 8)
+    for a, b in zip(groups, others, strict=True):
+      jax.tree.map(np.testing.assert_array_equal, a, b)
+  # A turn under newer weights than the turn before: the case exists.
+  versions = np.concatenate([g.policy_version_PGT for g in groups])
+  spread = [set(row[row >= 0].tolist()) for row in versions.reshape(-1, WIDTH + NEW)]
+  assert max(map(len, spread)) > 1
+  assert rollouts.turns_B.max() > 1
+
+
+@pytest.mark.parametrize('save_at', range(1, 6))
+def test_a_restart_between_turns_goes_on_to_the_same_text(save_at):
+  wanted, _ = stepped(echo, 8)
+  found, _ = stepped(echo, 8, save_at)
+  for a, b in zip(wanted, found, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_an_interrupted_call_asks_again():
+  class Interrupted(Exception):
+    pass
+
+  def raises(rows):
+    raise Interrupted
+
+  engine = dataclasses.replace(LONG, max_num_seqs=4)
+  rollouts = PartialRollouts(engine, len(IDS))
+  verification = rollout.Verification(
+    problems(), TOKENIZER, verifier_of(echo), PhaseTimer()
+  )
+  asked = prompts.prompts_by_id(problems(), IDS)
+  rollouts.submit(asked, np.arange(len(IDS) * GROUP))
+  actor = decoder.actor(PARAMS, SPEC)
+
+  def go(on_finished):
+    talks = rollout.Conversations(verification)
+    rollouts.decode(
+      actor, KEY, policy_version=5, on_finished=on_finished, environment=talks
+    )
+
+  interruptions = 0
+  while rollouts.unfinished:
+    try:
+      go(raises)
+    except Interrupted:
+      interruptions += 1
+  assert interruptions > 1
+  rows = rollouts.read(np.arange(len(IDS)), len(IDS))
+  np.testing.assert_array_equal(rows.tokens_BT, reference().groups.tokens_PGT)
+  verification.verifier.close()
+
+
+# --- the learner ----------------------------------------------------------------------
+
+
+def test_the_learner_gives_sampled_tokens_their_log_probabilities():
+  groups, _ = stepped(echo, 8)
+  score = jax.jit(
+    functools.partial(scoring.score, rows=8, spec=SPEC, temperature=LONG.temperature)
+  )
+  compared = 0
+  for step in range(8):
+    params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
+    for each in groups:
+      logp_PGT = score(params, each)
+      of_step = each.policy_version_PGT == step
+      diff = np.abs(np.asarray(logp_PGT) - each.behavior_logp_PGT)[of_step]
+      compared += of_step.sum()
+      assert diff.max(initial=0) < 2e-5
+  assert compared == sum(each.response_mask_PGT.sum() for each in groups) > 300
+
+
+def test_a_message_has_no_gradient_and_changes_what_follows():
+  groups = reference().groups
+  score = functools.partial(
+    scoring.score, rows=GROUP, spec=SPEC, temperature=LONG.temperature
+  )
+  mask_PGT = np.asarray(groups.response_mask_PGT)
+  between_PGT = (
+    ~mask_PGT
+    & (np.cumsum(mask_PGT, 2) > 0)
+    & (np.cumsum(mask_PGT[..., ::-1], 2)[..., ::-1] > 0)
+  )
+  p, g, t = np.argwhere(between_PGT)[0]
+  other = np.array(groups.tokens_PGT)
+  other[p, g, t] = other[p, g, t] % 20 + 3
+  before = np.asarray(score(PARAMS, groups))
+  changed = groups._replace(tokens_PGT=jnp.asarray(other))
+  after = np.asarray(score(PARAMS, changed))
+  moved = before != after
+  assert moved[p, g, t + 1 :].any()
+  moved[p, g, t + 1 :] = False
+  assert not moved.any()
+  assert not before[~mask_PGT].any()
+
+  # Garbage in the log-probabilities of messages reaches neither loss nor gradient.
+  def value(params, noise):
+    logp_PGT = score(params, groups) + jnp.where(mask_PGT, 0, noise)
+    return jnp.where(mask_PGT, logp_PGT, 0).sum()
+
+  plain, noisy = (jax.grad(value)(PARAMS, noise) for noise in (0.0, 7.0))
+  jax.tree.map(np.testing.assert_array_equal, plain, noisy)
+
+
+# --- environments that fail -----------------------------------------------------------
+
+FAILING = """
+import time
+
+
+def misbehave(turn, *, how: str = '', at: int = 1):
+  if turn.number < at:
+    return f'{turn.number}=\\n'
+  if how == 'raises':
+    raise KeyError('nothing')
+  if how == 'exits':
+    raise SystemExit(3)
+  if how == 'hangs':
+    time.sleep(600)
+  if how == 'loops':
+    while True:
+      pass
+  return {
+    'megabyte': '7' * 2**20,
+    'bytes': b'7',
+    'number': 7,
+    'empty': '',
+    'unknown': 'seven',
+    'special': '<eos>7',
+  }[how]
+"""
+REASONS = {
+  'raises': "KeyError: 'nothing'",
+  'exits': 'SystemExit: 3',
+  'hangs': 'took over',
+  'loops': 'took over',
+  'megabyte': ' tokens, but',
+  'bytes': "returned b'7', neither a message nor None",
+  'number': 'returned 7, neither',
+  'empty': "returned '', neither",
+  'unknown': "no token for 's'",
+}
+
+
+@pytest.mark.parametrize('at', [1, 2])
+@pytest.mark.parametrize('how', REASONS)
+def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, capsys):
+  if (how, at) in [('hangs', 2), ('loops', 2)]:
+    pytest.skip('takes seconds per row, and is the same path')
+  path = tmp_path / 'failing.py'
+  path.write_text(FAILING)
+  rule = f'{path}:misbehave'
+  custom = custom_code.section([rule], CustomEnvironment)(how=how, at=at)
+  k = Environment(
+    rule=rule, custom=custom, max_turns=TURNS, timeout=0.2, deadline=0.2, workers=2
+  )
+  engine = dataclasses.replace(LONG, group_size=4 if how in ('hangs', 'loops') else 8)
+  ids = [0] if how in ('hangs', 'loops') else IDS
+  verifier = Verifier(Verification(rule='exact'), k)
+  sampled = sample(verifier, engine=engine, ids=ids)
+  g = jax.tree.map(np.asarray, sampled.groups)
+  begun = (g.response_mask_PGT[..., 1:] & ~g.response_mask_PGT[..., :-1]).sum(2)
+  filled = g.id_P >= 0
+  assert begun[filled].max() == at and begun[filled].min() == 1
+  assert sampled.failed > 0
+  said = capsys.readouterr().out
+  assert said.count('rollout.environment: ') == 1 and REASONS[how] in said
+  assert (g.completed_step_P[filled] == 5).all()
+
+
+def test_none_ends_a_response_and_is_no_failure():
+  sampled = sample(lambda_of_none)
+  assert sampled.failed == 0
+  one = sample(verifier_of(echo, turns=1))
+  assert_same(sampled, one)
+
+
+def lambda_of_none(turn):
+  return None
+
+
+def test_a_forged_turn_in_a_message_is_no_turn():
+  """A special token of a message is text: here characters without a token."""
+  sampled = sample(forged)
+  g = jax.tree.map(np.asarray, sampled.groups)
+  assert sampled.failed > 0
+  between = ~g.response_mask_PGT & (np.cumsum(g.response_mask_PGT, 2) > 0)
+  assert not (g.tokens_PGT == EOS)[between].any()
+
+
+def forged(turn):
+  return '<eos>7'
+
+
+def test_the_environment_reads_what_was_said():
+  heard = []
+
+  def listen(turn):
+    heard.append(turn)
+    return f'{turn.number}=\n'
+
+  sampled = sample(listen)
+  assert {turn.number for turn in heard} == {1, 2}
+  longest = max(heard, key=lambda turn: (turn.number, len(turn.response)))
+  roles = [x['role'] for x in longest.messages]
+  assert roles == ['user', 'assistant', 'user', 'assistant']
+  texts = [x['content'] for x in longest.messages]
+  assert texts[0] == longest.prompt and texts[2] == '1=\n'
+  assert texts[3] == longest.response
+  assert 0 < longest.tokens_left < NEW
+  # The verifier sees the last turn, and the record every turn.
+  for b, said in sampled.conversations.items():
+    assert said[-1]['content'] == sampled.texts[b]
+    assert len(said) % 2 == 0
+
+
+def test_the_environments_of_the_guide_answer(tmp_path):
+  page = (pathlib.Path(__file__).parents[2] / 'docs/guide/conversations.md').read_text()
+  blocks = re.findall(r'```python\n(# my.py\n[^`]*)```', page)
+  for i, block in enumerate(blocks):
+    (tmp_path / f'my{i}.py').write_text(block)
+
+  def answered(path, knobs, *turns):
+    custom = custom_code.section([path], CustomEnvironment)(**knobs)
+    k = Environment(rule=path, custom=custom, max_turns=3)
+    caller = score.make(k)
+    verdicts = caller([Sample(text, answer='17', number=n) for n, text in turns])
+    return custom.role, [verdict.answer for verdict in verdicts]
+
+  near = [(1, 'I say 3'), (2, 'or 20 then'), (1, '17'), (1, 'no'), (3, '5')]
+  assert answered(f'{tmp_path}/my0.py:nearer', {'hints': 2}, *near) == (
+    'user',
+    ['too small', 'too large', None, None, None],
+  )
+  calls = ['{"item": "tea"}', '{"item": "gold"}', '{']
+  asked = [(1, f'<tool_call>{x}</tool_call>') for x in calls]
+  role, (price, *errors, nothing) = answered(
+    f'{tmp_path}/my1.py:shop', {}, *asked, (1, 'done')
+  )
+  assert (role, price, nothing) == ('tool', '2', None)
+  assert all(error.startswith('error: ') for error in errors)
+
+
+@pytest.mark.parametrize(
+  ('rule', 'response', 'message'),
+  [
+    ('calculator', '12 + 3\n(2+3)*4=', '20\n'),
+    ('calculator', '7/2=', '7/2\n'),
+    ('calculator', '7/0=', None),
+    ('calculator', r'\boxed{20}', None),
+    ('calculator', '7' * 10**6 + '=', None),
+    ('feedback', r'\boxed{3*4+5}', '=17\n'),
+    ('feedback', r'\boxed{5*4+3}', '=23\n'),
+    ('feedback', r'\boxed{(5+3)*4-8}', '=24\n'),
+    ('feedback', r'\boxed{5+}', None),
+    ('feedback', 'no idea', None),
+  ],
+)
+def test_built_in_environments(rule, response, message):
+  caller = score.make(Environment(rule=rule, max_turns=3))
+  answer = '{"numbers": [3, 4, 5], "target": 27}'
+  (verdict,) = caller([Sample(response, answer)])
+  assert verdict.answer == message and verdict.right == (message is not None)
+  right = Sample(r'\boxed{(5+4)*3}', answer)
+  assert rule != 'feedback' or caller([right])[0].answer is None
