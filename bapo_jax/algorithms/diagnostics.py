@@ -90,6 +90,9 @@ def diagnose(
   metrics |= _shares(rule, logp_BT, batch, bounds, scale_B)
   metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
   metrics |= _by_source(ratio_BT, weight_BT, batch)
+  if batch.reference_BT is not None:
+    far_BT = loss.from_reference(logp_BT, batch)
+    metrics['loss/reference'] = masked_mean(far_BT, loss_mask_BT)
   return metrics | {
     name: jnp.where(loss_mask_BT.any(), metrics[name], jnp.nan) for name in OF_TOKENS
   }

@@ -79,6 +79,14 @@ class LossRule(Part):
     needs='loss.kl > 0',
   )
 
+  reference: float = knob(
+    0.0,
+    "Cost per nat of divergence from the teacher; without teacher.path from the run's "
+    "first weights, GRPO's beta.",
+    least=0,
+    most=1000,
+  )
+
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
@@ -464,10 +472,24 @@ def divergence(logp_BT: Array, batch: Batch, direction: KlDirection) -> Array:
   """
   log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
   if direction == 'behavior_policy':
-    return jnp.expm1(log_r_BT) - log_r_BT
+    return k3(log_r_BT)
   if direction == 'squared':
     return jnp.square(log_r_BT) / 2
   return jnp.exp(log_r_BT) * log_r_BT - jnp.expm1(log_r_BT)
+
+
+def k3(log_r: Array) -> Array:
+  """Returns r - 1 - log r: k3 of Schulman (2020), "Approximating KL Divergence"."""
+  return jnp.expm1(log_r) - log_r
+
+
+def from_reference(logp_BT: Array, batch: Batch) -> Array:
+  """Returns k3 of p_ref / pi, an estimate of KL(pi || p_ref): arXiv:2402.03300, Eq. 4.
+
+  In nats per token; 0 outside the mask. The batch must have log p_ref.
+  """
+  assert batch.reference_BT is not None
+  return k3(log_ratio(batch.reference_BT, logp_BT, batch.loss_mask_BT))
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:

@@ -57,27 +57,40 @@ class Updated(NamedTuple):
 def advantages(
   groups: Groups,
   source_P: Array,
-  rule: AdvantageFunction,
+  advantage_rule: AdvantageFunction | None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
+  reference_PGT: Array | None = None,
+  teacher: float = 0.0,
 ) -> Array:
   """Returns the advantages [P, G, T] of tokens, times `weights`; see `flatten`.
 
   With step rewards it is process supervision (arXiv:2402.03300, section 4.1.3): the
   rule also compares the rewards of all steps of a group with each other, and a token
   gets the sum over the steps that end at the token or later.
+
+  Args:
+    advantage_rule: None leaves out the rewards.
+    reference_PGT, teacher: log p(teacher), and the factor on log p(teacher) - log mu,
+      which is the advantage of a token in on-policy distillation.
   """
   P, G, T = groups.tokens_PGT.shape
   reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
-  if rule.reads == 'groups':
-    adv_PGT = rule(groups)
+  if advantage_rule is None:
+    adv_PGT = jnp.zeros((P, G, T), jnp.float32)
+  elif advantage_rule.reads == 'groups':
+    adv_PGT = advantage_rule(groups)
   else:
-    adv_PGT = jnp.broadcast_to(rule(groups.reward_PG)[..., None], (P, G, T))
+    adv_PG = advantage_rule(groups.reward_PG)
+    adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
     if reward_PGT is not None and end_PGT is not None:
       # A group without a step has no reward to compare: all of its zeros are equal.
       end_PGT |= ~end_PGT.any((1, 2), keepdims=True)
       steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
-      step_PGT = rule(*steps).reshape(P, G, T)
+      step_PGT = advantage_rule(*steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
+  if reference_PGT is not None and teacher:
+    above_PGT = reference_PGT - groups.behavior_logp_PGT
+    adv_PGT += jnp.where(groups.response_mask_PGT, teacher * above_PGT, 0)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   return adv_PGT * weight_P[:, None, None]
 
@@ -85,12 +98,14 @@ def advantages(
 def flatten(
   groups: Groups,
   source_P: Array,
-  advantage_rule: AdvantageFunction,
+  advantage_rule: AdvantageFunction | None,
   prox_PGT: Array | None = None,
   weights: tuple[float, ...] = (1.0, 1.0, 1.0),
   version: int | Array = -1,
   pictures: Seen = None,
   number: int | Array = 0,
+  reference_PGT: Array | None = None,
+  teacher: float = 0.0,
 ) -> Batch:
   """Returns the flat batch [P*G, T]; empty seats and masked responses have no loss.
 
@@ -102,13 +117,15 @@ def flatten(
     version: learner step of the weights before the first update; -1 if these weights
       sampled none of the tokens.
     number: see Batch.update_B.
+    reference_PGT, teacher: see `advantages`.
   """
   P, G, T = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
-  adv_PGT = advantages(groups, source_P, advantage_rule, weights)
+  of_reference = reference_PGT, teacher
+  adv_PGT = advantages(groups, source_P, advantage_rule, weights, *of_reference)
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
     loss_mask_BT=loss_mask_PGT.reshape(P * G, T),
@@ -117,6 +134,7 @@ def flatten(
     adv_BT=adv_PGT.reshape(P * G, T),
     source_B=jnp.repeat(source_P, G),
     on_policy_BT=on_policy_PGT.reshape(P * G, T),
+    reference_BT=None if reference_PGT is None else reference_PGT.reshape(P * G, T),
     update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
   )
@@ -130,7 +148,7 @@ def update(
   key: Array,
   *,
   train_step: TrainStep,
-  advantage_rule: AdvantageFunction,
+  advantage_rule: AdvantageFunction | None,
   epochs: int,
   minibatches: int,
   proximal: Callable[[Tree, Groups, Seen], Array] | None = None,
@@ -139,6 +157,8 @@ def update(
   place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
   number: int = 0,
+  reference_PGT: Array | None = None,
+  teacher: float = 0.0,
 ) -> tuple[Tree, Tree, list[Updated]]:
   """Runs epochs x minibatches optimiser updates on one batch.
 
@@ -146,7 +166,8 @@ def update(
   (`_minibatches`); a batch without tokens to train on takes no update.
 
   Args:
-    groups, source_P, advantage_rule, pictures, weights, version: see `flatten`.
+    groups, source_P, advantage_rule, pictures, weights, version, reference_PGT,
+      teacher: see `flatten`.
     key: determines the minibatches of every epoch.
     minibatches: updates per epoch of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
@@ -162,14 +183,15 @@ def update(
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
-  arrays = groups, source_P, prox_PGT, pictures
+  arrays = groups, source_P, prox_PGT, pictures, reference_PGT
+  rules = advantage_rule, weights, teacher
   updates = []
   orders = exchange.whole(order_EP)
   parts = (
     x for order_P in orders for x in _minibatches(order_P, filled_P, minibatches)
   )
   for now, seats_P in enumerate(parts, number):
-    batch = place(_part(arrays, seats_P, version, now, advantage_rule, weights))
+    batch = place(_part(arrays, seats_P, version, now, *rules))
     params, opt, metrics, tokens = train_step(params, opt, batch)
     updates.append(Updated(seats_P, metrics, tokens, now))
   on_host = exchange.fetched([update.metrics for update in updates])
@@ -207,11 +229,11 @@ def _minibatches(
   return parts
 
 
-@functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights'))
-def _part(arrays, seats_P, version, number, advantage_rule, weights) -> Batch:
-  groups, source_P, prox_PGT, pictures = take(arrays, seats_P)
-  of_step = version, pictures, number
-  return flatten(groups, source_P, advantage_rule, prox_PGT, weights, *of_step)
+@functools.partial(jax.jit, static_argnames=('rule', 'weights', 'teacher'))
+def _part(arrays, seats_P, version, number, rule, weights, teacher) -> Batch:
+  groups, source_P, prox_PGT, pictures, reference_PGT = take(arrays, seats_P)
+  of_step = version, pictures, number, reference_PGT, teacher
+  return flatten(groups, source_P, rule, prox_PGT, weights, *of_step)
 
 
 def learn(

@@ -47,8 +47,9 @@ class Objective:
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     aggregate, length: see `loss.row_scale`.
-    kl, kl_direction: cost per nat of `loss.divergence`, and its direction. A clip rule
-      that balances the policy gradient ignores this penalty.
+    kl, kl_direction: cost per nat of `loss.divergence`, and its direction.
+    reference: cost per nat of `loss.from_reference`. A clip rule that balances the
+      policy gradient ignores both penalties.
   """
 
   clip_rule: ClipFunction
@@ -63,6 +64,7 @@ class Objective:
   length: int = 1
   kl: float = 0.0
   kl_direction: KlDirection = 'behavior_policy'
+  reference: float = 0.0
   mask_rule: MaskFunction = NO_MASK
 
   @property
@@ -77,7 +79,7 @@ class Objective:
     penalty. Its tokens still count in the denominators, through `loss.row_scale` of the
     full mask.
     """
-    if self.kl or not self.pack:
+    if self.kl or self.reference or not self.pack:
       return batch
     mask_BT = batch.loss_mask_BT
     teaches_B1 = (mask_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
@@ -111,6 +113,8 @@ class Objective:
     gain_BT, bounds = loss.gain(self.loss_rule, logp_BT, part, find)
     if self.kl:
       gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
+    if self.reference:
+      gain_BT -= self.reference * loss.from_reference(logp_BT, part)
     return -(gain_BT.sum(1) * scale_B).sum(), bounds
 
 

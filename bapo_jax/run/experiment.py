@@ -128,7 +128,8 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     if not begun and r.rollout_mesh is None and hosts.processes() == 1:
       # Beside the loading. Several processes would not compile in one order.
       *state, base = build.abstract(r.config, r.spec, r.mesh)
-      like = build.make_trainer(r, material, verifier, timer, base)
+      frozen = base, build.teacher_of(r, state[0], base, build.abstract_weights)
+      like = build.make_trainer(r, material, verifier, timer, *frozen)
       stack.callback((lane := Lane()).close)
       early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
     t, s = build.build(r, material, verifier, workdir, timer)
@@ -238,7 +239,7 @@ class Run:
   idled: bool = False  # whether a step of this start had nothing to learn
 
   def __post_init__(self):
-    self.base = policy.fingerprint(self.t.base)
+    self.base = policy.fingerprint(self.t.frozen)
     seconds = self.t.timer.seconds
     for name, before in self.spent['phases'].items():
       seconds[name] = seconds.get(name, 0.0) + before
@@ -454,6 +455,7 @@ def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   yield from evaluation_engine(t).programs(
     decode.abstract_actor(t.spec, t.mesh), places=len(t.held_out.id_N), refreshed=False
   )
+  yield from build.lower_reference(t)
   # With a depth, the actor's weights score the responses.
   depth = t.config.rollout.depth
   yield from t.sampler.programs(None if depth else t.weights(params))

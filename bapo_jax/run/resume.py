@@ -123,9 +123,11 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]):
       '(checkpoint.final=weights), so training cannot resume; export the weights '
       '(bapo export) and start in another --workdir with model.path set to the export'
     )
-  if t.base is not None and (now := policy.fingerprint(t.base)) != meta['base']:
+  if t.frozen is not None and (now := policy.fingerprint(t.frozen)) != meta['base']:
     path = t.config.model.path
     where = f'model.path={path}' if path else 'the folder warmstart/'
+    if teacher := t.config.teacher.path:
+      where += f' or teacher.path={teacher}'
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '
       f'{meta["base"]} then, {now} now); restore {where} or start in another --workdir'

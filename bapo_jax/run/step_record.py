@@ -8,6 +8,7 @@ docs/guide/running.md explains every field. Non-finite numbers are null, and so 
 per-token fields of responses beyond the first MOST_TOKENS tokens of a file.
 """
 
+import functools
 import json
 import math
 import os
@@ -42,14 +43,13 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
-  groups, source_P = exchange.taken((record.groups, record.source_P), index)
+  arrays = record.groups, record.source_P, record.reference_PGT
+  groups, source_P, reference_PGT = exchange.taken(arrays, index)
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
-  weights = t.config.batch.weights
-  factors = tuple(getattr(weights, source) for source in SOURCES)
-  of_tokens = jax.jit(advantages, static_argnums=(2, 3))
-  adv_PGT = np.asarray(of_tokens(groups, source_P, t.config.advantage, factors))
+  of_tokens = jax.jit(functools.partial(advantages, **t.config.credit))
+  adv_PGT = np.asarray(of_tokens(groups, source_P, reference_PGT=reference_PGT))
   budget = MOST_TOKENS
   lines = []
   for p, (number, of_seat) in enumerate(updated):

@@ -21,6 +21,7 @@ from bapo_jax.models import attention, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
+from bapo_jax.training import inputs
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -46,7 +47,7 @@ SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its
 class Budget(NamedTuple):
   """Bytes per device of one run; `checkpoint` and `disk` are bytes on the disk."""
 
-  weights: float  # in model.dtype, frozen ones included
+  weights: float  # in model.dtype, frozen ones and a teacher's included
   moments: float  # two per trained number, and a float32 copy of narrower weights
   gradients: float  # one per trained number, and the sum over micro-batches
   actor: float  # the copy of the weights that decodes
@@ -74,7 +75,7 @@ class Budget(NamedTuple):
 
 # Parts of the memory with the knobs that determine their size, for the error message.
 KNOBS = {
-  'weights': 'weights and optimiser state (model.*, mesh.fsdp)',
+  'weights': 'weights and optimiser state (model.*, teacher.path, mesh.fsdp)',
   'actor': 'the decoding copy of the weights (sampler.actor_dtype, mesh.tensor)',
   'gathered': 'the weights of a layer and the head (model.*, mesh.tensor)',
   'saved': 'a micro-batch (learner.minibatches, learner.grad_accum_steps, sft.batch)',
@@ -101,10 +102,14 @@ def count(
   c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
   weights, moments, gradients, actor = whole_state(config, spec)
+  weights += teacher_bytes(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
   evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
   buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
+  if teacher := inputs.teacher_spec(config):  # its pass keeps less than an update
+    scoring = _passes(config, teacher, schedule._replace(remat='full'), mesh)
+    gathered, saved = map(max, (gathered, saved), scoring)
   few, n = adapters(config, spec), trained(config, spec)
   own = 4 if few else itemsize(spec.dtype)
   # Stored without frozen weights.
@@ -149,6 +154,14 @@ def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
   return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor_bytes(spec)
+
+
+def teacher_bytes(config: Config, spec: ModelSpec) -> int:
+  """Counts the frozen weights that the loss refers to, beside those of the policy."""
+  if teacher := inputs.teacher_spec(config):
+    return itemsize(teacher.dtype) * transformer.count(teacher)
+  copies = config.loss.reference > 0 and not config.lora.rank
+  return copies * itemsize(spec.dtype) * trained(config, spec)
 
 
 def matrices(spec: ModelSpec) -> int:

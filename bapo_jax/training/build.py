@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
@@ -20,6 +22,7 @@ from bapo_jax.learner import optimizer as optimizer_lib
 from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.models import lora, transformer
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import rewards
@@ -34,7 +37,9 @@ from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.training.sampler import Sampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Tree
+from bapo_jax.types import Batch, ReplayBuffer, Tree, empty_groups
+
+Load = Callable[[str, ModelSpec, Mesh], Tree]
 
 
 class Material(NamedTuple):
@@ -100,6 +105,7 @@ def make_train_step(
     length=config.sampler.max_new_tokens,
     kl=config.loss.kl,
     kl_direction=config.loss.kl_direction,
+    reference=config.loss.reference,
   )
   step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))
@@ -120,6 +126,8 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
     shape = tuple(size[axis] for axis in axes)
     kind = kinds.get(name, jnp.float32)
     fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
+  if not (config.teacher.path or config.loss.reference):
+    fields[Batch._fields.index('reference_BT')] = None
   if pictures is not None:
     pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
   return Batch(*fields, pictures=pictures)
@@ -146,9 +154,14 @@ def _scorers(
 
 
 def make_trainer(
-  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer, base: Tree = None
+  r: Resolved,
+  data: Material,
+  verifier: Verifier,
+  timer: PhaseTimer,
+  base: Tree = None,
+  teacher: Tree = None,
 ) -> Trainer:
-  """Builds everything that is fixed for a run; `base` are its frozen weights."""
+  """Builds everything that is fixed for a run; base and teacher are frozen weights."""
   config = r.config
   spec = r.spec
   mesh = r.mesh
@@ -157,6 +170,8 @@ def make_trainer(
   temperature = config.sampler.temperature
   score, _ = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
+  spec_of_teacher = r.teacher.spec if r.teacher else spec
+  of_teacher = config.micro_batch_rows, spec_of_teacher, r.schedule, temperature
   here = _local_sampler(r, data, verifier, timer, mesh, gallery, base)
   sampler = here
   if r.remote:
@@ -181,9 +196,40 @@ def make_trainer(
     sampler=sampler,
     timer=timer,
     base=base,
+    teacher=teacher,
+    reference=None if teacher is None else _scorers(*of_teacher)[0],
     pictures=here.pictures,
     held_out_gallery=held_out,
   )
+
+
+def teacher_of(
+  r: Resolved, params: Tree, base: Tree, load: Load = hf_weights.load
+) -> Tree:
+  """Returns the weights that `loss.reference` and the advantages refer to, or None.
+
+  Without teacher.path these are the first weights of the run: a copy of `params`, or
+  the frozen weights that adapters adapt. All arguments may be abstract.
+  """
+  if r.teacher is not None:
+    return load(r.teacher.directory, r.teacher.spec, r.mesh)
+  if not r.config.loss.reference:
+    return None
+  if r.config.lora.rank:
+    return base
+  copies = (jnp.copy(x) if isinstance(x, Array) else x for x in jax.tree.leaves(params))
+  return lora.attach(base, jax.tree.structure(params).unflatten(copies))
+
+
+def lower_reference(t: Trainer) -> Iterator[Lowered]:
+  """Lowers the program that scores a batch with the teacher, if there is one."""
+  if t.reference is None or t.pictures is not None:  # shapes of pictures vary
+    return
+  sizes = t.config.seats, t.config.sampler.group_size, t.config.row_length
+  groups = jax.eval_shape(lambda: empty_groups(*sizes, t.verifier.steps))
+  groups = sharding.abstract(groups, sharding.layout_of_rows(groups, t.mesh))
+  with sharding.current(t.mesh):
+    yield t.reference.lower(t.teacher, groups, None)
 
 
 def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> Sampler:
@@ -269,6 +315,12 @@ def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, T
   return sharding.abstract(state, sharding.shardings(state, mesh))
 
 
+def abstract_weights(directory: str, spec: ModelSpec, mesh: Mesh) -> Tree:
+  """Returns abstract weights in place of `hf_weights.load`."""
+  params = transformer.abstract(spec)
+  return sharding.abstract(params, sharding.shardings(params, mesh))
+
+
 def build(
   r: Resolved, data: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
@@ -282,7 +334,9 @@ def build(
       f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
       'every device stores the weights and the cache of all heads'
     )
-  t = make_trainer(r, data, verifier, timer, base)
+  with timer('load'):
+    teacher = teacher_of(r, params, base)
+  t = make_trainer(r, data, verifier, timer, base, teacher)
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 FIXED = "with clip.rule='fixed'"
 KL = 'loss.kl, a cost on the divergence from the policy that sampled the batch'
+FIRST = 'loss.reference, a cost on the divergence from the first weights, or ' + KL
 # Our knob, which comes first, and how it differs -> foreign names.
 _OURS = {
   # optimiser
@@ -61,7 +62,10 @@ _OURS = {
   ),
   "mask.limit with mask.rule='m2po'": 'm2_threshold',
   "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
-  KL: ('beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'),
+  FIRST: 'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef',
+  'teacher.path, or loss.reference alone for the first weights': (
+    'ref_model ref teacher_model teacher_model_name_or_path'
+  ),
   'loss.kl_direction': 'kl_penalty kl_loss_type',
   "loss.aggregate ('sequence' for grpo, 'token' for dapo and bnpo, 'constant' for "
   'dr_grpo), or name a method: --config=FILE:dr_grpo, :gspo, :cispo, :sapo or :vespo': (
@@ -133,7 +137,7 @@ _NONE = {
   f'{WHOLE} evaluate.sampling.top_p': 'top_p',
   f'{WHOLE} evaluate.sampling.top_k': 'top_k',
   f'{WHOLE} evaluate.sampling.top_p and top_k': 'min_p repetition_penalty',
-  f'there is no reference model; use {KL}': 'ref_model sync_ref_model ref',
+  'the reference model is never updated': 'sync_ref_model',
   'there is no schedule: the rate is constant after optimizer.warmup updates': (
     'lr_scheduler_type lr_scheduler lr_scheduler_kwargs lr_schedule schedule scheduler '
     'warmup_style min_lr_ratio lr_decay_steps'

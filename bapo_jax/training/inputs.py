@@ -14,6 +14,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import (
   MERGE,
   TOWER_HEADS,
@@ -86,6 +87,44 @@ def open_model(config: Config, directory: str | None = None) -> Model:
   template = '{problem}' if derived else config.tokenizer.template
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
   return Model(directory, tokenizer, read_spec(config, directory, tokenizer))
+
+
+def teacher_spec(config: Config) -> ModelSpec | None:
+  """Returns the sizes of the model at teacher.path, in bfloat16; None without one."""
+  path = config.teacher.path
+  if not path:
+    return None
+  directory = hf_directory.find(path, 'teacher.path', ('config.json',))
+  types = config.model.types
+  spec = hf_config.read_spec(directory, types['compute'])
+  return dataclasses.replace(spec, **types | {'dtype': 'bfloat16'})
+
+
+def open_teacher(config: Config, policy: Model) -> Model | None:
+  """Opens the model at teacher.path, but no weights; None without one.
+
+  Raises ValueError if a file is missing, or the model does not fit the policy.
+  """
+  spec = teacher_spec(config)
+  if spec is None:
+    return None
+  name = f'teacher.path={config.teacher.path}'
+  directory = hf_directory.find(config.teacher.path, 'teacher.path')
+  tokenizer = tokenizer_lib.load(directory, '{problem}')
+  if tokenizer.backend.get_vocab() != policy.tokenizer.backend.get_vocab():
+    raise ValueError(
+      f"{name} has another tokenizer than the policy, so it cannot score the policy's "
+      'tokens; give a model of the same family'
+    )
+  if spec.vision or policy.spec.vision:
+    raise ValueError(f'{name}: policy and teacher must be text models')
+  if config.row_length > spec.positions:
+    raise ValueError(
+      f'{name} has {spec.positions} positions, fewer than prompt and response, '
+      f'{config.row_length}; lower sampler.max_new_tokens'
+    )
+  hf_weights.check(directory, spec)
+  return Model(directory, tokenizer, spec)
 
 
 def tokenizer_directory(config: Config, model_directory: str) -> str:

@@ -62,6 +62,29 @@ class LearnerConfig(Section):
   )
 
 
+class TeacherConfig(Section):
+  """A frozen model whose log-probabilities of the responses the learner reads."""
+
+  path: str = knob(
+    '',
+    "Directory or hub:owner/name of a text model with the policy's tokenizer; empty: "
+    'none.',
+  )
+  weight: float = knob(
+    1.0,
+    'Factor on log p(teacher) - log mu, which is added to the advantage of each '
+    'sampled token: on-policy distillation.',
+    least=0,
+    most=1000,
+    needs="teacher.path != ''",
+  )
+  reward: bool = knob(
+    True,
+    'Adds the advantage of the reward; off: only the teacher gives advantages.',
+    needs="teacher.path != ''",
+  )
+
+
 class OptimizerConfig(Section):
   """AdamW after clipping by the global norm."""
 

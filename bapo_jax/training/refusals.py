@@ -37,7 +37,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.parts import Part
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
-from bapo_jax.training.inputs import Inputs
+from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import Config
 from bapo_jax.types import Batch, Bounds, empty_groups
 
@@ -196,6 +196,23 @@ def _contradictions(config: Config) -> Iterator[str]:
       f'{given} leaves no row with an advantage, because {occurring}; set one of these '
       'weights above 0'
     )
+  teacher = config.teacher
+  if (
+    teacher.path
+    and not teacher.weight
+    and not (teacher.reward and config.loss.reference)
+  ):
+    yield (
+      f'teacher.path={teacher.path} has no effect on advantages with teacher.weight=0; '
+      'raise it, or keep teacher.reward=True and set loss.reference'
+    )
+  if (
+    teacher.path and not teacher.reward and batch.rule in ('learnable_only', 'adapted')
+  ):
+    yield (
+      f'batch.rule={batch.rule!r} drops groups without right and wrong responses, which '
+      "teach if teacher.reward=False; choose batch.rule='fresh_only' or 'replay'"
+    )
   rule = config.advantage
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
     yield (
@@ -276,6 +293,7 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   if config.rollout.environment:
     role = config.rollout.custom.role
     yield from _raised(conversation.between, tokenizer, role)
+  yield from _raised(open_teacher, config, inputs.model)
   yield from _raised(_check_rows, config, inputs)
   yield from of_custom_rules(config)
 

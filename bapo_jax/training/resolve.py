@@ -40,6 +40,7 @@ class Resolved:
   schedule: Schedule  # of the learner
   budget: Budget  # bytes per device, and of the checkpoints
   rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
+  teacher: Model | None = None  # of teacher.path
 
   @property
   def inputs(self) -> Inputs:
@@ -102,7 +103,9 @@ def resolve(
   use_precision(config.model.compute, platform)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
-  return Resolved(config, opened, data, mesh, schedule, counted, rollout_mesh)
+  teacher = inputs_lib.open_teacher(config, opened)
+  meshes = mesh, schedule, counted, rollout_mesh
+  return Resolved(config, opened, data, *meshes, teacher)
 
 
 def use_precision(compute: str, platform: str) -> None:

@@ -21,7 +21,7 @@ from bapo_jax.rewards.knobs import Environment
 from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.training import knobs as train
-from bapo_jax.types import Source
+from bapo_jax.types import SOURCES, Source
 
 
 class Config(Section):
@@ -60,6 +60,7 @@ class Config(Section):
   clip: Clip = knob(Balanced, 'Clip rule.')
   mask: Mask = knob(NoMask, 'Mask rule.')
   loss: Loss = knob(Clipped, 'Loss rule.')
+  teacher: train.TeacherConfig = knob(train.TeacherConfig, 'Teacher.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
   sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
@@ -118,6 +119,16 @@ class Config(Section):
   def updates_per_step(self) -> int:
     """The number of optimiser updates per learner step."""
     return self.learner.epochs * self.learner.minibatches
+
+  @property
+  def credit(self) -> dict[str, Any]:
+    """The arguments of `learner.advantages` that are the same in all steps."""
+    factors = self.batch.weights
+    return {
+      'advantage_rule': self.advantage if self.teacher.reward else None,
+      'weights': tuple(getattr(factors, source) for source in SOURCES),
+      'teacher': self.teacher.weight if self.teacher.path else 0.0,
+    }
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
     """Returns a copy with other values: with_values(prompts={'count': 1})."""

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Lowered, Wrapped
 
+from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class StepRecord(NamedTuple):
   groups: Groups  # the batch
   source_P: Array  # index into types.SOURCES; -1 marks an empty seat
   updates: list[Updated]  # the optimiser updates, in order
+  reference_PGT: Array | None = None  # log p(teacher), nats; None: not computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,22 @@ class Trainer:
   pictures: OfProblems | None = None  # of training problems; None without
   held_out_gallery: Gallery | None = None  # of the held-out problems
   compiled: Sequence[Lowered] = ()  # keeps the programs of later calls compiled
+  # Frozen weights that the loss refers to, and a program that scores with them.
+  teacher: Tree = None
+  reference: Wrapped | None = None
+
+  @property
+  def frozen(self) -> Tree:
+    """Returns all weights that no update changes."""
+    return self.base if self.teacher is None else (self.base, self.teacher)
+
+  def referred(self, groups: Groups) -> Array | None:
+    """Returns log p(teacher) [P, G, T] of the responses; None without a teacher."""
+    if self.reference is None:
+      return None
+    with self.timer('teacher'), sharding.current(self.mesh):
+      logp_PGT = self.reference(self.teacher, groups, self.seen(groups))
+      return jax.block_until_ready(logp_PGT)
 
   def seen(self, groups: Groups) -> Seen:
     """Returns the pictures of the groups' problems; None if all problems are text."""

@@ -31,10 +31,10 @@ Update = Mapping[str, Any]  # the metrics of one optimiser update
 # Compare the sampler with the learner, so only the first update is meaningful.
 OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
 SUMS = ('learner/tokens', 'learner/tokens_computed')
-OF_UPDATES = (
-  *OF_FIRST,
-  *(n for n in GLOSSARY if n.split('/')[0] in ('advantage', 'clip', 'loss', 'learner')),
-)
+STAGES = ('advantage', 'clip', 'loss', 'learner')
+# Of every run: that is, without the metric of a teacher.
+OF_UPDATES = (*OF_FIRST, *(n for n in GLOSSARY if n.split('/')[0] in STAGES))
+OF_UPDATES = tuple(n for n in OF_UPDATES if n != 'loss/reference')
 
 
 def live(updates: Sequence[Updated]) -> list[Update]:
@@ -55,7 +55,7 @@ def describe(
   the end of the step.
   """
   with t.timer('log'):
-    step, groups, source_P, updates = record
+    step, groups, source_P, updates, reference_PGT = record
     new = concat(*(each.groups for each in fresh))
     learned = live(updates)
     row = _of_updates(learned)
@@ -64,7 +64,7 @@ def describe(
     again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
     of_step, spread = exchange.fetched(
-      _step_metrics(new, again, groups, source_P, s.buffer, step, eos)
+      _step_metrics(new, again, groups, source_P, s.buffer, step, eos, reference_PGT)
     )
     row |= {name: float(value) for name, value in of_step.items()}
     row |= theory(row, learned, spread)
@@ -193,6 +193,7 @@ def _step_metrics(
   buffer: ReplayBuffer,
   now: Array,
   eos: Array,
+  reference_PGT: Array | None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
   length_PG = fresh.response_mask_PGT.sum(2)
   ended_PG = ended(fresh.response_mask_PGT, jnp.isin(fresh.tokens_PGT, eos))
@@ -225,6 +226,9 @@ def _step_metrics(
     'buffer/reusable_min_correct': buffer.thresholds.reusable_min,
     'buffer/reusable_max_correct': buffer.thresholds.reusable_max,
   }
+  if reference_PGT is not None:
+    below_PGT = groups.behavior_logp_PGT - reference_PGT
+    metrics['teacher/kl'] = masked_mean(below_PGT, trained_PGT)
   for i, source in enumerate(SOURCES):
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
     age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()

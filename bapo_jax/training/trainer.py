@@ -28,7 +28,7 @@ from bapo_jax.training.submission import (
   StepKeys,
   step_keys,
 )
-from bapo_jax.types import SOURCES, BatchFunction, Groups, ReplayBuffer, concat
+from bapo_jax.types import BatchFunction, Groups, ReplayBuffer, concat
 
 
 def train_loop(
@@ -186,7 +186,7 @@ def update(
   t: Trainer, s: TrainState, batch: Groups, source_P: Array, key: Array
 ) -> tuple[TrainState, StepRecord]:
   """Runs all optimiser updates of the step."""
-  weights = t.config.batch.weights
+  reference_PGT = t.referred(batch)
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -196,15 +196,15 @@ def update(
         source_P,
         key,
         train_step=t.train_step,
-        advantage_rule=t.config.advantage,
         epochs=t.config.learner.epochs,
         minibatches=t.config.learner.minibatches,
         proximal=t.proximal,
         pictures=t.seen(batch),
-        weights=tuple(getattr(weights, source) for source in SOURCES),
         place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
         number=s.step * t.config.updates_per_step,
+        reference_PGT=reference_PGT,
+        **t.config.credit,
       )
     )
   learned = live(updates)
@@ -220,7 +220,7 @@ def update(
     consecutive_skips=skips,
     idle_steps=s.idle_steps + 1 if idle else 0,
   )
-  return s, StepRecord(s.step, batch, source_P, updates)
+  return s, StepRecord(s.step, batch, source_P, updates, reference_PGT)
 
 
 def insert(

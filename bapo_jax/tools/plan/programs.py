@@ -109,10 +109,17 @@ def buffer(job: Job) -> Tree:
   return over_rows(job, jax.eval_shape(lambda: build.empty_buffer(job.config)))
 
 
-def beside_update(job: Job) -> int:
+def beside(job: Job, *others: Tree) -> float:
+  """Returns the bytes per device of other trees, of the buffer and of a teacher."""
+  split = job.shape['fsdp'] * job.shape['tensor']
+  teacher = budget.teacher_bytes(job.config, job.spec) / split
+  return bytes_per_device((others, buffer(job))) + teacher
+
+
+def beside_update(job: Job) -> float:
   """Returns the bytes per device of the buffer and of an actor with older weights."""
   lags = job.config.rollout.weight_sync_interval > 1
-  return bytes_per_device((actor(job) if lags else None, buffer(job)))
+  return beside(job, actor(job) if lags else None)
 
 
 def train_step(job: Job) -> Program:
@@ -152,7 +159,19 @@ def score(job: Job) -> Program:
     {} if seen is None else {'pictures': seen},
     roofline.score(job.language, job.shape, B, T),
     [roofline.gathers(job.language, job.shape), sums(job, B * T)],
-    bytes_per_device((opt, actor(job), buffer(job))),
+    beside(job, opt, actor(job)),
+  )
+
+
+def teacher_pass(job: Job) -> Program:
+  """Builds the program that scores a packed micro-batch with the teacher."""
+  spec = inputs.teacher_spec(job.config)
+  assert spec is not None, 'only called with a teacher'
+  program = score(job._replace(spec=spec))
+  weights = build.abstract_weights('', spec, job.mesh)
+  rest = learner_state(job), actor(job), buffer(job)
+  return program._replace(
+    args=(weights, *program.args[1:]), resident=bytes_per_device(rest)
   )
 
 
@@ -194,7 +213,7 @@ def prefill(job: Job) -> Program:
     {'spec': spec},
     cost,
     [sums(job, R * width)],
-    bytes_per_device((learner_state(job), buffer(job))),
+    beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
   )
 
@@ -239,7 +258,7 @@ def decode(job: Job) -> Program:
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
     decode_cost(job)[0],
     [sums(job, sampler.max_num_seqs)],
-    bytes_per_device((learner_state(job), buffer(job))),
+    beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
     tokens=n,
   )
@@ -294,12 +313,16 @@ PROGRAMS: dict[str, Callable[[Job], Program]] = {
 UNIT = {  # what a cost counts
   'train step': 'update',
   'log-prob pass': 'micro-batch',
+  'teacher': 'micro-batch',
   'prefill': 'batch of prompts',
   'decode': 'token per slot',
   'tower': 'block of prompts',
 }
 
 
-def programs_of(spec: ModelSpec) -> dict[str, Callable[[Job], Program]]:
-  """Returns the programs of a run of this model, by name."""
-  return PROGRAMS | ({'tower': tower} if spec.vision else {})
+def programs_of(job: Job) -> dict[str, Callable[[Job], Program]]:
+  """Returns the programs of a run, by name."""
+  extra = {'tower': tower} if job.spec.vision else {}
+  return (
+    PROGRAMS | extra | ({'teacher': teacher_pass} if job.config.teacher.path else {})
+  )
