@@ -1,0 +1,250 @@
+"""A frozen teacher: exact gradients where responses can be enumerated, and whole runs."""
+
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import pytest
+import runs
+from making import SPEC
+from refusals import refusal
+from runs import copied, last_run, tiny
+
+from bapo_jax.algorithms import clip
+from bapo_jax.learner import learner, scoring
+from bapo_jax.learner import objective as objective_lib
+from bapo_jax.models import layers, transformer
+from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training import budget, build, inputs, refusals, trainer
+from bapo_jax.training.config import Config
+from bapo_jax.types import Groups
+
+MY = pathlib.Path(__file__).parents[1] / 'my_functions.py'
+V, HEAT, FRESH = SPEC.vocab, 0.8, jnp.zeros(1, jnp.int32)
+
+
+def every_response(length: int) -> Groups:
+  """Returns one group: all V^length responses to a prompt of one token."""
+  responses = np.asarray([*itertools.product(range(V), repeat=length)])
+  tokens_GT = np.pad(responses, ((0, 0), (1, 0)), constant_values=3)
+  groups = making.groups([0], [1], [0], len(tokens_GT), length + 1)
+  mask_PGT = jnp.broadcast_to(jnp.arange(length + 1) > 0, (1, *tokens_GT.shape))
+  return groups._replace(
+    tokens_PGT=jnp.asarray(tokens_GT[None]), response_mask_PGT=mask_PGT
+  )
+
+
+@pytest.fixture(scope='module')
+def params():
+  return making.params()
+
+
+@pytest.fixture(scope='module')
+def others():
+  """Returns the weights of the teacher."""
+  return making.params(seed=1)
+
+
+def score(params, groups):
+  knobs = dict(rows=groups.tokens_PGT.shape[1], spec=SPEC, temperature=HEAT)
+  return scoring.score(params, groups, **knobs)
+
+
+def distributions(params, prefix_NT):
+  """Returns log pi [N, V] of the token after each prefix."""
+  hidden_ND = layers.forward(params, prefix_NT, SPEC)[:, -1]
+  return jax.nn.log_softmax(hidden_ND @ transformer.head(params).T / HEAT)
+
+
+def token_kl(params, others, prefix_NT):
+  """Returns KL(pi || p) [N] of the token after each prefix."""
+  logp_NV, logq_NV = (distributions(x, prefix_NT) for x in (params, others))
+  return (jnp.exp(logp_NV) * (logp_NV - logq_NV)).sum(1)
+
+
+def gradient(params, batch, **knobs):
+  """Returns the gradient of the unclipped loss, a sum over rows by their mean."""
+  unclipped = dict(pack=False, aggregate='constant', temperature=HEAT)
+  chosen = making.objective(clip.Unclipped(), **unclipped | knobs)
+  return objective_lib.gradient(params, batch, chosen)[1]
+
+
+def close_gradients(found, wanted):
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+  for x, y in pairs:
+    np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+  assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-2
+
+
+@pytest.mark.parametrize('length', [1, 2])
+def test_distillation_is_the_gradient_of_the_exact_divergence(length, params, others):
+  # All responses, each with its probability, on-policy. A token has the divergence at
+  # its own prefix: that of the next token alone, in sum over the prefixes of pi.
+  groups = every_response(length)
+  logp_PGT = score(params, groups)
+  groups = groups._replace(behavior_logp_PGT=logp_PGT)
+  teacher = dict(reference_PGT=score(others, groups), teacher=1.0)
+  batch = learner.flatten(groups, FRESH, None, **teacher)
+  chance_B = jnp.exp(logp_PGT.sum(2)[0])
+  np.testing.assert_allclose(chance_B.sum(), 1, rtol=1e-5)
+  rows = len(chance_B)
+  batch = batch._replace(adv_BT=batch.adv_BT * rows * chance_B[:, None])
+
+  def exact(params):
+    total = 0.0
+    for n in range(length):
+      prefixes = every_response(n).tokens_PGT[0] if n else jnp.full((1, 1), 3)
+      chance_N = jnp.ones(1)
+      if n:
+        chance_N = jnp.exp(score(params, every_response(n)).sum(2)[0])
+      kl_N = token_kl(params, others, prefixes)
+      total += (jax.lax.stop_gradient(chance_N) * kl_N).sum()
+    return total
+
+  assert exact(params) > 0.1
+  close_gradients(gradient(params, batch), jax.grad(exact)(params))
+
+
+def test_a_teacher_that_is_the_policy_gives_no_advantage(params):
+  groups = every_response(2)
+  groups = groups._replace(behavior_logp_PGT=score(params, groups))
+  same = dict(reference_PGT=groups.behavior_logp_PGT, teacher=1.0)
+  batch = learner.flatten(groups, FRESH, None, **same)
+  assert not batch.adv_BT.any()
+  chosen = making.objective(clip.Unclipped())
+  assert not chosen.computed(batch).loss_mask_BT.any()
+
+
+@pytest.mark.parametrize('rule', ['unclipped', 'balanced'])
+def test_the_reference_adds_grpos_penalty_and_leaves_the_bounds(rule, params, others):
+  # Eq. 4 of arXiv:2402.03300, per token, in the mean over all tokens.
+  batch = making.off_policy(params, SPEC, 4, 8, 6, HEAT)
+  batch = batch._replace(adv_BT=batch.adv_BT.at[:8].set(0))  # rows to compute as well
+  old_BT, mask_BT = batch.behavior_logp_BT, batch.loss_mask_BT
+  groups = making.groups(range(4), [1, 2, 3, 2], [0] * 4, 8, 6)
+  groups = groups._replace(response_mask_PGT=mask_BT.reshape(4, 8, 6))
+  batch = batch._replace(reference_BT=score(others, groups).reshape(old_BT.shape))
+
+  def penalty(params):
+    logp_BT = score(params, groups).reshape(old_BT.shape)
+    quotient_BT = jnp.exp(batch.reference_BT) / jnp.exp(logp_BT)
+    k3_BT = quotient_BT - jnp.log(quotient_BT) - 1
+    return 0.3 * jnp.where(mask_BT, k3_BT, 0).sum() / mask_BT.sum()
+
+  rules = dict(clip_rule=clip.ClipRule.rules.names[rule](), temperature=HEAT)
+  with_it, without = (
+    objective_lib.gradient(params, batch, making.objective(**rules, reference=b))
+    for b in (0.3, 0.0)
+  )
+  making.close(with_it[0] - without[0], penalty(params), count=192, terms=4)
+  close_gradients(
+    jax.tree.map(jnp.subtract, with_it[1], without[1]), jax.grad(penalty)(params)
+  )
+  for x, y in zip(with_it[2][1][:7], without[2][1][:7], strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope='module')
+def llama(tmp_path_factory) -> str:
+  """Returns the directory of a tiny model with the tokenizer of the policy."""
+  return runs.source(tmp_path_factory.mktemp('teacher') / 'llama')
+
+
+def judged(config: Config) -> str:
+  """Returns the first sentence about a config and its files."""
+  with pytest.raises(ValueError) as error:
+    refusals.judge(refusals.of_inputs(config, inputs.read(config)))
+  return str(error.value)
+
+
+def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused(tmp_path, llama):
+  config = tiny(**{'teacher.path': llama})
+  refusals.judge(refusals.of_inputs(config, inputs.read(config)))
+  other = pathlib.Path(runs.source(tmp_path / 'other'))
+  text = (other / 'tokenizer.json').read_text()
+  (other / 'tokenizer.json').write_text(text.replace('"7"', '"A"'))
+  sentence = judged(tiny(**{'teacher.path': str(other)}))
+  assert sentence.startswith(f'teacher.path={other} has another tokenizer than the pol')
+  short = json.loads((pathlib.Path(llama) / 'config.json').read_text())
+  short = short | {'max_position_embeddings': 20}
+  brief = pathlib.Path(runs.source(tmp_path / 'brief'))
+  (brief / 'config.json').write_text(json.dumps(short))
+  assert 'has 20 positions, fewer than' in judged(tiny(**{'teacher.path': str(brief)}))
+  assert 'teacher.path' in judged(tiny(**{'teacher.path': str(tmp_path / 'none')}))
+
+
+@pytest.mark.parametrize(
+  ('knobs', 'words'),
+  [
+    ({'teacher.weight': 0.0}, 'has no effect on advantages with teacher.weight=0'),
+    (
+      {'teacher.weight': 0.0, 'teacher.reward': False, 'loss.reference': 0.1},
+      'keep teacher.reward=True and set loss.reference',
+    ),
+    (
+      {'teacher.reward': False, 'batch.rule': 'learnable_only'},
+      "batch.rule='learnable_only' drops groups without right and wrong responses",
+    ),
+  ],
+)
+def test_a_teacher_without_an_effect_is_refused(knobs, words):
+  assert words in refusal(**{'teacher.path': 'a'} | knobs)
+
+
+def test_a_budget_counts_the_teacher(llama):
+  n = transformer.count(inputs.teacher_spec(tiny(**{'teacher.path': llama})))
+  spec = inputs.open_model(tiny()).spec
+  few = transformer.count(spec)
+  for knobs, expected in (
+    ({}, 0),
+    ({'teacher.path': llama}, 2 * n),  # in bfloat16
+    ({'teacher.path': llama, 'loss.reference': 0.1}, 2 * n),
+    ({'loss.reference': 0.1}, 4 * few),  # a copy of the policy
+    ({'loss.reference': 0.1, 'lora.rank': 2}, 0),  # the frozen weights are there
+  ):
+    assert budget.teacher_bytes(tiny(**knobs), spec) == expected
+
+
+# A step with every part: advantages of a teacher and of the reward, and the penalty.
+BOTH = {'loss.reference': 0.1, 'checkpoint.every': 1, 'evaluate.every': 9}
+
+
+@pytest.mark.parametrize('own', [True, False])
+def test_a_run_with_a_teacher_is_resumed_to_the_bit(own, llama, warm_start, tmp_path):
+  knobs = {'teacher.path': llama, 'teacher.weight': 0.5}
+  if own:  # rewards of steps, which differ from the first step on
+    knobs = {'rewards.rule': f'{MY}:halves', 'optimizer.lr': 1e-2}
+  knobs |= BOTH
+  whole, broken = (copied(warm_start, tmp_path / name) for name in ('whole', 'broken'))
+  for workdir, steps in ((whole, 2), (broken, 1), (broken, 2)):
+    assert runs.train(tiny(**knobs, steps=steps), workdir) == 0
+  one, two = last_run(whole), last_run(broken)
+  # Both ends of the broken run are evaluated.
+  assert one.rows[2] == two.rows[2] and runs.same(one.arrays, two.arrays)
+  assert {'teacher/kl', 'loss/reference'} < set(one.rows[2])
+  assert float(one.rows[2]['loss/reference']) > 0
+  recorded = (whole / 'groups' / '2.jsonl').read_text().splitlines()
+  by_token = [r['advantages'] for x in recorded for r in json.loads(x)['responses']]
+  assert any(by_token)
+
+
+def test_eight_devices_make_the_step_of_one(llama, warm_start, monkeypatch):
+  knobs = BOTH | {'teacher.path': llama, 'optimizer.lr': 1e-2}
+  mesh = {'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2}
+  states = []
+  for n, layout in ((1, {}), (8, mesh)):
+    with monkeypatch.context() as patch:
+      devices = jax.devices()[:n]
+      patch.setattr(jax, 'devices', lambda *_, devices=devices: devices)
+      start = build.start(tiny(**knobs | layout), str(warm_start), PhaseTimer())
+      s, row, _ = next(trainer.train_loop(*start))
+      states.append((jax.device_get(s.params), row))
+      start[0].verifier.close()
+  (one, row), (eight, other) = states
+  assert row['teacher/kl'] == pytest.approx(other['teacher/kl'], rel=1e-4) != 0
+  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-5)
