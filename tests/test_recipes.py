@@ -64,7 +64,7 @@ def compiled(topology, where, config, model, path):
   config = write_recipes.with_model(config, model, str(path))
   mesh, chip = resolve.make_mesh(config, topology(where)), devices.parse(where)[0]
   job = plan.planned(config, mesh, chip)
-  makers = programs.programs_of(job)
+  makers = programs.programs_of(job.spec)
   return chip, {name: plan.compiled(make(job), mesh) for name, make in makers.items()}
 
 

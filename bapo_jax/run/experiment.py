@@ -128,7 +128,7 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     if not begun and r.rollout_mesh is None and hosts.processes() == 1:
       # Beside the loading. Several processes would not compile in one order.
       *state, base = build.abstract(r.config, r.spec, r.mesh)
-      frozen = base, build.teacher_of(r, state[0], base, build.abstract_weights)
+      frozen = base, build.teacher_of(r, state[0], base, abstract=True)
       like = build.make_trainer(r, material, verifier, timer, *frozen)
       stack.callback((lane := Lane()).close)
       early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
@@ -38,8 +37,6 @@ from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.training.sampler import Sampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Tree, empty_groups
-
-Load = Callable[[str, ModelSpec, Mesh], Tree]
 
 
 class Material(NamedTuple):
@@ -203,22 +200,20 @@ def make_trainer(
   )
 
 
-def teacher_of(
-  r: Resolved, params: Tree, base: Tree, load: Load = hf_weights.load
-) -> Tree:
+def teacher_of(r: Resolved, params: Tree, base: Tree, abstract: bool = False) -> Tree:
   """Returns the weights that `loss.reference` and the advantages refer to, or None.
 
   Without teacher.path these are the first weights of the run: a copy of `params`, or
-  the frozen weights that adapters adapt. All arguments may be abstract.
+  the frozen weights that adapters adapt. `abstract` weights have shapes alone.
   """
   if r.teacher is not None:
+    load = abstract_weights if abstract else hf_weights.load
     return load(r.teacher.directory, r.teacher.spec, r.mesh)
   if not r.config.loss.reference:
     return None
   if r.config.lora.rank:
     return base
-  copies = (jnp.copy(x) if isinstance(x, Array) else x for x in jax.tree.leaves(params))
-  return lora.attach(base, jax.tree.structure(params).unflatten(copies))
+  return lora.attach(base, params if abstract else jax.tree.map(jnp.copy, params))
 
 
 def lower_reference(t: Trainer) -> Iterator[Lowered]:

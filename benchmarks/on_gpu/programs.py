@@ -139,7 +139,7 @@ def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
       'decode': (n // decode.DONE_CHECK_INTERVAL, decode.DONE_CHECK_INTERVAL),
     }
     for name in turns:
-      program = programs.programs_of(job)[name](job)
+      program = programs.programs_of(job.spec)[name](job)
       with jax.set_mesh(job.mesh):
         lowered = program.function.lower(*program.args, **program.static)
         executable = lowered.compile()
@@ -164,7 +164,7 @@ def planned() -> dict[str, Any]:
       for name in ('q05', 'q15', 's135'):
         job = job_of(folder, name, topology)
         gib = {}
-        for what, make in programs.programs_of(job).items():
+        for what, make in programs.programs_of(job.spec).items():
           row = plan.compiled(make(job), job.mesh)
           bytes_ = row.total if isinstance(row, plan.Row) else row
           gib[what] = round(bytes_ / budget.GIB, 2)

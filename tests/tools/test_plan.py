@@ -233,7 +233,7 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
   config = request.getfixturevalue('seeing' if kind == 'seeing' else 'config')
   config = config.with_values(lora={'rank': 4 * (kind == 'adapters')})
   job = job_of(config, mesh)
-  program = programs.programs_of(job)[name](job)
+  program = programs.programs_of(job.spec)[name](job)
   with sharding.current(mesh):
     traced = program.function.trace(*program.args, **program.static)
     text = traced.lower(lowering_platforms=('tpu',)).as_text()

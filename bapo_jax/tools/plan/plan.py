@@ -126,7 +126,7 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
     flags[knob] = f'--config.{knob}={value}'
     given = ' '.join(flags.values())
     echo(f'  {name}: trying {given}')
-    make = programs.programs_of(job)[name]
+    make = programs.programs_of(job.spec)[name]
     spare = compiled(make(planned(changed, job.mesh, chip)), job.mesh).left(chip)
     if spare >= 0:
       return f'{given} fits, {spare:.1f} GiB left'
@@ -158,7 +158,7 @@ def run(
   echo(budget.sentence(config, job.schedule, needed, room(chip)))
   rows = {}
   verdicts = {}
-  for name, make in programs.programs_of(job).items():
+  for name, make in programs.programs_of(job.spec).items():
     rows[name] = row = compiled(make(job), mesh)
     spare = row.left(chip)
     if spare >= 0:

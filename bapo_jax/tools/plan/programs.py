@@ -144,34 +144,31 @@ def train_step(job: Job) -> Program:
 
 
 def score(job: Job) -> Program:
-  """Builds the program that computes log-probabilities of a packed micro-batch."""
+  """Builds the program that computes log-probabilities of a packed micro-batch.
+
+  With teacher.path it is the teacher's.
+  """
   config = job.config
   T = job.config.row_length
   B = config.minibatch_rows // config.learner.grad_accum_steps
+  params, opt, base = learner_state(job)
+  weights = lora.attach(base, params)
+  rest = beside(job, opt, actor(job))
+  if spec := inputs.teacher_spec(config):
+    weights = build.abstract_weights('', spec, job.mesh)
+    rest = bytes_per_device((learner_state(job), actor(job), buffer(job)))
+    job = job._replace(spec=spec)
   knobs = dict(temperature=config.sampler.temperature)
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
-  params, opt, base = learner_state(job)
   like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(job.mesh))
   seen = embedded(job, max(1, B // config.sampler.group_size))
   return Program(
     jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
-    (lora.attach(base, params), like((B, T), 'int32'), like((B, T), 'bool')),
+    (weights, like((B, T), 'int32'), like((B, T), 'bool')),
     {} if seen is None else {'pictures': seen},
     roofline.score(job.language, job.shape, B, T),
     [roofline.gathers(job.language, job.shape), sums(job, B * T)],
-    beside(job, opt, actor(job)),
-  )
-
-
-def teacher_pass(job: Job) -> Program:
-  """Builds the program that scores a packed micro-batch with the teacher."""
-  spec = inputs.teacher_spec(job.config)
-  assert spec is not None, 'only called with a teacher'
-  program = score(job._replace(spec=spec))
-  weights = build.abstract_weights('', spec, job.mesh)
-  rest = learner_state(job), actor(job), buffer(job)
-  return program._replace(
-    args=(weights, *program.args[1:]), resident=bytes_per_device(rest)
+    rest,
   )
 
 
@@ -313,16 +310,12 @@ PROGRAMS: dict[str, Callable[[Job], Program]] = {
 UNIT = {  # what a cost counts
   'train step': 'update',
   'log-prob pass': 'micro-batch',
-  'teacher': 'micro-batch',
   'prefill': 'batch of prompts',
   'decode': 'token per slot',
   'tower': 'block of prompts',
 }
 
 
-def programs_of(job: Job) -> dict[str, Callable[[Job], Program]]:
-  """Returns the programs of a run, by name."""
-  extra = {'tower': tower} if job.spec.vision else {}
-  return (
-    PROGRAMS | extra | ({'teacher': teacher_pass} if job.config.teacher.path else {})
-  )
+def programs_of(spec: ModelSpec) -> dict[str, Callable[[Job], Program]]:
+  """Returns the programs of a run of this model, by name."""
+  return PROGRAMS | ({'tower': tower} if spec.vision else {})
