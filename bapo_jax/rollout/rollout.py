@@ -365,26 +365,29 @@ class PendingVerifications:
     right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
-    steps = _steps(rows, verdicts) if self._verification.verifier.steps else ()
-    groups = _fold(rows, id_P, right_B > 0, reward_B, step, *steps)
+    groups = _fold(rows, id_P, right_B > 0, reward_B, step)
+    if self._verification.verifier.steps:
+      groups = groups._replace(**_steps(rows, verdicts))
     parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
     counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
     return Rollout(groups, texts, verdicts, conversations, own, **counted)
 
 
-def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns step_reward_BT and step_end_BT; every process must call it."""
+def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:
+  """Returns the fields of Groups with rewards of steps; every process must call it."""
   mask_PGT = exchange.whole(rows.response_mask_BT)
-  mask_BT = mask_PGT.reshape(-1, mask_PGT.shape[-1])
-  reward_BT = np.zeros(mask_BT.shape, np.float32)
-  end_BT = np.zeros(mask_BT.shape, bool)
+  reward_PGT = np.zeros(mask_PGT.shape, np.float32)
+  end_PGT = np.zeros_like(mask_PGT)
   own = {str(b): verdict.steps for b, verdict in enumerate(verdicts) if verdict.steps}
   for b, steps in exchange.merged(own).items():
-    columns = np.flatnonzero(mask_BT[int(b)])
+    seat = divmod(int(b), mask_PGT.shape[1])
+    columns = np.flatnonzero(mask_PGT[seat])
     for end, reward in steps:
-      reward_BT[int(b), columns[end - 1]] += reward
-      end_BT[int(b), columns[end - 1]] = True
-  return reward_BT, end_BT
+      reward_PGT[seat][columns[end - 1]] += reward
+      end_PGT[seat][columns[end - 1]] = True
+  # The product gives both the layout of the tokens.
+  fields = {'step_reward_PGT': reward_PGT, 'step_end_PGT': end_PGT}
+  return {name: rows.response_mask_BT * x for name, x in fields.items()}
 
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
@@ -399,27 +402,18 @@ def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
 
 @jax.jit
 def _fold(
-  rows: Rows,
-  id_P: Array,
-  correct_B: Array,
-  reward_B: Array,
-  step: Array,
-  *steps_BT: Array,
+  rows: Rows, id_P: Array, correct_B: Array, reward_B: Array, step: Array
 ) -> Groups:
   """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
-  mask_PGT = rows.response_mask_BT
-  # From the host: the product gives them the layout of the tokens.
-  steps = (mask_PGT * x.reshape(mask_PGT.shape) for x in steps_BT)
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,
-    response_mask_PGT=mask_PGT,
+    response_mask_PGT=rows.response_mask_BT,
     behavior_logp_PGT=rows.logp_BT,
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
     reward_PG=reward_B.reshape(correct_PG.shape),
     teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
-    **dict(zip(('step_reward_PGT', 'step_end_PGT'), steps, strict=False)),
   )

@@ -124,13 +124,11 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]):
       '(bapo export) and start in another --workdir with model.path set to the export'
     )
   if t.frozen is not None and (now := policy.fingerprint(t.frozen)) != meta['base']:
-    path = t.config.model.path
-    where = f'model.path={path}' if path else 'the folder warmstart/'
-    if teacher := t.config.teacher.path:
-      where += f' or teacher.path={teacher}'
+    paths = t.config.model.path, t.config.teacher.path
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '
-      f'{meta["base"]} then, {now} now); restore {where} or start in another --workdir'
+      f'{meta["base"]} then, {now} now); restore model.path or teacher.path, which are '
+      f'{paths}, or the folder warmstart/, or start in another --workdir'
     )
 
 

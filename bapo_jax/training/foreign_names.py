@@ -8,8 +8,6 @@ import difflib
 from collections.abc import Iterable
 
 FIXED = "with clip.rule='fixed'"
-KL = 'loss.kl, a cost on the divergence from the policy that sampled the batch'
-FIRST = 'loss.reference, a cost on the divergence from the first weights, or ' + KL
 # Our knob, which comes first, and how it differs -> foreign names.
 _OURS = {
   # optimiser
@@ -66,7 +64,10 @@ _OURS = {
   ),
   "mask.limit with mask.rule='m2po'": 'm2_threshold',
   "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
-  FIRST: 'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef',
+  'loss.reference, a cost on the divergence from the first weights, or loss.kl, a cost '
+  'on the divergence from the policy that sampled the batch': (
+    'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'
+  ),
   'teacher.path, or loss.reference alone for the first weights': (
     'ref_model ref teacher_model teacher_model_name_or_path'
   ),

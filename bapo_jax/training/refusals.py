@@ -210,8 +210,8 @@ def _contradictions(config: Config) -> Iterator[str]:
     teacher.path and not teacher.reward and batch.rule in ('learnable_only', 'adapted')
   ):
     yield (
-      f'batch.rule={batch.rule!r} drops groups without right and wrong responses, which '
-      "teach if teacher.reward=False; choose batch.rule='fresh_only' or 'replay'"
+      f'batch.rule={batch.rule!r} drops groups with one verdict, which also teach if '
+      "teacher.reward=False; choose batch.rule='fresh_only' or 'replay'"
     )
   rule = config.advantage
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':

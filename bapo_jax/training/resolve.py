@@ -104,8 +104,7 @@ def resolve(
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
   teacher = inputs_lib.open_teacher(config, opened)
-  meshes = mesh, schedule, counted, rollout_mesh
-  return Resolved(config, opened, data, *meshes, teacher)
+  return Resolved(config, opened, data, mesh, schedule, counted, rollout_mesh, teacher)
 
 
 def use_precision(compute: str, platform: str) -> None:

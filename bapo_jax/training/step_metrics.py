@@ -32,9 +32,11 @@ Update = Mapping[str, Any]  # the metrics of one optimiser update
 OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
 SUMS = ('learner/tokens', 'learner/tokens_computed')
 STAGES = ('advantage', 'clip', 'loss', 'learner')
-# Of every run: that is, without the metric of a teacher.
-OF_UPDATES = (*OF_FIRST, *(n for n in GLOSSARY if n.split('/')[0] in STAGES))
-OF_UPDATES = tuple(n for n in OF_UPDATES if n != 'loss/reference')
+# Of every run: loss/reference needs a teacher or a penalty.
+OF_UPDATES = (
+  *OF_FIRST,
+  *(n for n in GLOSSARY if n.split('/')[0] in STAGES and n != 'loss/reference'),
+)
 
 
 def live(updates: Sequence[Updated]) -> list[Update]:

@@ -242,7 +242,9 @@ def no_token_is_older_than_its_group_and_the_actors_lag(scene, history, step):
 
 
 def the_batch_is_full_and_allowed(scene, history, step):
-  types.agree(**step.groups._asdict(), source_P=step.source_P)
+  fields = step.groups._asdict().items()
+  present = {name: x for name, x in fields if x is not None}
+  types.agree(**present, source_P=step.source_P)
   assert step.groups.tokens_PGT.shape == (scene.P, scene.G, T)
   assert len(step.seats()) == min(scene.P, sum(map(len, step.tiers)))
   source_P = step.source_P[step.seats()]

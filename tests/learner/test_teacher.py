@@ -1,4 +1,4 @@
-"""A frozen teacher: exact gradients where responses can be enumerated, and whole runs."""
+"""A frozen teacher: exact gradients over all responses, and whole runs."""
 
 import itertools
 import json
@@ -187,7 +187,7 @@ def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused(tmp_path, lla
     ),
     (
       {'teacher.reward': False, 'batch.rule': 'learnable_only'},
-      "batch.rule='learnable_only' drops groups without right and wrong responses",
+      "batch.rule='learnable_only' drops groups with one verdict",
     ),
   ],
 )

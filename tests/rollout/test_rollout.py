@@ -76,7 +76,7 @@ def sampled():
 
 def test_the_record_has_its_shapes_and_its_dates(sampled):
   groups = sampled.groups
-  size = types.agree(**groups._asdict())
+  size = types.agree(**arrays(groups))
   assert size == {'P': 3, 'G': GROUP, 'T': WIDTH + NEW}
   like = types.empty_groups(3, GROUP, WIDTH + NEW)
   pairs = zip(arrays(groups).values(), arrays(like).values(), strict=True)
@@ -125,7 +125,7 @@ def test_an_empty_seat_is_wrong_whatever_the_rule_makes_of_no_text():
 
 def test_no_prompts_are_a_record_of_no_rows():
   found = sample([], step=9, policy_version=8)
-  assert types.agree(**found.groups._asdict()) == {'P': 0, 'G': GROUP, 'T': WIDTH + NEW}
+  assert types.agree(**arrays(found.groups)) == {'P': 0, 'G': GROUP, 'T': WIDTH + NEW}
   assert found.texts == found.verdicts == []
 
 
