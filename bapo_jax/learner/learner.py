@@ -124,8 +124,8 @@ def flatten(
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
-  of_reference = reference_PGT, teacher
-  adv_PGT = advantages(groups, source_P, advantage_rule, weights, *of_reference)
+  rules = advantage_rule, weights, reference_PGT, teacher
+  adv_PGT = advantages(groups, source_P, *rules)
   return Batch(
     tokens_BT=groups.tokens_PGT.reshape(P * G, T),
     loss_mask_BT=loss_mask_PGT.reshape(P * G, T),

@@ -157,9 +157,9 @@ class Scorer:
     unit = self._steps.get(rule, '')
     undecided = isinstance(value, Verdict) and value.right is None
     if bool(unit) != (steps is not None) and not undecided:
-      told = f'declares steps={unit!r}' if unit else "declares no steps='characters'"
       returned = 'none' if unit else 'some'
-      return Verdict(None, f'{rule} {told}, but returned {returned}', None)
+      reason = f'{rule} declares steps={unit!r}, but returned {returned}'
+      return Verdict(None, reason, None)
     try:
       steps = steps and _by_token(steps, unit, sample)
     except (TypeError, ValueError, OverflowError) as error:

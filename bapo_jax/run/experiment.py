@@ -239,7 +239,8 @@ class Run:
   idled: bool = False  # whether a step of this start had nothing to learn
 
   def __post_init__(self):
-    self.base = policy.fingerprint(self.t.frozen)
+    frozen = self.t.base, self.t.teacher
+    self.base = ''.join(map(policy.fingerprint, frozen))
     seconds = self.t.timer.seconds
     for name, before in self.spent['phases'].items():
       seconds[name] = seconds.get(name, 0.0) + before

@@ -123,7 +123,8 @@ def _check(t: Trainer, s: TrainState, meta: dict[str, Any]):
       '(checkpoint.final=weights), so training cannot resume; export the weights '
       '(bapo export) and start in another --workdir with model.path set to the export'
     )
-  if t.frozen is not None and (now := policy.fingerprint(t.frozen)) != meta['base']:
+  now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
+  if now != meta['base']:
     paths = t.config.model.path, t.config.teacher.path
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '

@@ -167,8 +167,7 @@ def make_trainer(
   temperature = config.sampler.temperature
   score, _ = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
-  spec_of_teacher = r.teacher.spec if r.teacher else spec
-  of_teacher = config.micro_batch_rows, spec_of_teacher, r.schedule, temperature
+  of_teacher = (r.teacher or r.model).spec, r.schedule, temperature
   here = _local_sampler(r, data, verifier, timer, mesh, gallery, base)
   sampler = here
   if r.remote:
@@ -194,7 +193,9 @@ def make_trainer(
     timer=timer,
     base=base,
     teacher=teacher,
-    reference=None if teacher is None else _scorers(*of_teacher)[0],
+    reference=None
+    if teacher is None
+    else _scorers(config.micro_batch_rows, *of_teacher)[0],
     pictures=here.pictures,
     held_out_gallery=held_out,
   )

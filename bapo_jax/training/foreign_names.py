@@ -69,7 +69,7 @@ _OURS = {
     'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'
   ),
   'teacher.path, or loss.reference alone for the first weights': (
-    'ref_model ref teacher_model teacher_model_name_or_path'
+    'ref_model ref sync_ref_model teacher_model teacher_model_name_or_path'
   ),
   'loss.kl_direction': 'kl_penalty kl_loss_type',
   "loss.aggregate ('sequence' for grpo, 'token' for dapo and bnpo, 'constant' for "
@@ -142,7 +142,6 @@ _NONE = {
   f'{WHOLE} evaluate.sampling.top_p': 'top_p',
   f'{WHOLE} evaluate.sampling.top_k': 'top_k',
   f'{WHOLE} evaluate.sampling.top_p and top_k': 'min_p repetition_penalty',
-  'the reference model is never updated': 'sync_ref_model',
   'there is no schedule: the rate is constant after optimizer.warmup updates': (
     'lr_scheduler_type lr_scheduler lr_scheduler_kwargs lr_schedule schedule scheduler '
     'warmup_style min_lr_ratio lr_decay_steps'

@@ -68,11 +68,6 @@ class Trainer:
   teacher: Tree = None
   reference: Wrapped | None = None
 
-  @property
-  def frozen(self) -> Tree:
-    """Returns all weights that no update changes."""
-    return self.base if self.teacher is None else (self.base, self.teacher)
-
   def referred(self, groups: Groups) -> Array | None:
     """Returns log p(teacher) [P, G, T] of the responses; None without a teacher."""
     if self.reference is None:

@@ -129,7 +129,7 @@ def test_the_steps_of_all_functions_have_their_weights(tmp_path):
 @pytest.mark.parametrize(
   ('unit', 'value', 'reason'),
   [
-    ('', '{"steps": []}', "declares no steps='characters', but returned some"),
+    ('', '{"steps": []}', "declares steps='', but returned some"),
     ('tokens', '0.5', "declares steps='tokens', but returned none"),
     ('tokens', '{"steps": [(4, 1)]}', 'cannot be used: a step ends at 4 of 3 tokens'),
     ('characters', '{"steps": [(0, 1)]}', 'a step ends at 0 of 10 characters'),
