@@ -78,8 +78,8 @@ SLIDERS = {
   'mask.limit': (0.01, 1.0, 0.01),
   'mask.m2po.limit': (0.002, 0.2, 0.002),
 }
-# The batch of the page has rows of one source.
-LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high'}
+# The batch of the page has rows of one source, and no teacher.
+LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high', 'loss.reference'}
 RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
 LIMITS = ('least', 'most', 'above', 'below', 'infinite', 'rising')  # that the page uses
 

@@ -620,7 +620,7 @@ def test_a_recorded_step_is_read_as_elsewhere():
   np.testing.assert_array_equal(batch.behavior_logp_BT, other.behavior_logp_BT)
   np.testing.assert_array_equal(batch.loss_mask_BT, other.loss_mask_BT)
   config = counterfactual.config_of(other, {})
-  adv_BT = counterfactual.apply(other, config).adv_BT
+  adv_BT = np.where(other.loss_mask_BT, counterfactual.apply(other, config).adv_BT, 0)
   # Advantages are recorded with four decimals.
   np.testing.assert_allclose(batch.adv_BT, adv_BT, rtol=0, atol=5.1e-5)
 
