@@ -239,9 +239,7 @@ class Run:
 
   def __post_init__(self):
     self.base = policy.fingerprint(self.t.base)
-    seconds = self.t.timer.seconds
-    for name, before in self.spent['phases'].items():
-      seconds[name] = seconds.get(name, 0.0) + before
+    self.t.timer.seconds.update(self.spent['phases'])  # adds
 
   def cost(self) -> Spent:
     """Returns the meta of a checkpoint: cost so far, mesh and fingerprints."""

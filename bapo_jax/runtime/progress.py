@@ -3,8 +3,9 @@
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -25,17 +26,17 @@ class PhaseTimer:
   """
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
-    self.seconds: dict[str, float] = {}
+    # Phase -> seconds. A Counter is typed for integers, but counts floats as well.
+    self.seconds: Any = Counter()
     self._now = now
     self._open: list[str] = []
     self.began = self._mark = self._reported_at = now()
-    self._reported: dict[str, float] = {}
+    self._reported = Counter()
 
   def _charge(self):
     now = self._now()
     if self._open:
-      name = self._open[-1]
-      self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+      self.seconds[self._open[-1]] += now - self._mark
     self._mark = now
     return now
 
@@ -56,10 +57,9 @@ class PhaseTimer:
     The values sum to the elapsed wall time; an open phase is charged up to now.
     """
     now = self._charge()
-    ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
-    ran = {name: s for name, s in ran.items() if s > 0}
+    ran = self.seconds - self._reported  # only what is above 0
     other = now - self._reported_at - sum(ran.values())
-    self._reported = dict(self.seconds)
+    self._reported = self.seconds.copy()
     self._reported_at = now
     return {**ran, 'other': max(other, 0.0)}
 
