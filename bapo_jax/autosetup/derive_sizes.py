@@ -5,16 +5,13 @@ returns a value and the reason for it, which a run shows when it starts.
 """
 
 import dataclasses
-import functools
 import math
 
-import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.models import decoder
-from bapo_jax.models.knobs import MeshConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import budget
@@ -212,13 +209,8 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """Returns the mesh of the config; cached, because many rules need it."""
-  return _mesh(config.mesh, tuple(facts.devices))
-
-
-@functools.lru_cache(maxsize=4)
-def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]):
-  return sharding.make(**knobs.model_dump(), devices=devices)
+  """Returns the mesh of the config."""
+  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
 
 
 def _shards(config: Config, facts: Facts):
