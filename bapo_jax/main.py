@@ -330,7 +330,7 @@ def sweep(args: argparse.Namespace) -> int:
     knobs = [*args.knobs, *overrides]
     commands[name] = [f'--config={args.config}', *knobs]
     configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
-  workers = len(tool.cores()) if args.workers is None else args.workers
+  workers = len(machine.cores()) if args.workers is None else args.workers
   return tool.sweep(configs, commands, args.workdir, workers)
 
 

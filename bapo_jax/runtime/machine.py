@@ -75,9 +75,14 @@ def processor() -> str:
     described = ('vendor_id', 'model name', 'flags', 'CPU part', 'Features')
     first = info.read_text().partition('\n\n')[0].splitlines()
     kind += '\n'.join(line for line in first if line.startswith(described))
-  find = getattr(os, 'sched_getaffinity', None)  # Linux only
-  cores = len(find(0)) if find else os.cpu_count()
-  return hashlib.sha256(f'{kind} {cores}'.encode()).hexdigest()[:12]
+  return hashlib.sha256(f'{kind} {len(cores())}'.encode()).hexdigest()[:12]
+
+
+def cores() -> list[int]:
+  """Returns the numbers of the cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # Linux only
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
 
 
 def host_memory() -> int:
