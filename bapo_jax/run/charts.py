@@ -47,14 +47,9 @@ class Axis(NamedTuple):
 
   def __call__(self, value_N: ArrayLike) -> np.ndarray:
     """Returns the coordinates of values."""
-    low = self.low
-    high = self.high
-    if self.log:
-      value_N = np.log10(value_N)
-      low = math.log10(low)
-      high = math.log10(high)
-    share_N = (np.asarray(value_N, float) - low) / (high - low)
-    return self.start + (self.end - self.start) * share_N
+    scale = np.log10 if self.log else np.asarray
+    low, high, at_N = map(scale, (self.low, self.high, value_N))
+    return self.start + (self.end - self.start) * (at_N - low) / (high - low)
 
 
 def chart(
@@ -124,10 +119,11 @@ def _spread(low, high):
   return low - margin, high + margin
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-  """Returns at most `most` + 1 multiples of 1, 2 or 5 times a power of ten."""
-  power = 10.0 ** math.floor(math.log10((high - low) / most))
-  unit = next(u * power for u in (1, 2, 5, 10) if (high - low) / (u * power) <= most)
+def ticks(low: float, high: float) -> list[float]:
+  """Returns at most six multiples of 1, 2 or 5 times a power of ten."""
+  least = (high - low) / 5  # the smallest distance
+  power = 10.0 ** math.floor(math.log10(least))
+  unit = next(u * power for u in (1, 2, 5, 10) if u * power >= least)
   return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 

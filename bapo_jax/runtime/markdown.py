@@ -27,11 +27,11 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> s
   return '\n'.join([first, f'|{"|".join(rules)}|', *others])
 
 
-def visible(text: str, keep: str = '\n\t') -> str:
-  """Replaces invisible characters, except those in `keep`, by Python escapes."""
+def visible(text: str) -> str:
+  """Replaces invisible characters, except newlines and tabs, by Python escapes."""
   return ''.join(
     char.encode('unicode_escape').decode()
-    if char not in keep and unicodedata.category(char) in INVISIBLE
+    if char not in '\n\t' and unicodedata.category(char) in INVISIBLE
     else char
     for char in text
   )

@@ -45,7 +45,6 @@ def test_nothing_in_a_fence_takes_effect(text):
 def test_invisible_characters_are_shown_as_escapes():
   shown = markdown.visible('a\x1b[1m\r\n\u202e\x00\té ∑ 😀')
   assert shown == 'a\\x1b[1m\\r\n\\u202e\\x00\té ∑ 😀'
-  assert markdown.visible('a\nb', keep='') == 'a\\nb'
 
 
 def test_a_table_is_a_header_a_rule_and_a_line_per_row():
