@@ -267,12 +267,7 @@ REFUSED = [
 REFUSED_VISION = [
   ('mrope_section=[16, 24, 23]', {'rope_scaling': {'mrope_section': [16, 24, 23]}}),
   ("hidden_act='gelu' in vision_config", {'tower': {'hidden_act': 'gelu'}}),
-  ('num_heads=7', {'tower': {'num_heads': 7}}),
-  ('out_hidden_size=99', {'tower': {'out_hidden_size': 99}}),
-  ('fullatt_block_indexes', {'tower': {'fullatt_block_indexes': [32]}}),
-  ('window_size=20', {'tower': {'window_size': 20}}),
   ("rope_type='yarn'", {'tower': {'rope_parameters': {'rope_type': 'yarn'}}}),
-  ('image_std', {'pixels': {'image_std': [0.1, 0, 0.1]}}),
   ('do_resize=False', {'pixels': {'do_resize': False}}),
   ('rescale_factor=1', {'pixels': {'rescale_factor': 1}}),
   ('patch_size=16', {'pixels': {'patch_size': 16}}),
