@@ -25,7 +25,7 @@ def finite(tree: Any) -> Any:
   return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
+def change_sentence(before: files.Object, after: files.Object) -> str:
   """Compares the results of two evaluations, and their errors."""
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
@@ -43,7 +43,7 @@ REWARDS = ('on held-out problems', 'before', 'after', 'change')
 
 
 def rewards(
-  before: dict[str, Any], after: dict[str, Any]
+  before: files.Object, after: files.Object
 ) -> Iterator[tuple[str, str, str, str]]:
   """Yields the cells of a table that compares the rewards of two evaluations.
 
@@ -116,9 +116,9 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
 def write(
   workdir: str | os.PathLike[str],
   config: Config,
-  before: dict[str, Any],
-  after: dict[str, Any],
-  spent: dict[str, Any],
+  before: files.Object,
+  after: files.Object,
+  spent: files.Object,
   steps: int,
 ) -> str:
   """Writes report.json to a workdir with metrics.jsonl.
