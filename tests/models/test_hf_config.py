@@ -257,7 +257,6 @@ REFUSED = [
   ('full_attention', {'rope_parameters': {'full_attention': {'rope_type': 'default'}}}),
   ('partial_rotary_factor=0.5', {'partial_rotary_factor': 0.5}),
   ("hidden_size='16'", {'hidden_size': '16'}),
-  ('num_key_value_heads=3', {'num_key_value_heads': 3}),
   ("rope_type='longrope'", {'rope_scaling': {'type': 'longrope', **LISTS}}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
   ('sliding_window=32', MISTRAL | {'sliding_window': 32}),

@@ -173,11 +173,6 @@ def _language_model(c, implied: Architecture, compute):
   sizes: Options = {
     field: _positive(c, name, default.get(field)) for field, name in FIELDS.items()
   }
-  if heads % sizes['kv_heads'] or sizes['head_width'] % 2:
-    raise ValueError(
-      f'num_attention_heads={heads} must be a multiple of num_key_value_heads='
-      f'{sizes["kv_heads"]}, and head_dim={sizes["head_width"]} even; edit config.json'
-    )
   theta, rope_type, knobs = _rope(c)
   rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
   return ModelSpec(
