@@ -22,6 +22,7 @@ WIDTH, HEIGHT = 400, 210  # of a chart, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 46, 392, 8, 186  # of the plot
 STRIPS = 200  # at most this many steps show their values
 DOTS = 20  # a curve of at most this many points is drawn with dots
+Level = tuple[float, str]  # the value and the label of a horizontal line
 
 
 class Curve(NamedTuple):
@@ -57,7 +58,7 @@ def chart(
   unit: str,
   curves: Sequence[Curve],
   steps: tuple[float, float],
-  level: tuple[float, str] | None = None,
+  level: Level | None = None,
   log: bool = False,
   legend: bool = True,
 ) -> Element:
@@ -88,7 +89,7 @@ def chart(
   return element('figure', caption, element('output', unit), drawing)
 
 
-def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
+def _legend(curves: Sequence[Curve], level: Level | None):
   for curve in curves:
     if curve.label:
       kind = f'key c{curve.colour}{" dashed" if curve.dashed else ""}'
@@ -97,7 +98,7 @@ def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
     yield element('span', element('i', class_='key level'), level[1])
 
 
-def _vertical(curves: Sequence[Curve], level: tuple[float, str] | None, log):
+def _vertical(curves: Sequence[Curve], level: Level | None, log):
   """Returns the axis that all values, error bars and the level fit into."""
   values = [np.array([] if level is None else [level[0]])]
   for curve in curves:

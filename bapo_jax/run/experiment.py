@@ -195,9 +195,9 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   elif tower := budget.frozen_tower(c, spec):
     frozen = f', {tower:,} of them, the vision tower, frozen'
   sizes = r.budget.checkpoint
-  unit, scale = ('GiB', 2**30) if sum(sizes.values()) >= 2**30 else ('MiB', 2**20)
-  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   total = sum(sizes.values())
+  unit, scale = ('GiB', 2**30) if total >= 2**30 else ('MiB', 2**20)
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
