@@ -34,7 +34,6 @@ from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import ending, serve
@@ -321,11 +320,7 @@ class Run:
     before, after = (evaluation['result'] for evaluation in evaluations)
     path = os.path.join(self.workdir, 'report.html')
     with files.naming(path):
-      # Not t.config, which may ask for fewer steps than are done.
-      stored = workdirs.read_config(self.workdir)
-      config = config_lib.from_json(stored)
-      spent = self.cost()
-      text = report.write(self.workdir, config, before, after, spent, s.step)
+      text = report.write(self.workdir, before, after, self.cost(), s.step)
       page.write(self.workdir)
     log(f'{text}\nReport: {path}')
 
