@@ -58,9 +58,9 @@ def chart(
   unit: str,
   curves: Sequence[Curve],
   steps: tuple[float, float],
-  level: Level | None = None,
-  log: bool = False,
-  legend: bool = True,
+  level: Level | None,
+  log: bool,
+  legend: bool,
 ) -> Element:
   """Returns a figure with the curves.
 
@@ -129,10 +129,9 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _log_ticks(low, high):
-  """Returns powers of ten, and their multiples by 2 and 5 if they are few."""
+  """Returns powers of ten and their multiples by 2 and 5, or some of them if many."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-  digits = (1, 2, 5) if len(powers) < 4 else (1,)
-  marks = [digit * 10.0**power for power in powers for digit in digits]
+  marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
   marks = [mark for mark in marks if low <= mark <= high]
   return marks[:: len(marks) // 7 + 1]
 
