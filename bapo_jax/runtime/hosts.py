@@ -106,7 +106,7 @@ def initialise(
     import jax
 
     _here.update(process=jax.process_index(), processes=jax.process_count())
-  if _here['processes'] == 1:
+  if alone():
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
   _explain_abort(
