@@ -1,10 +1,9 @@
-"""Formats tables and untrusted text in Markdown.
+"""Formats tables in Markdown, and makes untrusted text visible.
 
-A problem, an answer or a response may contain backticks, HTML, terminal escapes, or
-marks that reverse the direction of writing.
+A problem, an answer or a response may contain terminal escapes, or marks that reverse
+the direction of writing.
 """
 
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -44,11 +43,3 @@ def shortened(text: str, limit: int) -> str:
   half = limit // 2
   cut = f'[... {len(text) - 2 * half} characters left out ...]'
   return f'{text[:half]}\n{cut}\n{text[-half:]}'
-
-
-def fence(text: str) -> str:
-  """Formats the text as a code block that no backticks inside can close."""
-  text = visible(text)
-  longest = max((len(run) for run in re.findall('`+', text)), default=0)
-  ticks = '`' * max(3, longest + 1)
-  return f'{ticks}text\n{text}\n{ticks}'
