@@ -348,15 +348,13 @@ def _extract(value, answer_format):
 
 
 def _in_box(value):
-  text = str(value)
-  start = text.rfind(OPENER) + len(OPENER)
-  depth = int(start >= len(OPENER))
-  for i in range(start, len(text)):
-    # \{ and \} are part of the answer and need not be balanced.
-    if text[i] in '{}' and text[i - 1] != '\\':
-      depth += 1 if text[i] == '{' else -1
+  _, opener, text = str(value).rpartition(OPENER)
+  depth = 1
+  # \{ and \} are part of the answer and need not be balanced.
+  for brace in re.finditer(r'(?<!\\)[{}]', text if opener else ''):
+    depth += 1 if brace[0] == '{' else -1
     if not depth:
-      return text[start:i]
+      return text[: brace.start()]
   raise ValueError(rf'{shown(value)} has no \boxed{{}} that is closed; add it')
 
 

@@ -7,7 +7,6 @@ import datetime
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from bapo_jax.run.series import mean, series
 from bapo_jax.runtime import files
@@ -15,13 +14,6 @@ from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import evaluate
 
 IDLE = 10  # steps in a row without anything to learn that have a cause to look for
-
-
-def finite(tree: Any) -> Any:
-  """Replaces non-finite numbers by None, because JSON has no nan and no infinity."""
-  if isinstance(tree, dict):
-    return {k: finite(v) for k, v in tree.items()}
-  return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def change_sentence(before: files.Object, after: files.Object) -> str:
@@ -137,7 +129,7 @@ def write(
     **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
     'steps': steps,
   }
-  files.write_json(os.path.join(workdir, 'report.json'), finite(facts))
+  files.write_json(os.path.join(workdir, 'report.json'), facts)
   return (
     f'{change_sentence(before, after)} The run took {steps} steps, '
     f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '

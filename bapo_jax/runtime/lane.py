@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar('Result')
 
@@ -52,16 +52,14 @@ class Lane:
 
   def _run(self):
     while task := self._tasks.get():
-      self._call(*task)
-
-  def _call(self, function: Callable[[], Any], ready: Future):
-    began = time.perf_counter()
-    with self._lock:
-      self._began = began
-    try:
-      ready.set_result(function())
-    except BaseException as error:
-      ready.set_exception(error)
-    with self._lock:
-      self._busy = self._busy + time.perf_counter() - began
-      self._began = None
+      function, ready = task
+      began = time.perf_counter()
+      with self._lock:
+        self._began = began
+      try:
+        ready.set_result(function())
+      except BaseException as error:
+        ready.set_exception(error)
+      with self._lock:
+        self._busy = self._busy + time.perf_counter() - began
+        self._began = None

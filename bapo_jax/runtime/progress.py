@@ -1,11 +1,12 @@
 """Measures where the wall time goes, and shows how far along the run is."""
 
 import contextlib
+import io
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -64,18 +65,13 @@ class PhaseTimer:
     return {**ran, 'other': max(other, 0.0)}
 
 
-class _Lines:
-  """Writes every update of a bar on a separate line, for logs."""
+class _Lines(io.TextIOBase):
+  """Writes every update of a bar on a separate line of stderr, for logs."""
 
-  def __init__(self, stream: TextIO):
-    self._stream = stream
-
-  def write(self, text: str) -> None:
+  def write(self, text: str) -> int:
     if text.strip():
-      self._stream.write(text.strip('\r\n ') + '\n')
-
-  def flush(self) -> None:
-    self._stream.flush()
+      sys.stderr.write(text.strip('\r\n ') + '\n')
+    return len(text)
 
 
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
@@ -92,7 +88,7 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
     initial=initial,
     desc=label,
     unit=unit,
-    file=sys.stderr if terminal else _Lines(sys.stderr),
+    file=sys.stderr if terminal else _Lines(),
     mininterval=every,
     miniters=0,  # check the time on every update: steps differ in length
     delay=0 if terminal else every,
