@@ -28,6 +28,7 @@ GRACE_S = 3.0  # `leave` waits this long for the other processes
 SHUTDOWN_S = 24 * 3600  # processes wait this long for process 0 to write the report
 PORTS = (10_000, 32_000)  # below the outgoing ports of Linux, macOS and BSD
 LOST = 4  # exit status: another process is gone
+Cluster = tuple[str, int, int] | None  # coordinator, process, processes; None: detected
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 _here = {'process': 0, 'processes': 1}
@@ -137,7 +138,7 @@ def _check(coordinator, process, processes):
     ) from None
 
 
-def _join(cluster: tuple[str, int, int] | None, start_s):
+def _join(cluster: Cluster, start_s):
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
   `cluster` is (coordinator, process, processes); with None, JAX detects the cluster.
@@ -175,7 +176,7 @@ def _join(cluster: tuple[str, int, int] | None, start_s):
   return True
 
 
-def _own_address(cluster: tuple[str, int, int] | None):
+def _own_address(cluster: Cluster):
   """Returns host:port of this process, with a free port, as other processes see it."""
   # An address for documentation stands for the rest of the network.
   target = cluster[0].rpartition(':')[0] if cluster else '192.0.2.1'

@@ -215,11 +215,11 @@ def sweep(
     raise ValueError(f'--workers={workers}: give at least 1')
   paths = {run: os.path.join(folder, run) for run in configs}
 
-  def start(run: str, core: int) -> subprocess.Popen:
+  def start(run, core):
     command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
     return launch([*command, *commands[run]], f'{paths[run]}.log', core)
 
-  def ready(run: str, start: str) -> bool:
+  def ready(run, start):
     return share(paths[run], start, map(pathlib.Path, paths.values()))
 
   waiting = {run: warm_start(config) for run, config in configs.items()}

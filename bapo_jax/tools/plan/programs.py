@@ -285,7 +285,8 @@ def tower(job: Job) -> Program:
   )
 
 
-PROGRAMS: dict[str, Callable[[Job], Program]] = {
+Programs = dict[str, Callable[[Job], Program]]  # name -> function that builds it
+PROGRAMS: Programs = {
   'train step': train_step,
   'log-prob pass': score,
   'prefill': prefill,
@@ -300,6 +301,6 @@ UNIT = {  # what a cost counts
 }
 
 
-def programs_of(spec: ModelSpec) -> dict[str, Callable[[Job], Program]]:
+def programs_of(spec: ModelSpec) -> Programs:
   """Returns the programs of a run of this model, by name."""
   return PROGRAMS | ({'tower': tower} if spec.vision else {})
