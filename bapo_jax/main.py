@@ -403,10 +403,8 @@ def main(args: argparse.Namespace) -> None:
       '--workdir; an unfinished warm start begins again.',
       file=sys.stderr,
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
     hosts.leave(130)
-    os._exit(130)  # sys.exit waits for a checkpoint that is being written
+    hosts.exit_now(130)
   except Exception as error:
     if hosts.alone():
       raise

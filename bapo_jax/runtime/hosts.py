@@ -230,7 +230,7 @@ def leave(status: int) -> None:
     waiting = threading.Thread(target=_disconnect, daemon=True)
     waiting.start()
     waiting.join(GRACE_S)
-    _exit(status)
+    exit_now(status)
 
 
 def finish(status: int) -> None:
@@ -240,7 +240,7 @@ def finish(status: int) -> None:
       _disconnect()
     except Exception as error:  # another process was lost before this call
       failed(error)
-    _exit(status)
+    exit_now(status)
 
 
 def _disconnect():
@@ -252,10 +252,11 @@ def _disconnect():
   jax.distributed.shutdown()
 
 
-def _exit(status) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
+  """Ends this process, without waiting for a checkpoint that is being written."""
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(status)  # sys.exit waits for a checkpoint that is being written
+  os._exit(status)
 
 
 def failed(error: BaseException) -> NoReturn:
@@ -270,7 +271,7 @@ def failed(error: BaseException) -> NoReturn:
   _console(
     f'process {process()} of {_here["processes"]}: {type(error).__name__}: {error}'
   )
-  _exit(1)
+  exit_now(1)
 
 
 def everyones(value: Any) -> list[Any]:
