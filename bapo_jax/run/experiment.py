@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 from jax.stages import Lowered
@@ -452,7 +451,7 @@ def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   yield from t.sampler.programs(None if depth else t.weights(params))
 
 
-def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
+def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> files.Object:
   """Evaluates the state, writes eval/<step>.json and returns the result."""
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
@@ -479,7 +478,7 @@ def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
 
 def evaluation(
   t: Trainer, params: Tree, step: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[files.Object, list[files.Object]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
   key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
   return evaluate.evaluate(

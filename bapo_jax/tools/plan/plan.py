@@ -134,7 +134,7 @@ def remedy(name: str, job: Job, chip: Chip) -> str:
   return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
-def run(config: Config, topology: str, mean_share: float = 1.0) -> bool:
+def run(config: Config, topology: str, mean_share: float) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
   `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
@@ -242,7 +242,7 @@ def roofline_table(
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
   config = job.config
-  sampler = job.config.sampler
+  sampler = config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
   hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
   cost, share = programs.decode_cost(job, mean_share)

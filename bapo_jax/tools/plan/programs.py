@@ -230,7 +230,7 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler = job.config.sampler
-  n = job.config.sampler.tokens_per_dispatch
+  n = sampler.tokens_per_dispatch
   slots = slots_of(job)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
