@@ -30,6 +30,10 @@ _OURS = {
   'prompts.overlong': 'filter_overlong_prompts truncation',
   'evaluate.sampling.temperature': 'val_kwargs.temperature',
   "sampler.actor_dtype, 'int8' or 'float8_e4m3fn'": 'quantization',
+  'rollout.environment, a function that answers turns': (
+    'tools environment_factory env_class tool_config_path interaction_config_path'
+  ),
+  'rollout.max_turns': 'max_tool_calling_iterations max_assistant_turns max_user_turns',
   # sizes and updates of a step
   'prompts.count, the number of prompts per learner step': (
     'per_device_train_batch_size train_batch_size generation_batch_size gen_batch_size '
