@@ -45,32 +45,39 @@ READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no c
 STORED = ('eval', 'export', 'show', 'report')
 WORKDIR = 'runs/default'
 KNOB = re.compile(r'--?(no)?config\.')
-# Flag -> (modes that have it, default, meaning). The default has the type of the flag;
-# None is an integer that is not given, and a tuple has the possible values.
-FLAGS: dict[str, tuple[str, Any, str]] = {
-  'config': (' '.join(MODES), '', 'a config file, or file:variant'),
-  'workdir': ('train eval export show report', WORKDIR, 'directory of all results'),
-  'seeds': ('sweep', '0:3', 'values of --config.seed: a range, or a list 0,7,9'),
-  'workers': (
+# (flag, modes that have it, default, meaning). The default has the type of the flag.
+# None is an integer that is not given, a tuple has the possible values, and a flag with
+# [] may be given several times.
+FLAGS: list[tuple[str, str, Any, str]] = [
+  ('config', ' '.join(MODES), '', 'a config file, or file:variant'),
+  ('workdir', 'train eval export show report', WORKDIR, 'directory of all results'),
+  # Not by default that of a training, which may have a run of another model.
+  ('workdir', 'check plan', '', 'directory of a run to continue'),
+  ('workdir', 'sweep', 'runs/sweep', 'directory of all runs'),
+  ('set', 'sweep', [], 'KNOB=VALUE,VALUE: trains every value; several make a grid'),
+  ('seeds', 'sweep', '0:3', 'values of --config.seed: a range, or a list 0,7,9'),
+  (
+    'workers',
     'sweep',
     None,
     'processes at once; 1 on a GPU (default: one per core)',
   ),
-  'coordinator': ('train', '', 'host:port of process 0 of several; empty: detected'),
-  'process': ('train', None, 'number of this process, from 0'),
-  'processes': ('train', None, 'number of processes'),
-  'start_s': ('train', hosts.START_S, 'seconds to wait for the other processes'),
-  'checkpoint': ('eval export show', 'newest', 'newest, best or a step'),
-  'to': ('eval export', '', 'what to write; empty: in <workdir>/eval or /export'),
-  'dtype': ('export', ('float32', 'bfloat16'), 'type of the exported numbers'),
-  'shard_gb': ('export', 5.0, 'limit of an exported file, 10^9 bytes'),
-  'adapter': ('export', False, 'exports LoRA adapters alone, as peft reads them'),
-  'group': ('show', None, 'prints this group, from 1; not given: lists the groups'),
-  'views': ('show', '', 'p: token probabilities, c: clip status, a: texts in full'),
-  'topology': ('plan', 'v5p:2x2x4', 'devices to plan for'),
-  'mean_share': ('plan', 1.0, 'mean row length over the longest, in (0, 1]'),
-  'search': ('plan', False, 'compares all meshes by counting, without compiling'),
-}
+  ('coordinator', 'train', '', 'host:port of process 0 of several; empty: detected'),
+  ('process', 'train', None, 'number of this process, from 0'),
+  ('processes', 'train', None, 'number of processes'),
+  ('start_s', 'train', hosts.START_S, 'seconds to wait for the other processes'),
+  ('checkpoint', 'eval export show', 'newest', 'newest, best or a step'),
+  ('to', 'eval export', '', 'what to write; empty: in <workdir>/eval or /export'),
+  ('to', 'compare', 'runs/compare.html', 'the page to write'),
+  ('dtype', 'export', ('float32', 'bfloat16'), 'type of the exported numbers'),
+  ('shard_gb', 'export', 5.0, 'limit of an exported file, 10^9 bytes'),
+  ('adapter', 'export', False, 'exports LoRA adapters alone, as peft reads them'),
+  ('group', 'show', None, 'prints this group, from 1; not given: lists the groups'),
+  ('views', 'show', '', 'p: token probabilities, c: clip status, a: texts in full'),
+  ('topology', 'plan', 'v5p:2x2x4', 'devices to plan for'),
+  ('mean_share', 'plan', 1.0, 'mean row length over the longest, in (0, 1]'),
+  ('search', 'plan', False, 'compares all meshes by counting, without compiling'),
+]
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +96,7 @@ def flags_of(mode: str) -> Parser:
     epilog='--config.KNOB=VALUE overrides a knob: docs/reference/config.md.',
     allow_abbrev=False,
   )
-  for name, (modes, default, meaning) in FLAGS.items():
+  for name, modes, default, meaning in FLAGS:
     if mode not in modes.split():
       continue
     options: dict[str, Any] = {'default': default, 'type': type(default)}
@@ -99,6 +106,8 @@ def flags_of(mode: str) -> Parser:
       options = {'action': 'store_true'}
     elif isinstance(default, tuple):
       options = {'default': default[0], 'choices': default}
+    elif isinstance(default, list):
+      options = {'default': default, 'action': 'append'}
     if default:
       meaning += f' (default: {options["default"]})'
     parser.add_argument(f'--{name}', help=meaning, **options)
@@ -106,15 +115,6 @@ def flags_of(mode: str) -> Parser:
     parser.add_argument('run', nargs='?', help='the same as --workdir')
   elif mode == 'compare':
     parser.add_argument('workdirs', nargs='*', help='directories of runs')
-    to = 'the page to write (default: runs/compare.html)'
-    parser.add_argument('--to', default='runs/compare.html', help=to)
-  elif mode == 'sweep':
-    values = 'KNOB=VALUE,VALUE: trains every value; several make a grid'
-    parser.add_argument('--set', action='append', default=[], help=values)
-    parser.add_argument('--workdir', default='runs/sweep', help='directory of all runs')
-  elif mode in ('check', 'plan'):
-    # Not by default that of a training, which may have a run of another model.
-    parser.add_argument('--workdir', default='', help='directory of a run to continue')
   return parser
 
 
@@ -330,7 +330,7 @@ def sweep(args: argparse.Namespace) -> int:
     knobs = [*args.knobs, *overrides]
     commands[name] = [f'--config={args.config}', *knobs]
     configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
-  workers = len(tool.cores()) if args.workers is None else args.workers
+  workers = len(machine.cores()) if args.workers is None else args.workers
   return tool.sweep(configs, commands, args.workdir, workers)
 
 
@@ -357,9 +357,8 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    which = args.checkpoint
-    adapter = args.adapter
-    return export.export(config, workdir, args.to, args.dtype, size, which, adapter)
+    options = args.to, args.dtype, size, args.checkpoint, args.adapter
+    return export.export(config, workdir, *options)
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
@@ -404,10 +403,8 @@ def main(args: argparse.Namespace) -> None:
       '--workdir; an unfinished warm start begins again.',
       file=sys.stderr,
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
     hosts.leave(130)
-    os._exit(130)  # sys.exit waits for a checkpoint that is being written
+    hosts.exit_now(130)
   except Exception as error:
     if hosts.alone():
       raise

@@ -63,6 +63,17 @@ def params(spec=SPEC, seed=0) -> dict:
   return transformer.unflatten(flat)
 
 
+def merged(weights):
+  """Merges the adapters of a tree, as an export does; other weights are unchanged."""
+
+  def is_adapted(w):
+    return isinstance(w, lora.Adapted)
+
+  return jax.tree.map(
+    lambda w: lora.merge(w) if is_adapted(w) else w, weights, is_leaf=is_adapted
+  )
+
+
 def adapters(spec=SPEC, size=0.4, **knobs) -> dict:
   """Returns adapters in which neither A nor B is zero; compiles nothing."""
   knobs = LoraConfig(**{'rank': 3, 'alpha': 6.0} | knobs)

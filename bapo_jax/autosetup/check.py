@@ -184,8 +184,8 @@ def lengths(tokens: Sequence[int]) -> str:
 
 def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
   """Describes some responses with verdicts, and statistics of all responses."""
-  G = t.config.sampler.group_size
   knobs = t.config.sampler
+  G = knobs.group_size
   ids = np.repeat(np.asarray(rollout.groups.id_P), G)
   verdicts = rollout.verdicts
   order = sorted(range(len(ids)), key=lambda i: (i % G, i))  # a response per group

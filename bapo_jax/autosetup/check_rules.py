@@ -196,7 +196,7 @@ def _room(r: Resolved, memory, free):
 def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   """Yields the findings about responses of the model before any training."""
   correct_PG = sampled.correct_PG
-  n = sampled.correct_PG.size
+  n = correct_PG.size
   groups = len(correct_PG)
   accuracy = float(correct_PG.mean())
   way_out = 'use harder problems'

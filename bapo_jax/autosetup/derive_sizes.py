@@ -5,16 +5,13 @@ returns a value and the reason for it, which a run shows when it starts.
 """
 
 import dataclasses
-import functools
 import math
 
-import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.autosetup.facts import Facts
+from bapo_jax.autosetup.facts import Facts, Name, Number
 from bapo_jax.models import decoder
-from bapo_jax.models.knobs import MeshConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.training import budget
@@ -33,7 +30,7 @@ FASTEST = 'the fastest schedule that fits memory'
 LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2025
 
 
-def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
+def fsdp(config: Config, facts: Facts) -> Number:
   """Derives mesh.fsdp: all devices if training state exceeds half a device's memory."""
   n = len(facts.devices)
   weights, moments, _, actor = budget.whole_state(config, spec_of(config, facts))
@@ -45,21 +42,21 @@ def fsdp(config: Config, facts: Facts) -> tuple[int, str]:
   return 1, f'{words}, copied to each device ({n}): {room}'
 
 
-def data(config: Config, facts: Facts) -> tuple[int, str]:
+def data(config: Config, facts: Facts) -> Number:
   """Derives mesh.data: all devices that mesh.fsdp does not take."""
   if config.mesh.fsdp == -1:
     return 1, 'mesh.fsdp takes all devices'
   return -1, f'rows over {len(facts.devices)} {facts.devices[0].platform}'
 
 
-def compute(config: Config, facts: Facts) -> tuple[str, str]:
+def compute(config: Config, facts: Facts) -> Name:
   """Derives model.compute, the type of products, from the kind of device."""
   if facts.cpu:
     return 'float32', 'bfloat16 products are no faster on a CPU'
   return 'bfloat16', 'for products; weights and log-probabilities are float32'
 
 
-def prompts(config: Config, facts: Facts) -> tuple[int, str]:
+def prompts(config: Config, facts: Facts) -> Number:
   """Derives prompts.count, so that a batch divides over updates and devices."""
   G = config.sampler.group_size
   shards = _shards(config, facts)
@@ -83,7 +80,7 @@ def left(config: Config, facts: Facts) -> int:
   return max(sum(n <= config.prompts.max_prompt_tokens for n in training), 1)
 
 
-def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
+def minibatches(config: Config, facts: Facts) -> Number:
   """Derives learner.minibatches: at most UPDATES, so that the batch divides evenly."""
   seats = config.seats
   G = config.sampler.group_size
@@ -94,7 +91,7 @@ def minibatches(config: Config, facts: Facts) -> tuple[int, str]:
   return n, f'{config.seats // n} groups an update; {UPDATES} in both public scripts'
 
 
-def steps(config: Config, facts: Facts) -> tuple[int, str]:
+def steps(config: Config, facts: Facts) -> Number:
   """Derives steps: one pass over the problems, within 10 to 400 steps."""
   n = left(config, facts)
   count = config.prompts.count
@@ -102,7 +99,7 @@ def steps(config: Config, facts: Facts) -> tuple[int, str]:
   return found, f'{found * count / n:.3g} passes over {n} problems, {count} a step'
 
 
-def slots(config: Config, facts: Facts) -> tuple[int, str]:
+def slots(config: Config, facts: Facts) -> Number:
   """Derives sampler.max_num_seqs: as many responses as the cache has memory for."""
   mesh = mesh_of(config, facts)
   spec = spec_of(config, facts)
@@ -122,7 +119,7 @@ def slots(config: Config, facts: Facts) -> tuple[int, str]:
   )
 
 
-def prefill(config: Config, facts: Facts) -> tuple[int, str]:
+def prefill(config: Config, facts: Facts) -> Number:
   """Derives sampler.prefill_batch_size: at most PREFILL prompt tokens per device."""
   width = config.prompts.max_prompt_tokens
   G = config.sampler.group_size
@@ -131,7 +128,7 @@ def prefill(config: Config, facts: Facts) -> tuple[int, str]:
   return rows, f'at most {PREFILL} prompt tokens per device, in prompts of {width}'
 
 
-def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
+def dispatch(config: Config, facts: Facts) -> Number:
   """Derives sampler.tokens_per_dispatch from the kind of device."""
   n = 64
   reason = 'long, so that devices do not wait for the host'
@@ -141,7 +138,7 @@ def dispatch(config: Config, facts: Facts) -> tuple[int, str]:
   return min(n, config.sampler.max_new_tokens), reason
 
 
-def segments(config: Config, facts: Facts) -> tuple[int, str]:
+def segments(config: Config, facts: Facts) -> Number:
   """Derives sampler.cache_segments from the length of a row: prompt and response."""
   if decoder.is_ragged(spec_of(config, facts)):
     return 1, 'attention reads only the live columns of each slot'
@@ -149,12 +146,12 @@ def segments(config: Config, facts: Facts) -> tuple[int, str]:
   return found, f'rows of {config.row_length} tokens, segments of {SEGMENT} or more'
 
 
-def lag(config: Config, facts: Facts) -> tuple[int, str]:
+def lag(config: Config, facts: Facts) -> Number:
   """Derives sampler.done_check_lag from the kind of device."""
   return (0, 'a CPU') if facts.cpu else (1, 'an accelerator decodes during the check')
 
 
-def micro_batches(config: Config, facts: Facts) -> tuple[int, str]:
+def micro_batches(config: Config, facts: Facts) -> Number:
   """Derives learner.grad_accum_steps: the fewest with which the fastest remat fits."""
   mesh = mesh_of(config, facts)
   spec = spec_of(config, facts)
@@ -186,12 +183,12 @@ def schedule_of(config: Config, facts: Facts) -> Schedule:
   return budget.choose_schedule(config, spec, mesh, facts.memory)
 
 
-def backward(config: Config, facts: Facts) -> tuple[str, str]:
+def backward(config: Config, facts: Facts) -> Name:
   """Derives model.remat, what the backward pass recomputes, from `schedule_of`."""
   return schedule_of(config, facts).remat, FASTEST
 
 
-def bounds_pass(config: Config, facts: Facts) -> tuple[str, str]:
+def bounds_pass(config: Config, facts: Facts) -> Name:
   """Derives learner.bounds_pass from `schedule_of`."""
   alone = 'no bounds over several micro-batches'
   reason = FASTEST if budget.bounds_wait(config) else alone
@@ -212,13 +209,8 @@ def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:
 
 
 def mesh_of(config: Config, facts: Facts) -> Mesh:
-  """Returns the mesh of the config; cached, because many rules need it."""
-  return _mesh(config.mesh, tuple(facts.devices))
-
-
-@functools.lru_cache(maxsize=4)
-def _mesh(knobs: MeshConfig, devices: tuple[jax.Device, ...]):
-  return sharding.make(**knobs.model_dump(), devices=devices)
+  """Returns the mesh of the config."""
+  return sharding.make(**config.mesh.model_dump(), devices=facts.devices)
 
 
 def _shards(config: Config, facts: Facts):

@@ -8,7 +8,7 @@ import collections
 import json
 from collections.abc import Sequence
 
-from bapo_jax.autosetup.facts import Facts
+from bapo_jax.autosetup.facts import Facts, Name, Number
 from bapo_jax.data import sources
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import number_rules
@@ -29,7 +29,7 @@ SHORT = ('gsm8k', 'exact')  # verifiers whose answers need no long reasoning
 OUTLIER = 2.0  # times the 99th percentile of prompt lengths: longer is an outlier
 
 
-def rule(config: Config, facts: Facts) -> tuple[str, str]:
+def rule(config: Config, facts: Facts) -> Name:
   """Derives rewards.rule from the right answers."""
   rows = facts.rows
   unnamed = [row.answer for row in rows if not row.verifier]
@@ -50,7 +50,7 @@ def rule(config: Config, facts: Facts) -> tuple[str, str]:
   return found, f'{reason}; {verify}{wrong}'
 
 
-def by_answers(answers: Sequence[str]) -> tuple[str, str]:
+def by_answers(answers: Sequence[str]) -> Name:
   """Returns (verifier, reason): the narrowest verifier that reads every answer."""
   n = len(answers)
   kinds = {
@@ -86,7 +86,7 @@ def asks_for_box(rows: Sequence[Row]) -> bool:
   return 2 * asking > len(rows)
 
 
-def template(config: Config, facts: Facts) -> tuple[str, str]:
+def template(config: Config, facts: Facts) -> Name:
   """Derives tokenizer.template: the model's chat template or a plain template."""
   found = '{problem}'
   end = '\n'
@@ -108,7 +108,7 @@ def template(config: Config, facts: Facts) -> tuple[str, str]:
   return found + end, reason
 
 
-def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
+def prompt_tokens(config: Config, facts: Facts) -> Number:
   """Derives prompts.max_prompt_tokens from the distribution of prompt lengths."""
   training, held_out = facts.lengths(config.tokenizer.template)
   lengths = sorted([*training, *held_out])
@@ -138,7 +138,7 @@ def prompt_tokens(config: Config, facts: Facts) -> tuple[int, str]:
   )
 
 
-def response_tokens(config: Config, facts: Facts) -> tuple[int, str]:
+def response_tokens(config: Config, facts: Facts) -> Number:
   """Derives sampler.max_new_tokens from verifier, problem lengths, model and device."""
   verifier = config.rewards.rule
   positions = facts.spec.positions

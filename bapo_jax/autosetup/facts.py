@@ -28,6 +28,8 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.inputs import Inputs
 
 DRAWN = 200  # right answers that are verified against themselves, evenly drawn
+Number = tuple[int, str]  # the value of a knob, and the reason for it
+Name = tuple[str, str]
 Lengths = tuple[list[int], list[int]]  # tokens of training and of held-out prompts
 
 

@@ -21,6 +21,8 @@ from bapo_jax.data.made import countdown
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 
+Fields = dict[str, Any]  # of a row
+
 
 class Layout(NamedTuple):
   """Field names as spelled in the first row; `a.b` is field b of the object a."""
@@ -75,7 +77,7 @@ def known(name: str) -> bool:
   return _plain(name) in KNOWN
 
 
-def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
+def detect(row: Fields, *, whole: bool = False) -> Layout:
   """Returns the layout of a file with this first row; `whole`: answers are optional.
 
   Raises:
@@ -114,7 +116,7 @@ def detect(row: dict[str, Any], *, whole: bool = False) -> Layout:
   )
 
 
-def parse(row: dict[str, Any], layout: Layout, *, whole: bool = False) -> Row:
+def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
   """Returns the problem, answer, verifier and system message of a row, no pictures.
 
   `whole` keeps all other fields too.
@@ -172,7 +174,7 @@ def read_rows(
   return rows
 
 
-def _pictures(row: dict[str, Any], folder):
+def _pictures(row: Fields, folder):
   """Returns the picture files of a row, in order."""
   for name in PICTURES:
     for field, values in row.items():
@@ -204,7 +206,7 @@ def _picture(value, folder):
     raise ValueError(f'{path[:200]!r}: {error.strerror}; correct the path') from error
 
 
-def _find(row: dict[str, Any], spelled: dict[str, str], names: Iterable[str]):
+def _find(row: Fields, spelled: dict[str, str], names: Iterable[str]):
   """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
     outer, _, inner = name.partition('.')
@@ -224,7 +226,7 @@ def _get(row, path):
   return row
 
 
-def _read(row: dict[str, Any], path, read: Callable[..., Any], *options):
+def _read(row: Fields, path, read: Callable[..., Any], *options):
   """Reads the value of a field; an error names the field."""
   value = _get(row, path)
   try:
@@ -346,15 +348,13 @@ def _extract(value, answer_format):
 
 
 def _in_box(value):
-  text = str(value)
-  start = text.rfind(OPENER) + len(OPENER)
-  depth = int(start >= len(OPENER))
-  for i in range(start, len(text)):
-    # \{ and \} are part of the answer and need not be balanced.
-    if text[i] in '{}' and text[i - 1] != '\\':
-      depth += 1 if text[i] == '{' else -1
+  _, opener, text = str(value).rpartition(OPENER)
+  depth = 1
+  # \{ and \} are part of the answer and need not be balanced.
+  for brace in re.finditer(r'(?<!\\)[{}]', text if opener else ''):
+    depth += 1 if brace[0] == '{' else -1
     if not depth:
-      return text[start:i]
+      return text[: brace.start()]
   raise ValueError(rf'{shown(value)} has no \boxed{{}} that is closed; add it')
 
 

@@ -218,10 +218,10 @@ def flash(
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
-  segment_BT: Array | None = None,
+  segment_BT: Array | None,
   *,
-  is_causal: bool = True,
-  interpret: bool = False,
+  is_causal: bool,
+  interpret: bool,
 ) -> Array:
   """Runs the GPU kernel on one device, padded to multiples of FLASH_Q."""
   # Imported late because it loads Pallas.
@@ -258,10 +258,10 @@ def splash(
   q_BTHC: Array,
   k_BTKC: Array,
   v_BTKC: Array,
-  segment_BT: Array | None = None,
+  segment_BT: Array | None,
   *,
-  is_causal: bool = True,
-  interpret: bool = False,
+  is_causal: bool,
+  interpret: bool,
 ) -> Array:
   """Runs the TPU kernel on one device, padded to multiples of LANES."""
   # Imported late because it loads Pallas.

@@ -22,6 +22,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Tree
 
 Segments = list[KeysValues]  # consecutive columns
+Cache = list[Segments]  # of every layer
 JOINED = ('qkv', 'gate_up', 'out')  # weights that only actors have
 
 
@@ -111,7 +112,7 @@ def is_ragged(spec: ModelSpec) -> bool:
   return kind != 'plain' and C >= 16 and C.bit_count() == 1
 
 
-def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> list[Segments]:
+def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> Cache:
   """Returns zeros for the keys and values of every layer, in segments of `columns`.
 
   Keys are [slots, K, C, n] and values [slots, K, n, C], which `attention.cached` reads
@@ -151,8 +152,8 @@ def prefill_embedded(
 
 
 def store(
-  cache: list[Segments], prefilled: list[KeysValues], slot_A: Array, from_A: Array
-) -> list[Segments]:
+  cache: Cache, prefilled: list[KeysValues], slot_A: Array, from_A: Array
+) -> Cache:
   """Writes prefilled row from_A[a] to cache slot slot_A[a] for all a; skips slot S."""
   filled = []
   for layer, (k_RKCT, v_RKTC) in zip(cache, prefilled, strict=True):
@@ -177,11 +178,11 @@ def decode(
   actor: Tree,
   token_S: Array,
   position_S: Array,
-  cache: list[Segments],
+  cache: Cache,
   spec: ModelSpec,
   shift_S: Array | None = None,
   done_S: Array | None = None,
-) -> tuple[Array, list[Segments]]:
+) -> tuple[Array, Cache]:
   """Decodes a token per slot; returns (final hidden states [S, D], extended cache).
 
   Layers are unrolled: a scan would copy the cache of each layer at each token (211 MiB

@@ -5,7 +5,7 @@ matrix products run in `spec.compute`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,7 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
 
   if isinstance(w, Quantized):
     out = times(x, w.values, axes)
-    scale = w.scale.reshape((1,) * (out.ndim - w.scale.ndim) + w.scale.shape)
-    return (out * scale).astype(x.dtype)
+    return (out * expand(w.scale, out.ndim)).astype(x.dtype)
   if not isinstance(w, Adapted):
     return times(x, w, axes)
 
@@ -90,11 +89,16 @@ def product(x: Array, w: Array | Adapted | Quantized, axes: int = 1) -> Array:
   return checkpoint_name(jax.checkpoint(both, prevent_cse=False)(x, w), _ADAPTED)
 
 
+def expand(x: Any, ndim: int) -> Any:
+  """Adds leading axes of length 1 to an array, up to `ndim` axes."""
+  return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
   """Computes x / rms(x) * scale over the last axis, in float32 (RMSNorm)."""
   x32 = x.astype(jnp.float32)
   x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return (x32 * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+  return (x32 * expand(scale, x.ndim)).astype(x.dtype)
 
 
 def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
@@ -112,8 +116,7 @@ def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
   frequency, factor = rope.table(
     spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
   )
-  shape = (1,) * (position.ndim - 1) + frequency.shape
-  angle = position.astype(jnp.float32) * frequency.reshape(shape)
+  angle = position.astype(jnp.float32) * expand(frequency, position.ndim)
   return factor * jnp.sin(angle), factor * jnp.cos(angle)
 
 
@@ -149,7 +152,7 @@ def project(
     out = joined[name] if joined else product(y, w[name])
     bias = w.get(f'{name}_bias')
     if bias is not None:
-      out += bias.astype(y.dtype).reshape((1,) * (out.ndim - 2) + bias.shape)
+      out += expand(bias.astype(y.dtype), out.ndim)
     norm = w.get(f'{name}_norm')
     return out if norm is None else rms_norm(out, norm, spec.norm_eps)
 
@@ -164,7 +167,7 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   else:
     x = x + product(attended, w['o'], 2)
   if spec.o_bias:
-    x += w['o_bias'].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    x += expand(w['o_bias'].astype(x.dtype), x.ndim)
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
   if 'gate_up' in w:

@@ -27,16 +27,18 @@ class Tile(NamedTuple):
   rows: int = 4096
 
 
-def _gather(head_VD, dtype: jax.typing.DTypeLike, sharded):
-  """Gathers the part of the head that this device needs: a share of V, all of D."""
-  if not sharded or lax.axis_size('fsdp') == 1:
-    return head_VD  # cast where it is used
-  return lax.all_gather(head_VD.astype(dtype), 'fsdp', axis=1, tiled=True)
+def _share(hidden_BTD, head_VD, token_BT, tile: Tile, sharded):
+  """Returns this device's part of the head, and tokens counted from its first token.
 
-
-def _first(head_VD, sharded):
-  """Returns the first token of this device's share of the vocabulary."""
-  return lax.axis_index('tensor') * head_VD.shape[0] if sharded else 0
+  The part is a share of V and all of D. It is followed by the number of blocks of its
+  rows, and the rows of a block.
+  """
+  if sharded and lax.axis_size('fsdp') > 1:  # else it is cast where it is used
+    head_VD = head_VD.astype(hidden_BTD.dtype)
+    head_VD = lax.all_gather(head_VD, 'fsdp', axis=1, tiled=True)
+  V = head_VD.shape[0]
+  first = lax.axis_index('tensor') * V if sharded else 0
+  return head_VD, token_BT - first, *split(V, tile.rows, ROW_STEP)
 
 
 def largest(mib: int, V: int) -> Tile:
@@ -123,10 +125,9 @@ def forward(
     tile: its columns divide T, its rows are a maximum.
     sharded: whether the arrays are one device's shards, within `jax.shard_map`.
   """
-  head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  blocks, block = split(head_VD.shape[0], tile.rows, ROW_STEP)
+  share = _share(hidden_BTD, head_VD, token_BT, tile, sharded)
+  head_VD, token_BT, blocks, block = share
   chunk = tile.columns
-  token_BT = token_BT - _first(head_VD, sharded)
   # Only chunks with scored columns are computed; the count is known at run time.
   used = -(-columns // chunk)
 
@@ -311,10 +312,9 @@ def backward(
     trained: whether the head is trained; its gradient is None if it is frozen.
   """
   dtype = head_VD.dtype
-  head_VD = _gather(head_VD, hidden_BTD.dtype, sharded)
-  blocks, block = split(head_VD.shape[0], tile.rows, ROW_STEP)
+  share = _share(hidden_BTD, head_VD, token_BT, tile, sharded)
+  head_VD, token_BT, blocks, block = share
   chunk = tile.columns
-  token_BT = token_BT - _first(head_VD, sharded)
   d_logp_BT = jnp.zeros_like(lse_BT) if d_logp_BT is None else d_logp_BT
   arrays = _Columns(hidden_BTD, token_BT, lse_BT, d_logp_BT, d_entropy_BT, entropy_BT)
   used = -(-columns // chunk)
@@ -332,7 +332,7 @@ def backward(
     d_hidden_BTD = lax.psum(d_hidden_BTD, 'tensor')
   if d_head_VD is None:
     return d_hidden_BTD, None
-  if sharded:  # reverses `_gather` and sums over the rows of other devices
+  if sharded:  # reverses `_share` and sums over the rows of other devices
     d_head_VD = lax.psum_scatter(d_head_VD, 'fsdp', scatter_dimension=1, tiled=True)
     d_head_VD = lax.psum(d_head_VD, 'data')
   return d_hidden_BTD, d_head_VD.astype(dtype)

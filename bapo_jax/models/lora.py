@@ -104,12 +104,6 @@ def layer(w: Tree, i: int) -> Tree:
   return w.base[i].astype(jnp.float32) + w.adapter.scale * jnp.tensordot(a, b, 1)
 
 
-def merge(weights: Tree) -> Tree:
-  """Merges every adapter into its weight, in float32; other weights are unchanged."""
-
-  def merge_layers(w):  # needs memory for one more layer
-    if not isinstance(w, Adapted):
-      return w
-    return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])
-
-  return jax.tree.map(merge_layers, weights, is_leaf=lambda x: isinstance(x, Adapted))
+def merge(w: Adapted) -> Array:
+  """Merges an adapter into its projection, in float32, layer by layer."""
+  return jnp.stack([layer(w, i) for i in range(w.base.shape[0])])

@@ -22,6 +22,7 @@ WIDTH, HEIGHT = 400, 210  # of a chart, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 46, 392, 8, 186  # of the plot
 STRIPS = 200  # at most this many steps show their values
 DOTS = 20  # a curve of at most this many points is drawn with dots
+Level = tuple[float, str]  # the value and the label of a horizontal line
 
 
 class Curve(NamedTuple):
@@ -47,14 +48,9 @@ class Axis(NamedTuple):
 
   def __call__(self, value_N: ArrayLike) -> np.ndarray:
     """Returns the coordinates of values."""
-    low = self.low
-    high = self.high
-    if self.log:
-      value_N = np.log10(value_N)
-      low = math.log10(low)
-      high = math.log10(high)
-    share_N = (np.asarray(value_N, float) - low) / (high - low)
-    return self.start + (self.end - self.start) * share_N
+    scale = np.log10 if self.log else np.asarray
+    low, high, at_N = map(scale, (self.low, self.high, value_N))
+    return self.start + (self.end - self.start) * (at_N - low) / (high - low)
 
 
 def chart(
@@ -62,9 +58,9 @@ def chart(
   unit: str,
   curves: Sequence[Curve],
   steps: tuple[float, float],
-  level: tuple[float, str] | None = None,
-  log: bool = False,
-  legend: bool = True,
+  level: Level | None,
+  log: bool,
+  legend: bool,
 ) -> Element:
   """Returns a figure with the curves.
 
@@ -93,7 +89,7 @@ def chart(
   return element('figure', caption, element('output', unit), drawing)
 
 
-def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
+def _legend(curves: Sequence[Curve], level: Level | None):
   for curve in curves:
     if curve.label:
       kind = f'key c{curve.colour}{" dashed" if curve.dashed else ""}'
@@ -102,7 +98,7 @@ def _legend(curves: Sequence[Curve], level: tuple[float, str] | None):
     yield element('span', element('i', class_='key level'), level[1])
 
 
-def _vertical(curves: Sequence[Curve], level: tuple[float, str] | None, log):
+def _vertical(curves: Sequence[Curve], level: Level | None, log):
   """Returns the axis that all values, error bars and the level fit into."""
   values = [np.array([] if level is None else [level[0]])]
   for curve in curves:
@@ -124,18 +120,18 @@ def _spread(low, high):
   return low - margin, high + margin
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-  """Returns at most `most` + 1 multiples of 1, 2 or 5 times a power of ten."""
-  power = 10.0 ** math.floor(math.log10((high - low) / most))
-  unit = next(u * power for u in (1, 2, 5, 10) if (high - low) / (u * power) <= most)
+def ticks(low: float, high: float) -> list[float]:
+  """Returns at most six multiples of 1, 2 or 5 times a power of ten."""
+  least = (high - low) / 5  # the smallest distance
+  power = 10.0 ** math.floor(math.log10(least))
+  unit = next(u * power for u in (1, 2, 5, 10) if u * power >= least)
   return [n * unit for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
 
 
 def _log_ticks(low, high):
-  """Returns powers of ten, and their multiples by 2 and 5 if they are few."""
+  """Returns powers of ten and their multiples by 2 and 5, or some of them if many."""
   powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-  digits = (1, 2, 5) if len(powers) < 4 else (1,)
-  marks = [digit * 10.0**power for power in powers for digit in digits]
+  marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
   marks = [mark for mark in marks if low <= mark <= high]
   return marks[:: len(marks) // 7 + 1]
 

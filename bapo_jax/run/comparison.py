@@ -34,6 +34,7 @@ FINAL = METRICS.split()
 MAIN = FINAL[:7]  # the page folds the others
 LEVEL = 0.95  # of the intervals
 SEED = '0123456789-_.'  # at the end of the name of a run
+Values = dict[Any, float]  # seeds, or a held-out problem -> value
 
 
 class Group(NamedTuple):
@@ -125,13 +126,13 @@ def cell(group: Group, name: str) -> str:
   return plus_minus(middle, half) + few
 
 
-def by_seed(group: Group, name: str) -> dict[Any, float]:
+def by_seed(group: Group, name: str) -> Values:
   """Returns seeds -> final value of a metric."""
   values = {seeds_of(run): final(run, name) for run in group.runs}
   return {seeds: value for seeds, value in values.items() if math.isfinite(value)}
 
 
-def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
+def by_problem(run: RunFiles) -> dict[str, Values]:
   """Returns metric -> held-out problem -> mean over the responses to the problem."""
   problems = defaultdict(list)
   for sample in run.after['samples'] if run.after else ():
@@ -145,7 +146,7 @@ def by_problem(run: RunFiles) -> dict[str, dict[Any, float]]:
   return means
 
 
-def paired(base: dict[Any, float], other: dict[Any, float]) -> list[float]:
+def paired(base: Values, other: Values) -> list[float]:
   """Returns other - base for each common key: a seed, or a held-out problem."""
   return [other[key] - base[key] for key in base if key in other]
 

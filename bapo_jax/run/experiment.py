@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 from jax.stages import Lowered
@@ -34,7 +33,6 @@ from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
 from bapo_jax.training import budget, build, checkpoint, evaluate, policy
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import ending, serve
@@ -196,9 +194,9 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   elif tower := budget.frozen_tower(c, spec):
     frozen = f', {tower:,} of them, the vision tower, frozen'
   sizes = r.budget.checkpoint
-  unit, scale = ('GiB', 2**30) if sum(sizes.values()) >= 2**30 else ('MiB', 2**20)
-  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   total = sum(sizes.values())
+  unit, scale = ('GiB', 2**30) if total >= 2**30 else ('MiB', 2**20)
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
@@ -241,9 +239,7 @@ class Run:
   def __post_init__(self):
     frozen = self.t.base, self.t.teacher
     self.base = ''.join(map(policy.fingerprint, frozen))
-    seconds = self.t.timer.seconds
-    for name, before in self.spent['phases'].items():
-      seconds[name] = seconds.get(name, 0.0) + before
+    self.t.timer.seconds.update(self.spent['phases'])  # adds
 
   def cost(self) -> Spent:
     """Returns the meta of a checkpoint: cost so far, mesh and fingerprints."""
@@ -325,11 +321,7 @@ class Run:
     before, after = (evaluation['result'] for evaluation in evaluations)
     path = os.path.join(self.workdir, 'report.html')
     with files.naming(path):
-      # Not t.config, which may ask for fewer steps than are done.
-      stored = workdirs.read_config(self.workdir)
-      config = config_lib.from_json(stored)
-      spent = self.cost()
-      text = report.write(self.workdir, config, before, after, spent, s.step)
+      text = report.write(self.workdir, before, after, self.cost(), s.step)
       page.write(self.workdir)
     log(f'{text}\nReport: {path}')
 
@@ -462,7 +454,7 @@ def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
   yield from t.sampler.programs(None if depth else t.weights(params))
 
 
-def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> dict[str, Any]:
+def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> files.Object:
   """Evaluates the state, writes eval/<step>.json and returns the result."""
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
@@ -489,7 +481,7 @@ def evaluate_again_if_lost(t: Trainer, workdir: str, s: TrainState) -> None:
 
 def evaluation(
   t: Trainer, params: Tree, step: int
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[files.Object, list[files.Object]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
   key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
   return evaluate.evaluate(

@@ -14,8 +14,10 @@ from xml.etree.ElementTree import Element
 from bapo_jax.runtime.html import element
 
 # Nothing may be fetched, even if a text of a model slipped through the escaping.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-POLICY += "script-src 'unsafe-inline'"
+POLICY = (
+  "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+  "script-src 'unsafe-inline'"
+)
 # One colour per metric of a chart, or per group of runs; both sets have a contrast of
 # at least 3 with their backgrounds.
 LIGHT = ('#0072b2', '#c84e00', '#00805d', '#b0528f', '#8a6d00', '#3d6fd1', '#6b4fb3')

@@ -7,25 +7,16 @@ import datetime
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from bapo_jax.run.series import fifths, mean, series
-from bapo_jax.runtime import files, metrics
+from bapo_jax.run.series import mean, series
+from bapo_jax.runtime import files
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import evaluate
-from bapo_jax.training.config import Config, fingerprint
 
 IDLE = 10  # steps in a row without anything to learn that have a cause to look for
 
 
-def finite(tree: Any) -> Any:
-  """Replaces non-finite numbers by None, because JSON has no nan and no infinity."""
-  if isinstance(tree, dict):
-    return {k: finite(v) for k, v in tree.items()}
-  return None if isinstance(tree, float) and not math.isfinite(tree) else tree
-
-
-def change_sentence(before: dict[str, Any], after: dict[str, Any]) -> str:
+def change_sentence(before: files.Object, after: files.Object) -> str:
   """Compares the results of two evaluations, and their errors."""
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
@@ -43,7 +34,7 @@ REWARDS = ('on held-out problems', 'before', 'after', 'change')
 
 
 def rewards(
-  before: dict[str, Any], after: dict[str, Any]
+  before: files.Object, after: files.Object
 ) -> Iterator[tuple[str, str, str, str]]:
   """Yields the cells of a table that compares the rewards of two evaluations.
 
@@ -115,13 +106,12 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
 
 def write(
   workdir: str | os.PathLike[str],
-  config: Config,
-  before: dict[str, Any],
-  after: dict[str, Any],
-  spent: dict[str, Any],
+  before: files.Object,
+  after: files.Object,
+  spent: files.Object,
   steps: int,
 ) -> str:
-  """Writes report.json to a workdir with metrics.jsonl.
+  """Writes report.json to a workdir.
 
   Args:
     before, after: results of the first and the last evaluation.
@@ -133,21 +123,13 @@ def write(
   Raises:
     OSError: the file cannot be written.
   """
-  rows = metrics.read(workdir)
-  wrong = 'rollout/length_wrong'
-  right = 'rollout/length_right'
-  ratios = [mean(x, wrong) / (mean(x, right) or math.nan) for x in fifths(rows)]
   facts = {
     'eval_before': before,
     'eval_after': after,
     **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
     'steps': steps,
-    'config_hash': fingerprint(config.model_dump()),
-    'clip_moved_fraction': mean(rows, 'clip/moved'),
-    'length_ratio': dict(zip(('first_fifth', 'last_fifth'), ratios, strict=True)),
-    'responses': rows[-1].get('rollout/responses') if rows else None,
   }
-  files.write_json(os.path.join(workdir, 'report.json'), finite(facts))
+  files.write_json(os.path.join(workdir, 'report.json'), facts)
   return (
     f'{change_sentence(before, after)} The run took {steps} steps, '
     f'{datetime.timedelta(seconds=round(spent["wall_s"]))} h of wall time and '

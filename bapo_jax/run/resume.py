@@ -1,10 +1,8 @@
 """Converts between checkpoints and states of a run; detects changed inputs."""
 
-from typing import Any
-
 from bapo_jax import sharding
 from bapo_jax.rollout import decode
-from bapo_jax.runtime import exchange
+from bapo_jax.runtime import exchange, files
 from bapo_jax.runtime.lane import at_once
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint, policy
@@ -13,13 +11,13 @@ from bapo_jax.training.submission import InFlight, Sampled
 from bapo_jax.training.trainer import finished, hard_rows
 from bapo_jax.types import Groups, empty_groups
 
-Spent = dict[str, Any]  # cost of a run so far, from its checkpoint
+Spent = files.Object  # cost of a run so far, from its checkpoint
 
 SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'updates')
 SCALARS += ('consecutive_skips', 'idle_steps')
 
 
-def arrays(t: Trainer, s: TrainState) -> dict[str, Any]:
+def arrays(t: Trainer, s: TrainState) -> files.Object:
   """Returns the arrays to checkpoint.
 
   Saves the actor too if the next step decodes with older weights than the learner's,
@@ -57,7 +55,7 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   return sharding.split_rows(empty, t.mesh)
 
 
-def snapshot(t: Trainer, s: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+def snapshot(t: Trainer, s: TrainState) -> tuple[files.Object, files.Object]:
   """Returns (arrays, meta) of a checkpoint of this state.
 
   A finished run with checkpoint.final=weights stores no optimiser state, except for
@@ -115,7 +113,7 @@ def _waiting(sampled: Sampled):
   return InFlight(hard_P, at_once(lambda: sampled))
 
 
-def _check(t: Trainer, s: TrainState, meta: dict[str, Any]):
+def _check(t: Trainer, s: TrainState, meta: files.Object):
   """Raises ValueError if a run cannot continue from a checkpoint with this meta."""
   if meta.get('weights_only') and not finished(t.config, s):
     raise ValueError(

@@ -22,13 +22,13 @@ class RunFiles(NamedTuple):
 
   name: str
   workdir: str
-  values: dict[str, Any]  # of config.json, section -> knob -> value
+  values: files.Object  # of config.json, section -> knob -> value
   # Dotted name -> value; knobs that the version of the run lacked have their defaults.
-  knobs: dict[str, Any]
+  knobs: files.Object
   rows: list[Row]  # of metrics.jsonl
-  before: dict[str, Any] | None  # the evaluation of step 0
-  after: dict[str, Any] | None  # the last evaluation
-  groups: list[dict[str, Any]]  # of the newest recorded step
+  before: files.Object | None  # the evaluation of step 0
+  after: files.Object | None  # the last evaluation
+  groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
   start: int = 0  # all steps up to it are shared with the other runs of a page
 
@@ -66,7 +66,7 @@ def read(workdir: str, name: str = '') -> RunFiles:
   return run if facts.get('steps') == run.last else run._replace(facts={})
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
+def flat(values: files.Object) -> files.Object:
   """Returns dotted name -> value of nested knobs."""
   return traverse_util.flatten_dict(values, sep='.')
 

@@ -85,8 +85,8 @@ def copy(source: str, to: str) -> None:
       shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(folder: str, limit: int = LIMIT) -> None:
-  """Removes entries of the cache, least recently used first, down to `limit` bytes.
+def prune(folder: str) -> None:
+  """Removes entries of the cache, least recently used first, down to LIMIT bytes.
 
   An entry is the directory of a warm start or the file of a program. Another run may
   remove it meanwhile, and a run whose entry is gone repeats the work.
@@ -100,7 +100,7 @@ def prune(folder: str, limit: int = LIMIT) -> None:
       # Most systems renew the time of the last access once a day, which suffices.
       used = max((max(x.st_atime, x.st_mtime) for x in stats), default=0.0)
       by_use.append((used, sum(x.st_size for x in stats), entry))
-  excess = sum(size for _, size, _ in by_use) - limit
+  excess = sum(size for _, size, _ in by_use) - LIMIT
   for _, size, entry in sorted(by_use):
     if excess > 0:
       remove = shutil.rmtree if entry.is_dir() else os.remove

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 
+from bapo_jax.runtime import files
+
 NAME = 'digests.json'
 # orbax writes these files when it renames a checkpoint, after `write` has run.
 WRITTEN_LATER = ('commit_success.txt', '_CHECKPOINT_METADATA')
@@ -24,8 +26,7 @@ def write(directory: str, label: str) -> None:
     if name not in (NAME, *WRITTEN_LATER)
   ]
   record = {path: of_file(directory, path) for path in sorted(paths)}
-  with open(os.path.join(directory, NAME), 'w', encoding='utf-8') as file:
-    json.dump({'label': label, 'files': record}, file, indent=1)
+  files.write_json(os.path.join(directory, NAME), {'label': label, 'files': record})
 
 
 def damage(directory: str, label: str, skip: str = '') -> str:
@@ -43,8 +44,6 @@ def damage(directory: str, label: str, skip: str = '') -> str:
       wanted = not skip or not path.startswith(f'{skip}/')
       if wanted and of_file(directory, path) != value:
         return f'{path} differs from its digest'
-  except FileNotFoundError:
-    return f'{path} is missing'
   except OSError as error:
     return f'{path} cannot be read: {error.strerror}'
   except (ValueError, TypeError, KeyError):

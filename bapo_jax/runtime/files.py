@@ -12,6 +12,7 @@ PICTURES = dict(
   png=b'\x89PNG', jpg=b'\xff\xd8\xff', webp=b'RIFF', bmp=b'BM', gif=b'GIF8'
 )
 Path = str | os.PathLike[str]
+Object = dict[str, Any]  # of JSON
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -65,7 +66,7 @@ def read_json(path: Path, way_out: str) -> Any:
     raise ValueError(f'{path} is not JSON ({error}); {way_out}') from error
 
 
-def read_object(path: str, way_out: str = 'download it again') -> dict[str, Any]:
+def read_object(path: str, way_out: str = 'download it again') -> Object:
   """Reads a JSON file whose top level must be an object; see `read_json` for errors."""
   value = read_json(path, way_out)
   if not isinstance(value, dict):

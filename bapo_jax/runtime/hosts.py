@@ -28,6 +28,7 @@ GRACE_S = 3.0  # `leave` waits this long for the other processes
 SHUTDOWN_S = 24 * 3600  # processes wait this long for process 0 to write the report
 PORTS = (10_000, 32_000)  # below the outgoing ports of Linux, macOS and BSD
 LOST = 4  # exit status: another process is gone
+Cluster = tuple[str, int, int] | None  # coordinator, process, processes; None: detected
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 _here = {'process': 0, 'processes': 1}
@@ -106,7 +107,7 @@ def initialise(
     import jax
 
     _here.update(process=jax.process_index(), processes=jax.process_count())
-  if _here['processes'] == 1:
+  if alone():
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
   _explain_abort(
@@ -137,7 +138,7 @@ def _check(coordinator, process, processes):
     ) from None
 
 
-def _join(cluster: tuple[str, int, int] | None, start_s):
+def _join(cluster: Cluster, start_s):
   """Starts JAX's distributed runtime; returns False if no other process was found.
 
   `cluster` is (coordinator, process, processes); with None, JAX detects the cluster.
@@ -175,7 +176,7 @@ def _join(cluster: tuple[str, int, int] | None, start_s):
   return True
 
 
-def _own_address(cluster: tuple[str, int, int] | None):
+def _own_address(cluster: Cluster):
   """Returns host:port of this process, with a free port, as other processes see it."""
   # An address for documentation stands for the rest of the network.
   target = cluster[0].rpartition(':')[0] if cluster else '192.0.2.1'
@@ -229,7 +230,7 @@ def leave(status: int) -> None:
     waiting = threading.Thread(target=_disconnect, daemon=True)
     waiting.start()
     waiting.join(GRACE_S)
-    _exit(status)
+    exit_now(status)
 
 
 def finish(status: int) -> None:
@@ -239,7 +240,7 @@ def finish(status: int) -> None:
       _disconnect()
     except Exception as error:  # another process was lost before this call
       failed(error)
-    _exit(status)
+    exit_now(status)
 
 
 def _disconnect():
@@ -251,10 +252,11 @@ def _disconnect():
   jax.distributed.shutdown()
 
 
-def _exit(status) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
+  """Ends this process, without waiting for a checkpoint that is being written."""
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(status)  # sys.exit waits for a checkpoint that is being written
+  os._exit(status)
 
 
 def failed(error: BaseException) -> NoReturn:
@@ -269,7 +271,7 @@ def failed(error: BaseException) -> NoReturn:
   _console(
     f'process {process()} of {_here["processes"]}: {type(error).__name__}: {error}'
   )
-  _exit(1)
+  exit_now(1)
 
 
 def everyones(value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar('Result')
 
@@ -24,8 +24,7 @@ class Lane:
   keep an interrupted process alive.
   """
 
-  def __init__(self, now: Callable[[], float] = time.perf_counter):
-    self._now = now
+  def __init__(self):
     self._tasks: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
     self._lock = threading.Lock()  # guards the two below
     self._busy = 0.0  # seconds of the functions that have ended
@@ -41,7 +40,7 @@ class Lane:
   def busy(self) -> float:
     """Returns the total seconds that functions have run so far."""
     with self._lock:
-      running = 0.0 if self._began is None else self._now() - self._began
+      running = 0.0 if self._began is None else time.perf_counter() - self._began
       return self._busy + running
 
   def close(self) -> None:
@@ -53,16 +52,14 @@ class Lane:
 
   def _run(self):
     while task := self._tasks.get():
-      self._call(*task)
-
-  def _call(self, function: Callable[[], Any], ready: Future):
-    began = self._now()
-    with self._lock:
-      self._began = began
-    try:
-      ready.set_result(function())
-    except BaseException as error:
-      ready.set_exception(error)
-    with self._lock:
-      self._busy = self._busy + self._now() - began
-      self._began = None
+      function, ready = task
+      began = time.perf_counter()
+      with self._lock:
+        self._began = began
+      try:
+        ready.set_result(function())
+      except BaseException as error:
+        ready.set_exception(error)
+      with self._lock:
+        self._busy = self._busy + time.perf_counter() - began
+        self._began = None

@@ -10,7 +10,6 @@ import pathlib
 import platform
 import resource
 import sys
-from collections.abc import Sequence
 
 M_TRIM_THRESHOLD = -1  # of glibc's mallopt
 M_MMAP_THRESHOLD = -3
@@ -38,14 +37,14 @@ PACKAGES = (
 )
 
 
-def prepare_gpu(plugins: Sequence[str] = CUDA_PLUGINS) -> None:
+def prepare_gpu() -> None:
   """Sets JAX's share of a GPU's memory and XLA's GPU_FLAGS, before JAX starts.
 
-  Keeps what the user has set. Without one of the plugins, sets no flags.
+  Keeps what the user has set. Without one of the CUDA_PLUGINS, sets no flags.
   """
   if not os.environ.keys() & set(GPU_SHARES):
     os.environ[GPU_SHARES[0]] = str(GPU_SHARE)
-  if any(map(importlib.util.find_spec, plugins)):
+  if any(map(importlib.util.find_spec, CUDA_PLUGINS)):
     given = os.environ.get('XLA_FLAGS', '')
     flags = (f'--{x}={y}' for x, y in GPU_FLAGS.items() if f'--{x}' not in given)
     os.environ['XLA_FLAGS'] = ' '.join([given, *flags]).strip()
@@ -75,9 +74,14 @@ def processor() -> str:
     described = ('vendor_id', 'model name', 'flags', 'CPU part', 'Features')
     first = info.read_text().partition('\n\n')[0].splitlines()
     kind += '\n'.join(line for line in first if line.startswith(described))
-  find = getattr(os, 'sched_getaffinity', None)  # Linux only
-  cores = len(find(0)) if find else os.cpu_count()
-  return hashlib.sha256(f'{kind} {cores}'.encode()).hexdigest()[:12]
+  return hashlib.sha256(f'{kind} {len(cores())}'.encode()).hexdigest()[:12]
+
+
+def cores() -> list[int]:
+  """Returns the numbers of the cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # Linux only
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
 
 
 def host_memory() -> int:

@@ -1,10 +1,9 @@
-"""Formats tables and untrusted text in Markdown.
+"""Formats tables in Markdown, and makes untrusted text visible.
 
-A problem, an answer or a response may contain backticks, HTML, terminal escapes, or
-marks that reverse the direction of writing.
+A problem, an answer or a response may contain terminal escapes, or marks that reverse
+the direction of writing.
 """
 
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
@@ -27,11 +26,11 @@ def table(rows: Iterable[Sequence[str]], header: Sequence[str], align: str) -> s
   return '\n'.join([first, f'|{"|".join(rules)}|', *others])
 
 
-def visible(text: str, keep: str = '\n\t') -> str:
-  """Replaces invisible characters, except those in `keep`, by Python escapes."""
+def visible(text: str) -> str:
+  """Replaces invisible characters, except newlines and tabs, by Python escapes."""
   return ''.join(
     char.encode('unicode_escape').decode()
-    if char not in keep and unicodedata.category(char) in INVISIBLE
+    if char not in '\n\t' and unicodedata.category(char) in INVISIBLE
     else char
     for char in text
   )
@@ -44,11 +43,3 @@ def shortened(text: str, limit: int) -> str:
   half = limit // 2
   cut = f'[... {len(text) - 2 * half} characters left out ...]'
   return f'{text[:half]}\n{cut}\n{text[-half:]}'
-
-
-def fence(text: str) -> str:
-  """Formats the text as a code block that no backticks inside can close."""
-  text = visible(text)
-  longest = max((len(run) for run in re.findall('`+', text)), default=0)
-  ticks = '`' * max(3, longest + 1)
-  return f'{ticks}text\n{text}\n{ticks}'

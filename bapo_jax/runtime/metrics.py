@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from bapo_jax.runtime import files, hosts, markdown
+from bapo_jax.runtime import files, hosts
 from bapo_jax.runtime.files import Path
 from bapo_jax.runtime.glossary import GLOSSARY
 
@@ -96,7 +96,7 @@ def _jsonl(workdir: Path, name: str, step, stack: ExitStack):
   return write
 
 
-def _tensorboard(workdir: Path, step, stack: ExitStack, config: dict | None):
+def _tensorboard(workdir: Path, step, stack: ExitStack):
   # Not tensorboardX's SummaryWriter: a full disk ends its writer thread, and the next
   # row would wait for the thread forever.
   summary = _need('tensorboardX.summary', 'metrics.tensorboard')
@@ -121,8 +121,6 @@ def _tensorboard(workdir: Path, step, stack: ExitStack, config: dict | None):
 
   # Makes TensorBoard hide the events after `step` that an earlier start wrote.
   emit(step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
-  if config is not None:
-    emit(max(step, 0), summary=summary.text('config', markdown.fence(str(config))))
   return write
 
 
@@ -152,7 +150,7 @@ def writing(
   """Yields a function that writes a row to a file; only process 0 writes.
 
   Removes rows after `step`, the step resumed from; -1 removes all rows.
-  TensorBoard and W&B show the config next to the curves.
+  W&B shows the config next to the curves.
 
   Raises:
     ValueError: a package is missing (no row is removed), or the function received a
@@ -174,7 +172,7 @@ def writing(
       if wandb:  # a missing package must raise before rows are removed
         sinks.append(_wandb(workdir, stack, config))
       if tensorboard:
-        sinks.append(_tensorboard(workdir, step, stack, config))
+        sinks.append(_tensorboard(workdir, step, stack))
       sinks.insert(0, _jsonl(workdir, name, step, stack))
     yield write
 

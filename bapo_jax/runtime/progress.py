@@ -1,10 +1,12 @@
 """Measures where the wall time goes, and shows how far along the run is."""
 
 import contextlib
+import io
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,17 +27,17 @@ class PhaseTimer:
   """
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
-    self.seconds: dict[str, float] = {}
+    # Phase -> seconds. A Counter is typed for integers, but counts floats as well.
+    self.seconds: Any = Counter()
     self._now = now
     self._open: list[str] = []
     self.began = self._mark = self._reported_at = now()
-    self._reported: dict[str, float] = {}
+    self._reported = Counter()
 
   def _charge(self):
     now = self._now()
     if self._open:
-      name = self._open[-1]
-      self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+      self.seconds[self._open[-1]] += now - self._mark
     self._mark = now
     return now
 
@@ -56,26 +58,20 @@ class PhaseTimer:
     The values sum to the elapsed wall time; an open phase is charged up to now.
     """
     now = self._charge()
-    ran = {name: s - self._reported.get(name, 0.0) for name, s in self.seconds.items()}
-    ran = {name: s for name, s in ran.items() if s > 0}
+    ran = self.seconds - self._reported  # only what is above 0
     other = now - self._reported_at - sum(ran.values())
-    self._reported = dict(self.seconds)
+    self._reported = self.seconds.copy()
     self._reported_at = now
     return {**ran, 'other': max(other, 0.0)}
 
 
-class _Lines:
-  """Writes every update of a bar on a separate line, for logs."""
+class _Lines(io.TextIOBase):
+  """Writes every update of a bar on a separate line of stderr, for logs."""
 
-  def __init__(self, stream: TextIO):
-    self._stream = stream
-
-  def write(self, text: str) -> None:
+  def write(self, text: str) -> int:
     if text.strip():
-      self._stream.write(text.strip('\r\n ') + '\n')
-
-  def flush(self) -> None:
-    self._stream.flush()
+      sys.stderr.write(text.strip('\r\n ') + '\n')
+    return len(text)
 
 
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
@@ -92,7 +88,7 @@ def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> 
     initial=initial,
     desc=label,
     unit=unit,
-    file=sys.stderr if terminal else _Lines(sys.stderr),
+    file=sys.stderr if terminal else _Lines(),
     mininterval=every,
     miniters=0,  # check the time on every update: steps differ in length
     delay=0 if terminal else every,

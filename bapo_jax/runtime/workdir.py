@@ -191,18 +191,8 @@ def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
 
 
 def checkpoint_steps(workdir: str) -> list[int]:
-  """Returns the steps of the complete checkpoints, ascending; changes nothing.
-
-  Raises:
-    ValueError: <workdir>/checkpoints exists and cannot be read as a directory.
-  """
+  """Returns the steps of the complete checkpoints, ascending; changes nothing."""
   path = os.path.join(workdir, 'checkpoints')
-  try:
-    names = os.listdir(path) if os.path.lexists(path) else []
-  except OSError as error:
-    raise ValueError(
-      f'{path} cannot be read as a directory ({error.strerror}); move it away and '
-      'restore the checkpoints, or give another --workdir'
-    ) from error
+  names = os.listdir(path) if os.path.isdir(path) else []
   # int() would also read '007'.
   return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))

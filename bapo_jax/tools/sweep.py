@@ -10,14 +10,13 @@ import itertools
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bapo_jax.run.series import series
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import cache, machine, metrics
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
@@ -27,13 +26,6 @@ from bapo_jax.training.config import Config
 
 POLL_S = 0.5
 COMMA = re.compile(r',(?![^(\[]*[)\]])')  # not inside brackets
-
-
-def cores() -> list[int]:
-  """Returns the numbers of the cores that this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return sorted(os.sched_getaffinity(0))
-  return list(range(os.cpu_count() or 1))
 
 
 def seeds_of(text: str) -> list[int]:
@@ -102,10 +94,7 @@ def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
     return True
   for source in (each / 'warmstart' / start for each in workdirs):
     if source.is_dir():
-      part = f'{path}.tmp'
-      shutil.rmtree(part, ignore_errors=True)
-      shutil.copytree(source, part)
-      os.replace(part, path)  # a kill leaves a complete copy or none
+      cache.copy(str(source), str(path))  # a kill leaves a complete copy or none
       return True
   return False
 
@@ -126,7 +115,8 @@ def launch(command: Sequence[str], output: str, core: int) -> subprocess.Popen:
       start_new_session=True,
     )
   if hasattr(os, 'sched_setaffinity'):
-    os.sched_setaffinity(process.pid, {cores()[core % len(cores())]})
+    allowed = machine.cores()
+    os.sched_setaffinity(process.pid, {allowed[core % len(allowed)]})
   return process
 
 
@@ -225,11 +215,11 @@ def sweep(
     raise ValueError(f'--workers={workers}: give at least 1')
   paths = {run: os.path.join(folder, run) for run in configs}
 
-  def start(run: str, core: int) -> subprocess.Popen:
+  def start(run, core):
     command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
     return launch([*command, *commands[run]], f'{paths[run]}.log', core)
 
-  def ready(run: str, start: str) -> bool:
+  def ready(run, start):
     return share(paths[run], start, map(pathlib.Path, paths.values()))
 
   waiting = {run: warm_start(config) for run, config in configs.items()}

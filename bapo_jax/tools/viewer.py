@@ -19,10 +19,15 @@ from bapo_jax.training import checkpoint, evaluate
 
 LISTED = 20  # groups of a list: a recorded step has up to 16
 STYLES = {
-  **dict.fromkeys(('right', 'of-right'), 'green'),
-  **dict.fromkeys(('wrong', 'of-wrong'), 'red'),
-  **dict.fromkeys(('h2', 'h3', 'mark'), 'bold'),
-  **dict.fromkeys(('soft', 'i'), 'dim'),
+  'right': 'green',
+  'of-right': 'green',
+  'wrong': 'red',
+  'of-wrong': 'red',
+  'h2': 'bold',
+  'h3': 'bold',
+  'mark': 'bold',
+  'soft': 'dim',
+  'i': 'dim',
 }
 INLINE = ('span', 'code', 'mark', 'i')
 

@@ -22,7 +22,6 @@ from bapo_jax.models.knobs import (
   TOWER_WINDOW,
 )
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.training.schema import Config
 
@@ -188,7 +187,6 @@ def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelS
     merge=MERGE,
     least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
   )
-  vision_spec.check(tower)
   side = 3 * spec.head_width // 16
   sections = spec.head_width // 2 - 2 * side, side, side
   return dataclasses.replace(spec, vision=tower, mrope=sections)

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 
+from bapo_jax.run import series
 from bapo_jax.runtime import metrics
 
 
@@ -42,6 +43,9 @@ def host_share(workdir: str) -> float:
 
 def row(seed: int, report: dict, workdir: str) -> dict:
   """Returns the figures of one seed."""
+  rows = metrics.read(workdir)
+  _, last = series.fifths(rows)
+  wrong, right = (series.mean(last, f'rollout/length_{x}') for x in ('wrong', 'right'))
   return {
     'seed': seed,
     'before': report['eval_before']['accuracy'],
@@ -50,8 +54,8 @@ def row(seed: int, report: dict, workdir: str) -> dict:
     'wall_s': report['wall_s'],
     'host_share': host_share(workdir),
     'peak_gib': report['peak_rss_bytes'] / 2**30,
-    'clip_moved': report['clip_moved_fraction'],
-    'length_ratio_last': report['length_ratio']['last_fifth'],
+    'clip_moved': series.mean(rows, 'clip/moved'),
+    'length_ratio_last': wrong / right,
   }
 
 

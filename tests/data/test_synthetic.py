@@ -39,7 +39,7 @@ def solve(problem, seed=0, slip=0.0, repeat=0.0, **knobs) -> str:
   marks = {'|': 'pair', 'x': 'trial', '': 'chain'}  # the first mark in the text counts
   family = next(name for mark, name in marks.items() if mark in problem.text)
   rng = np.random.default_rng(seed)
-  return synthetic.FAMILIES[family].solve(problem, rng, slip, repeat, **knobs)
+  return synthetic.SOLVE[family](problem, rng, slip, repeat, **knobs)
 
 
 def pairs(count=300, level=3, **knobs):

@@ -73,7 +73,7 @@ def test_merged_weights_and_a_mesh_give_the_logits_of_unmerged_ones():
   tokens_BT = jnp.arange(24).reshape(4, 6) % 12
   unmerged = logits(weights, tokens_BT)
   assert np.abs(unmerged - logits(params, tokens_BT)).max() > 0.1
-  oracles.close(logits(lora.merge(weights), tokens_BT), unmerged, 128)
+  oracles.close(logits(making.merged(weights), tokens_BT), unmerged, 128)
   mesh = sharding.make(2, 2, 2)
   spread = [jax.device_put(x, sharding.shardings(x, mesh)) for x in (params, made)]
   found = sharding.under(mesh, logits)(
@@ -201,7 +201,7 @@ def test_the_gradient_is_that_of_all_weights_projected(schedule, parts, devices)
   """W' = W + s A B: dA = s dW' B^T and dB = s A^T dW', layer by layer."""
   base = making.params(NARROW)
   params = making.adapters(NARROW, 0.1)
-  merged = lora.merge(lora.attach(base, params))
+  merged = making.merged(lora.attach(base, params))
   rule = clip.Balanced(target=0.4)
   knobs = {'schedule': schedule, 'grad_accum_steps': parts}
   objective = making.objective(rule, spec=NARROW, **knobs)
@@ -288,7 +288,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   with torch.no_grad():
     expected = theirs(torch.tensor(tokens_BT)).logits.numpy()
   weights = lora.attach(params, jax.tree.map(jnp.asarray, made))
-  for each in (weights, lora.merge(weights)):
+  for each in (weights, making.merged(weights)):
     hidden_BTD = layers.forward(each, jnp.asarray(tokens_BT), spec)
     found = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(each))
     oracles.close(found, expected, 256)

@@ -92,7 +92,7 @@ def test_adapters_are_merged_before_the_weights_are_quantised():
   made = jax.tree.map(lambda x: x + 0.1, make(spec, jax.random.key(0)))
   weights = lora.attach(PARAMS, made)
   found = decoder.actor(weights, spec)
-  same(found, decoder.actor(lora.merge(weights), spec))
+  same(found, decoder.actor(making.merged(weights), spec))
   with pytest.raises(AssertionError):
     same(found, decoder.actor(PARAMS, spec))
 

@@ -13,7 +13,7 @@ from recordings import response
 from bapo_jax.run import charts, report, series
 from bapo_jax.run.page import MAIN, PANELS, write
 from bapo_jax.runtime import metrics
-from bapo_jax.training.config import Config, parse
+from bapo_jax.training.config import parse
 
 EVIL = (
   '</pre></script><script>document.title = "stolen"</script><img src=x onerror=f()>'
@@ -79,7 +79,7 @@ def test_the_page_has_the_wall_time_of_the_run(tmp_path):
   result = dict(accuracy=0.5, stderr=0.1, n=9)
   phases = {'verify': 372.34, 'sample': 3000.0}
   spent = {'wall_s': 3723.4, 'peak_rss_bytes': 3 * 2**29, 'phases': phases}
-  report.write(run, parse({}), result, result, spent, 3)
+  report.write(run, result, result, spent, 3)
   shown = made(run)
   assert {'1:02:03', '1.50 GiB'} <= {*shown.texts['b']}
   # Phases, the longest first, then what they leave of 3723.4 s.
@@ -219,26 +219,15 @@ SPENT = dict(wall_s=100.0, phases={'verify': 10.0}, peak_rss_bytes=3 * 2**29)
 def facts_of(workdir, rows):
   """Returns report.json of these rows."""
   recordings.run(workdir, rows, first=1)
-  text = report.write(workdir, Config(), BEFORE, AFTER, SPENT, len(rows))
+  text = report.write(workdir, BEFORE, AFTER, SPENT, len(rows))
   assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
   assert f'{len(rows)} steps, 0:01:40 h of wall time and 1.50 GiB' in text
   assert 'more than two standard errors' in text  # 0.25 against 2 * 0.05
   return json.loads((workdir / 'report.json').read_text())
 
 
-def lengths(right, wrong):
-  return {'rollout/length_right': right, 'rollout/length_wrong': wrong}
-
-
-def test_numbers_by_hand(tmp_path):
-  # ten steps: a fifth is two. First: wrong (30 + 50)/2 = 40 over right 20 (nan: none
-  # is right) = 2; last: wrong 60 over right (10 + 30)/2 = 20 = 3
-  rows = [lengths(20, 30), lengths(NAN, 50), *[lengths(1, 1000)] * 6]
-  rows += [lengths(10, 60), lengths(30, 60)]
-  rows = [dict(row, **{'clip/moved': i >= 6}) for i, row in enumerate(rows)]
-  facts = facts_of(tmp_path, rows)
-  assert facts['length_ratio'] == {'first_fifth': 2.0, 'last_fifth': 3.0}
-  assert facts['clip_moved_fraction'] == 0.4  # 4 of 10
+def test_facts_of_a_run(tmp_path):
+  facts = facts_of(tmp_path, [{'rollout/reward': 0.5}] * 10)
   assert facts['eval_after'] == AFTER and facts['phases'] == {'verify': 10.0}
 
 
@@ -267,9 +256,9 @@ def test_graded_rewards_are_compared_with_their_errors():
   ],
 )
 def test_gaps_are_shown_as_gaps(tmp_path, rows):
-  facts = facts_of(tmp_path, rows)
-  assert facts['length_ratio'] == {'first_fifth': None, 'last_fifth': None}
-  assert facts['clip_moved_fraction'] is None
+  recordings.run(tmp_path, rows, parse({}).model_dump(), first=1)
+  text = made(tmp_path).text
+  assert text.count('not recorded') >= len(PANELS) - 2
 
 
 def test_a_running_mean_begins_and_ends_half_a_window_inside():

@@ -84,7 +84,7 @@ def test_each_file_is_opened_by_one_place(tmp_path, one_device):
   calls = {
     'check': lambda: check.check(config, ''),
     'train': lambda: experiment.train(config, workdir),
-    'plan': lambda: plan.run_search(decided, 'h100:2', lambda _: None),
+    'plan': lambda: plan.run_search(decided, 'h100:2'),
   }
   for mode, call in calls.items():
     opened = readers(files, call)

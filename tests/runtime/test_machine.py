@@ -65,9 +65,11 @@ def test_flags_of_xla_are_added_to_those_of_the_user(given, monkeypatch):
   flags = {'xla_a': '3', 'xla_gpu_c': 'true'}
   monkeypatch.setattr(machine, 'GPU_FLAGS', flags)
   monkeypatch.setenv('XLA_FLAGS', given)
-  machine.prepare_gpu(plugins=('no_such_plugin',))
+  monkeypatch.setattr(machine, 'CUDA_PLUGINS', ('no_such_plugin',))
+  machine.prepare_gpu()
   assert os.environ['XLA_FLAGS'] == given
-  machine.prepare_gpu(plugins=('json',))  # any module that is installed
+  monkeypatch.setattr(machine, 'CUDA_PLUGINS', ('json',))  # any installed module
+  machine.prepare_gpu()
   added = [] if '--xla_a' in given else ['--xla_a=3']
   assert os.environ['XLA_FLAGS'].split() == [*given.split(), *added, '--xla_gpu_c=true']
 
@@ -124,7 +126,7 @@ def test_a_copy_is_whole_whoever_else_copies(tmp_path):
   check(threads)
 
 
-def test_the_entries_used_longest_ago_are_removed(tmp_path):
+def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
   files = {  # used at, of 100 bytes each
     'warmstart/k/new/weights': 5,
     'warmstart/k/new/digests': 1,
@@ -142,13 +144,17 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path):
   def left():
     return {str(x.relative_to(tmp_path)) for x in tmp_path.rglob('*') if x.is_file()}
 
-  cache.prune(str(tmp_path), 600)
+  def prune(limit, folder=tmp_path):
+    monkeypatch.setattr(cache, 'LIMIT', limit)
+    cache.prune(str(folder))
+
+  prune(600)
   assert left() == {*files}
-  cache.prune(str(tmp_path), 599)  # the warm start goes as a whole
+  prune(599)  # the warm start goes as a whole
   assert left() == {name for name in files if '/k/old/' not in name}
-  cache.prune(str(tmp_path), 300)
+  prune(300)
   assert left() == {name for name in files if 'old' not in name}
-  cache.prune(str(tmp_path / 'absent'), 0)
+  prune(0, tmp_path / 'absent')
 
 
 def test_the_number_of_cores_tells_processors_apart(monkeypatch):

@@ -159,7 +159,7 @@ def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
   problems = made_problems(count)
   encoded = prompts.encode(reader, [problem.row for problem in problems])
   tokens = [prompt.tokens for prompt in encoded]
-  solve = synthetic.FAMILIES['trial'].solve
+  solve = synthetic.SOLVE['trial']
   made = sft.rows(reader, tokens, problems, solve, length, 0, slip, repeat)
   return problems, *made
 

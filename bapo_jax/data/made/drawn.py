@@ -27,6 +27,7 @@ from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made.problem import Problem, draw_distinct
 from bapo_jax.data.row import Row
 
+Numbers = Sequence[int]
 BASE = 10  # quantities are 0..9, and answers are modulo 10
 LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
@@ -87,17 +88,17 @@ def solve(
   return '|'.join(lines) + rf'\boxed{{{value}}}'
 
 
-def _value(read: Sequence[int], terms: Sequence[int]):
+def _value(read: Numbers, terms: Numbers):
   return sum(r if n > 0 else -r for r, n in zip(read, terms, strict=True)) % BASE
 
 
-def _sum(values: Sequence[object], terms: Sequence[int]):
+def _sum(values: Sequence[object], terms: Numbers):
   signed = zip(values, terms, strict=True)
   text = ''.join(f'{"+" if n > 0 else "-"}{value}' for value, n in signed)
   return text.removeprefix('+')
 
 
-def _text(kind, numbers: Sequence[int], terms: Sequence[int], wording):
+def _text(kind, numbers: Numbers, terms: Numbers, wording):
   asked = f'{_sum([f"x{abs(n)}" for n in terms], terms)} mod {BASE}'
   if wording == 'short':
     return f'{pictures.PLACEHOLDER}{asked}'

@@ -30,20 +30,13 @@ have six digits for `pair` with answer='all' at level 4.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made.problem import Problem, Solver, draw_distinct
 from bapo_jax.data.row import Row
-
-
-class Family(NamedTuple):
-  draw: Callable[[np.random.Generator, ProblemsConfig], Problem]
-  solve: Solver
-
 
 # Level -> (moduli, largest coefficient): the difficulty of `trial`.
 TRIAL_LEVELS = {1: ((5,), 9), 2: ((7,), 20), 3: ((7, 8, 9), 40), 4: ((11, 13), 99)}
@@ -197,11 +190,8 @@ def _join(numbers: Iterable[int], digits):
   return ''.join(f'{n:0{digits}}' for n in numbers)
 
 
-FAMILIES = {
-  'trial': Family(_draw_trial, _solve_trial),
-  'chain': Family(_draw_chain, _solve_chain),
-  'pair': Family(_draw_pair, _solve_pair),
-}
+DRAW = {'trial': _draw_trial, 'chain': _draw_chain, 'pair': _draw_pair}
+SOLVE = {'trial': _solve_trial, 'chain': _solve_chain, 'pair': _solve_pair}
 
 
 def to_imitate(
@@ -210,7 +200,7 @@ def to_imitate(
   """Returns the warm start's problems and the function that writes their solutions."""
   training = generated[: problems.train]
   if problems.family != 'pair':
-    return training, FAMILIES[problems.family].solve
+    return training, SOLVE[problems.family]
   easy = tuple(problem for problem in training if problem.numbers[1] <= HARD)
   knobs = problems.pair.model_dump(include={'stops', 'answer'})
   return easy, functools.partial(_solve_pair, **knobs)
@@ -224,7 +214,7 @@ def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
   rng = np.random.default_rng((problems.seed, problems.level))
 
   def draw():
-    problem = FAMILIES[problems.family].draw(rng, problems)
+    problem = DRAW[problems.family](rng, problems)
     return problem.text, problem
 
   source = f'level {problems.level} of {problems.family}'

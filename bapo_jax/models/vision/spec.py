@@ -53,24 +53,6 @@ class VisionSpec:
     return (self.window_side * self.merge) ** 2
 
 
-def check(v: VisionSpec) -> None:
-  """Raises ValueError if the sizes do not fit together."""
-  if v.width % v.heads or v.head_width % 4:
-    raise ValueError(
-      f'vision: hidden_size={v.width} / num_heads={v.heads} must be a multiple of 4'
-    )
-  if v.window < v.merge * v.patch:
-    raise ValueError(
-      f'vision: window_size={v.window} must be at least {v.merge * v.patch}, the side '
-      'of a merged patch'
-    )
-  if bad := [i for i in v.full_layers if not 0 <= i < v.layers]:
-    raise ValueError(
-      f'vision: fullatt_block_indexes has layer {bad[0]}, but the tower '
-      f'has {v.layers} layers, counted from 0; correct config.json'
-    )
-
-
 def describe(v: VisionSpec) -> dict[str, Initialiser]:
   """Lists the parameters: path -> (shape, scale), as in `transformer.describe`."""
   D = v.width

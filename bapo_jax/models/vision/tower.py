@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from bapo_jax import sharding
 from bapo_jax.models import attention, rope
-from bapo_jax.models.layers import REMAT, Schedule, product, rms_norm, rotate
+from bapo_jax.models.layers import REMAT, Schedule, expand, product, rms_norm, rotate
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import grids
 from bapo_jax.models.vision.spec import VisionSpec
@@ -127,4 +127,4 @@ def _affine(x, w, name, axes=1):
   """Multiplies x [..., *in] by a weight [*in, *out] and adds its bias."""
   bias = w[f'{name}_bias'].astype(x.dtype)
   out = product(x, w[name], axes)
-  return out + bias.reshape((1,) * (out.ndim - bias.ndim) + bias.shape)
+  return out + expand(bias, out.ndim)

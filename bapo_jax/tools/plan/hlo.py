@@ -110,9 +110,8 @@ def runs(text: str, most: int = 1) -> Iterator[Run]:
 
 
 def in_loops(text: str, most: int = 1) -> list[Run]:
-  """Lists the collectives inside loops by bytes received, largest first; see `runs`."""
-  looped = [run for run in runs(text, most) if run.looped]
-  return sorted(looped, key=lambda run: -run.received)
+  """Lists the collectives inside loops; see `runs`."""
+  return [run for run in runs(text, most) if run.looped]
 
 
 def size(shape: str, kind: str, started: bool, line: str) -> int:

@@ -6,7 +6,7 @@ No weight is loaded and no program runs: a config.json is enough.
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
-Echo = Callable[[str], object]  # prints a line
 COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
 
 
@@ -115,7 +114,7 @@ def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
   return Job(config, spec, schedule, mesh)
 
 
-def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
+def remedy(name: str, job: Job, chip: Chip) -> str:
   """Adds flags until the program compiles and fits; describes them in a sentence."""
   changed = job.config
   flags = {}
@@ -125,7 +124,7 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
     given = ' '.join(flags.values())
-    echo(f'  {name}: trying {given}')
+    print(f'  {name}: trying {given}')
     make = programs.programs_of(job.spec)[name]
     spare = compiled(make(planned(changed, job.mesh, chip)), job.mesh).left(chip)
     if spare >= 0:
@@ -135,9 +134,7 @@ def remedy(name: str, job: Job, chip: Chip, echo: Echo) -> str:
   return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
-def run(
-  config: Config, topology: str, mean_share: float = 1.0, echo: Echo = print
-) -> bool:
+def run(config: Config, topology: str, mean_share: float) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
   `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
@@ -145,17 +142,17 @@ def run(
   """
   chip, devices = devices_lib.attach(topology)
   if text := of_this_machine(config, topology):
-    echo(text)
+    print(text)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
-  echo(
+  print(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm:.4g} GiB, '
     f'{sizes}, attention {job.spec.attention}'
   )
-  echo(machine.CONFIRMED)
+  print(machine.CONFIRMED)
   needed = budget.count(*job).update
-  echo(budget.sentence(config, job.schedule, needed, room(chip)))
+  print(budget.sentence(config, job.schedule, needed, room(chip)))
   rows = {}
   verdicts = {}
   for name, make in programs.programs_of(job.spec).items():
@@ -163,13 +160,13 @@ def run(
     spare = row.left(chip)
     if spare >= 0:
       verdicts[name] = f'fits, {spare:.1f} left'
-      echo(f'  {name} compiled')
+      print(f'  {name} compiled')
     else:
-      echo(f'  {name} does not fit; searching for a smaller batch')
-      found = remedy(name, job, chip, echo)
+      print(f'  {name} does not fit; searching for a smaller batch')
+      found = remedy(name, job, chip)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
-  echo(f'\n{memory_table(rows, verdicts)}')
-  echo(f'\n{roofline_table(rows, chip, job, mean_share)}')
+  print(f'\n{memory_table(rows, verdicts)}')
+  print(f'\n{roofline_table(rows, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -190,15 +187,15 @@ def of_this_machine(config: Config, topology: str) -> str:
   )
 
 
-def run_search(config: Config, topology: str, echo: Echo = print) -> bool:
+def run_search(config: Config, topology: str) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = devices_lib.count(topology)
   if text := of_this_machine(config, topology):
-    echo(text)
+    print(text)
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search.search(config, spec, chip, devices, room(chip))
-  echo(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
-  echo(search.table(found, refused))
+  print(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
+  print(search.table(found, refused))
   return bool(found)
 
 
@@ -245,7 +242,7 @@ def roofline_table(
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
   config = job.config
-  sampler = job.config.sampler
+  sampler = config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
   hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
   cost, share = programs.decode_cost(job, mean_share)

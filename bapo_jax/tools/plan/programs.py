@@ -246,7 +246,7 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
 def decode(job: Job) -> Program:
   """Builds the program that decodes `tokens_per_dispatch` tokens in every slot."""
   sampler = job.config.sampler
-  n = job.config.sampler.tokens_per_dispatch
+  n = sampler.tokens_per_dispatch
   slots = slots_of(job)
   key = jax.eval_shape(lambda: jax.random.key(0))
   return Program(
@@ -301,7 +301,8 @@ def tower(job: Job) -> Program:
   )
 
 
-PROGRAMS: dict[str, Callable[[Job], Program]] = {
+Programs = dict[str, Callable[[Job], Program]]  # name -> function that builds it
+PROGRAMS: Programs = {
   'train step': train_step,
   'log-prob pass': score,
   'prefill': prefill,
@@ -316,6 +317,6 @@ UNIT = {  # what a cost counts
 }
 
 
-def programs_of(spec: ModelSpec) -> dict[str, Callable[[Job], Program]]:
+def programs_of(spec: ModelSpec) -> Programs:
   """Returns the programs of a run of this model, by name."""
   return PROGRAMS | ({'tower': tower} if spec.vision else {})

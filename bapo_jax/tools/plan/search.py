@@ -23,6 +23,7 @@ from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 
 BEST = 5
+Seconds = dict[str, float]  # resource -> lower bound
 
 
 class Choice(NamedTuple):
@@ -34,8 +35,8 @@ class Choice(NamedTuple):
   slots: int
   update_bytes: float  # per device
   decode_bytes: float  # per device
-  update: dict[str, float]  # resource -> lower bound of an update, seconds
-  token: dict[str, float]  # the same for one token in every slot
+  update: Seconds  # of an update
+  token: Seconds  # the same for one token in every slot
   seconds: float  # of a step: all its updates and its rollout
 
   @property
@@ -210,7 +211,7 @@ def table(found: Sequence[Choice], refused: dict[str, ValueError]) -> str:
   return '\n'.join(lines)
 
 
-def _bound(seconds: dict[str, float], scale):
+def _bound(seconds: Seconds, scale):
   """Formats the largest of several lower bounds, with the name of its resource."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'
