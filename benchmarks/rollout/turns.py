@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from bapo_jax.models import decoder, transformer
+from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from benchmarks import machine
@@ -37,11 +38,20 @@ class TimedEngine(RolloutEngine):
 
   seconds: list[float] = dataclasses.field(default_factory=list)
 
-  def resume(self, params: Any, slots: Any, *rows: Any, live: int) -> Any:
+  def resume(
+    self,
+    params: Any,
+    slots: decode.Slots,
+    rows: decode.Rows,
+    id_A: np.ndarray,
+    *of_rows: np.ndarray,
+    live: int,
+  ) -> decode.Slots:
     """Runs the engine's method and adds its time to `seconds`."""
     jax.block_until_ready(slots)
     begun = time.perf_counter()
-    out = jax.block_until_ready(super().resume(params, slots, *rows, live=live))
+    args = params, slots, rows, id_A, *of_rows
+    out = jax.block_until_ready(super().resume(*args, live=live))
     self.seconds.append(time.perf_counter() - begun)
     return out
 
