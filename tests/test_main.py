@@ -19,7 +19,7 @@ GOOD = '--config=' + TINY
 COUNTDOWN = [f'--config.problems.{x}=countdown' for x in ('source', 'test_source')]
 CASES = [  # flags, what the sentence must say
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
-  (['--config=nope.py:8b'], '], configs/finetune.py, configs/geometry.py[:tiny|:3b|:7b], configs/tools.py'),
+  (['--config=nope.py:8b'], 'configs/geometry.py[:tiny|:3b|:7b], configs/tools.py['),
   (['check'], '--config is missing; give one of configs/aime.py[:tiny|:recipe|'),
   ([GOOD, '--learning_rate=1'], '--learning_rate; use optimizer.lr; knobs are written'),
   (
