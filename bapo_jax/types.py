@@ -89,8 +89,8 @@ class Batch(NamedTuple):
   adv_BT: Float32[Array, 'B T']            # advantage of the token, times the weight of its source
   source_B: Int32[Array, ' B']             # index into SOURCES; -1 marks an empty seat
   on_policy_BT: Bool[Array, 'B T']         # True where the weights before the step's first update sampled the token
-  reference_BT: Float32[Array, 'B T'] | None = None  # log-probability under the teacher, or the first weights, nats; None: not computed
   update_B: Int32[Array, ' B'] | None = None  # number of this optimiser update, equal in all rows; step s of n updates has s n to s n + n - 1, even if its batch is underfilled
+  reference_BT: Float32[Array, 'B T'] | None = None  # log-probability under the teacher, or the first weights, nats; None: not computed
   pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: a text model
 
 

@@ -33,6 +33,7 @@ SMALLEST = {
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
   'rollout.quantized': '--model=MODEL --data=PROBLEMS --prompts=2',
   'rollout.sampler': '--batch=8 --waves=1 --alone',
+  'rollout.turns': '--rounds=1 --slots=8',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.first_step': 'TINY',
   'training.learner': '--rows=8 --length=32 --rounds=1 --cases=1:1',

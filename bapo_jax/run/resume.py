@@ -122,7 +122,7 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
       '(bapo export) and start in another --workdir with model.path set to the export'
     )
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
-  if now != meta['base']:
+  if now and now != meta['base']:
     paths = t.config.model.path, t.config.teacher.path
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '

@@ -19,7 +19,9 @@ from benchmarks.first_contact.figures import Context, Figure
 from benchmarks.first_contact.parity import EPS
 
 # Kernels that a CPU emulates, in addition to its own: one line each.
-EMULATED = {'splash': functools.partial(attention.splash, interpret=True)}
+EMULATED = {
+  'splash': functools.partial(attention.splash, is_causal=True, interpret=True)
+}
 # Roundings that (a forward pass, a gradient) may be off by, relative to the largest
 # number. As in parity.py, float32 gets more for its exponentials; a CPU needs two.
 ROUNDINGS = {'float32': (16, 64), 'bfloat16': (4, 16)}

@@ -287,7 +287,7 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
     'batch': 'learnable_only: weights.fresh 1.0, max_extra_rounds 2',
     'advantage': 'group_relative',
     'clip': 'fixed: low 0.8, high 1.28, dual inf',
-    'loss': 'clipped: aggregate token, kl 0.0, limit inf',
+    'loss': 'clipped: aggregate token, kl 0.0, reference 0.0, limit inf',
   }
   shown = knob_lists.in_force(parse(plain(**{'batch.rule': 'adapted'})))
   assert shown['buffer'].startswith('capacity 256, max_off_policy_steps 3, max_reuse 3')

@@ -129,7 +129,8 @@ def weigh(_):
 def batch_of(f32):
   flags = f32 > 0
   i32 = f32.astype(jnp.int32)
-  return Batch(i32, flags, f32, f32, jnp.float32([1, -1]), i32[:, 0], flags)
+  adv_BT = jnp.broadcast_to(jnp.float32([[1], [-1]]), f32.shape)
+  return Batch(i32, flags, f32, f32, adv_BT, i32[:, 0], flags)
 
 
 def test_a_constant_records_the_choice_of_the_search():

@@ -149,6 +149,7 @@ EVERYWHERE = [
   {'batch.rule': 'replay'},
   {'batch.rule': 'learnable_only'},
   {'teacher.path': 'a', 'loss.reference': 0.1},
+  {'rollout.environment': 'feedback'},
   {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0},
   {'problems.family': 'pair', 'rewards.rule': 'math', 'mesh.tensor': 2},
   {'problems.source': 'countdown', 'problems.test_source': 'countdown'},
