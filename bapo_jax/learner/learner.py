@@ -89,10 +89,10 @@ def advantages(
       step_PGT = advantage_rule(*steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
   if reference_PGT is not None and teacher:
-    above_PGT = reference_PGT - groups.behavior_logp_PGT
-    adv_PGT += jnp.where(groups.response_mask_PGT, teacher * above_PGT, 0)
+    adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
-  return adv_PGT * weight_P[:, None, None]
+  # A user's rule may return anything, such as nan, outside responses.
+  return jnp.where(groups.response_mask_PGT, adv_PGT * weight_P[:, None, None], 0)
 
 
 def flatten(

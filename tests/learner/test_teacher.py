@@ -1,5 +1,6 @@
 """A frozen teacher: exact gradients over all responses, and whole runs."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
+import optax
 import pytest
 import runs
 from making import SPEC
 from refusals import refusal
 from runs import copied, last_run, tiny
 
-from bapo_jax.algorithms import clip
+from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner, scoring
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import layers, transformer
@@ -248,3 +250,43 @@ def test_eight_devices_make_the_step_of_one(llama, warm_start, monkeypatch):
   assert row['teacher/kl'] == pytest.approx(other['teacher/kl'], rel=1e-4) != 0
   for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
     np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize('rule', loss.LossRule.rules.names)
+def test_what_a_message_holds_reaches_neither_weights_nor_metrics(rule, params):
+  """Tokens that nobody sampled lie between sampled ones, as a message does."""
+  batch = making.off_policy(params, SPEC, 4, 8, 7, HEAT)
+  batch = batch._replace(
+    loss_mask_BT=batch.loss_mask_BT & (jnp.arange(7) != 4)[None],
+    reference_BT=batch.behavior_logp_BT + 0.1,
+  )
+  objective = making.objective(clip.Balanced(), rule, reference=0.1, kl=0.1)
+  step = jax.jit(
+    functools.partial(learner.learn, tx=(tx := optax.sgd(0.1)), objective=objective)
+  )
+
+  def learned(garbage):
+    def spoiled(x_BT):
+      return jnp.where(batch.loss_mask_BT, x_BT, garbage)
+
+    names = ('behavior_logp_BT', 'prox_BT', 'reference_BT')
+    spoilt = {name: spoiled(getattr(batch, name)) for name in names}
+    new, _, metrics, _ = step(params, tx.init(params), batch._replace(**spoilt))
+    assert not metrics['learner/skipped']
+    return new, metrics
+
+  wanted = learned(0.0)
+  for garbage in (1e9, jnp.nan):
+    jax.tree.map(np.testing.assert_array_equal, learned(garbage), wanted)
+
+
+def test_a_rule_may_return_anything_outside_responses():
+  def rule(groups):
+    return jnp.where(groups.response_mask_PGT, 1.0, jnp.nan)
+
+  rule.reads = 'groups'
+  groups = making.groups([0], [1], [0], 4, 6)
+  holes = groups.response_mask_PGT & (jnp.arange(6) != 3)[None, None]
+  groups = groups._replace(response_mask_PGT=holes)
+  batch = learner.flatten(groups, FRESH, rule)
+  np.testing.assert_array_equal(batch.adv_BT, np.float32(holes[0]))

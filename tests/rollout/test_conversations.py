@@ -512,3 +512,43 @@ def test_built_in_environments(rule, response, message):
   assert verdict.answer == message and verdict.right == (message is not None)
   right = Sample(r'\boxed{(5+4)*3}', answer)
   assert rule != 'feedback' or caller([right])[0].answer is None
+
+
+def exactly(turn):
+  """Leaves room for one more token."""
+  return '7' * turn.tokens_left
+
+
+def one_more(turn):
+  return '7' * (turn.tokens_left + 1)
+
+
+def test_a_message_that_leaves_a_token_fits_and_a_longer_one_is_left_out():
+  g = jax.tree.map(np.asarray, sample(exactly).groups)
+  answered = 0
+  for _, length, tokens_T, mask_T, _ in rows_of(sample(exactly)):
+    sampled_T = np.flatnonzero(mask_T)
+    if sampled_T[-1] - length + 1 < NEW:  # its first turn ended too late for a message
+      assert mask_T[sampled_T[0] : sampled_T[-1] + 1].all()
+      continue
+    assert sampled_T[-1] == length + NEW - 1
+    if not mask_T[length : length + NEW].all():
+      answered += 1
+      assert sampled_T[-1] - sampled_T[-2] > 1  # one token after the message
+      assert tokens_T[sampled_T[-2]] == EOS
+  assert answered > 3 and g.tokens_PGT.shape[2] == WIDTH + NEW
+  longer = sample(one_more)
+  assert_same(longer, sample(verifier_of(echo, turns=1)))
+  assert longer.failed >= answered
+
+
+def assistant_only(turn):
+  """Says the right answer, which only the policy may say."""
+  return r'\boxed{7}'
+
+
+def test_an_answer_of_the_environment_is_not_the_policys():
+  sampled = sample(assistant_only)
+  said = [x for x in sampled.conversations.values() if len(x) > 2]
+  assert said and all(x[2]['content'] == r'\boxed{7}' for x in said)
+  assert not any(r'\boxed{7}' in text for text in sampled.texts)
