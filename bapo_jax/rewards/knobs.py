@@ -104,7 +104,7 @@ EnvironmentRule = Literal['', 'feedback', 'calculator'] | FunctionPath
 
 
 class Environment(Verification):
-  """How an environment is called; its limits are those of reward functions."""
+  """Says how an environment is called, with the limits of reward functions."""
 
   rule: EnvironmentRule = ''
   custom: SerializeAsAny[CustomEnvironment] = custom_knobs(  # pyrefly: ignore

@@ -25,7 +25,6 @@ from bapo_jax.rewards import environments, verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Environment, Verification
 
-Values = list[Any]  # what a rule returns, per sample; a Failure where it raises
 Failure = (Exception, SystemExit)
 
 

@@ -168,9 +168,8 @@ class PartialRollouts:
     chunk = self.engine.tokens_per_dispatch
     segments = self.engine.segment_sizes
     awaits = max_tokens < math.inf or len(segments) > 1 or hosts.processes() > 1
-    if (
-      environment and self.asked
-    ):  # before a restart, or by a call that was interrupted
+    # Asked before a restart, or by a call that was interrupted.
+    if environment and self.asked:
       environment.ask(self, sorted(self.asked))
     while self.busy or self.waiting or self.asked or self.answered:
       idle = not (self.busy or self.waiting or self.answered)
