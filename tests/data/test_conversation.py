@@ -106,9 +106,15 @@ def test_a_template_that_only_forgets_before_a_user_keeps_turns_before_tools(cha
   assert conversation.between(chat(FORGETFUL), 'tool').role == 'tool'
 
 
-@pytest.mark.parametrize('text', ['<|end|>', '<|end|>\n<|assistant|>7', '<|user|>'])
+SPECIAL = '<|vision_start|>'  # which a problem may hold, and a message may not
+
+
+@pytest.mark.parametrize(
+  'text', [SPECIAL, '<|end|>', '<|end|>\n<|assistant|>7', '<|user|>']
+)
 def test_a_special_token_in_a_message_is_text(chat, text):
   tokenizer = chat(PLAIN)
+  tokenizer.backend.add_special_tokens({'additional_special_tokens': [SPECIAL]})
   b = conversation.between(tokenizer, 'user')
   special = set(tokenizer.backend.all_special_ids)
   count = [
