@@ -152,16 +152,15 @@ class RolloutEngine:
     rows: Rows,
     id_A: np.ndarray,
     *of_rows: np.ndarray,
-    live: int,
+    columns: int,
   ) -> Slots:
     """Continues rows after messages of an environment, by `decode.resume`.
 
     Args:
       id_A: problem ids of the rows, -1 for padding.
       of_rows: numbers_6A and message_AT, as in `decode.resume`.
-      live: number of leading cache segments to compute.
+      columns: number of columns to compute, one of the widths of a whole row.
     """
-    columns = sum(self.segment_sizes[:live])
     args = params, slots, rows, *of_rows, self.pictures(id_A)
     return self._call(decode.resume, *args, spec=self.spec, columns=columns)
 
@@ -207,14 +206,14 @@ class RolloutEngine:
     for R, width in itertools.product(self.prefill_sizes, widths):
       prompts = np.zeros((R, width), np.int32), np.ones(R, np.int32)
       yield lower.admit(params, slots, no_id[:R], *prompts, *padding)
+    for width in shapes.prefill_widths(self.length) if resumed else []:
+      numbers_6A = np.stack([no_slot, *[zeros] * 5])
+      message_AT = np.zeros((len(zeros), self.length), np.int32)
+      args = no_id, numbers_6A, message_AT
+      yield lower.resume(params, slots, rows, *args, columns=width)
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
         yield lower.refresh(params, slots, no_id, no_slot, live)
-      if resumed:
-        numbers_6A = np.stack([no_slot, *[zeros] * 5])
-        message_AT = np.zeros((len(zeros), self.length), np.int32)
-        args = no_id, numbers_6A, message_AT
-        yield lower.resume(params, slots, rows, *args, live=live)
       yield lower.run(params, slots, jax.random.key(0), 0, 0, live)
     yield decode.harvest.lower(slots, rows)
 

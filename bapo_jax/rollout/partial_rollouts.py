@@ -191,14 +191,13 @@ class PartialRollouts:
   def _fill(self, params: Tree) -> None:
     """Admits waiting rows once there are A free slots, or as many as rows wait.
 
-    Answered rows go first, as soon as A of them wait or nothing else can be done.
+    Answered rows go first.
     """
-    most = self.engine.prefill_rows
-    while len(self.answered) >= (most if self.asked and self.busy else 1):
+    while block := self._answered_block():
       free = np.flatnonzero(self.row_S < 0)
-      if len(free) < min(most, len(self.answered)):
+      if len(free) < len(block):
         return
-      self._resume(params, free)
+      self._resume(params, block, free[: len(block)])
     while self.waiting:
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
@@ -217,8 +216,7 @@ class PartialRollouts:
     pad = (0, A - len(rows))
     # Each prompt is prefilled once, at the smallest compiled shape that fits.
     R = next(n for n in e.prefill_sizes if n >= len(places))
-    widths = shapes.prefill_widths(e.max_prompt_tokens)
-    width = next(n for n in widths if n >= self.length_W[places].max())
+    width = shapes.prefill_width(e.max_prompt_tokens, self.length_W[places].max())
     tokens_RT = np.zeros((R, width), np.int32)
     tokens_RT[: len(places)] = self.prompt_WT[places, :width]
     length_R = np.ones(R, np.int32)
@@ -241,16 +239,36 @@ class PartialRollouts:
     for _ in rows:
       self.waiting.popleft()
 
-  def _resume(self, params: Tree, free: np.ndarray) -> None:
-    """Puts the answered rows that came first back into slots, as one padded block."""
+  def _answered_block(self) -> list[tuple[int, Sequence[int]]]:
+    """Returns the first A answered rows of one width; fewer if nothing else is to do.
+
+    A row's width depends on its own tokens alone: other rows change no bit of it.
+    """
     e = self.engine
-    block = self.answered[: e.prefill_rows]
+    blocks = collections.defaultdict(list)
+    for row, tokens in self.answered:
+      columns = self.end_B[row] + len(tokens)
+      block = blocks[shapes.prefill_width(e.length, columns)]
+      block.append((row, tokens))
+      if len(block) == e.prefill_rows:
+        return block
+    if self.busy and (self.asked or self.waiting):
+      return []
+    return next(iter(blocks.values()), [])
+
+  def _resume(
+    self,
+    params: Tree,
+    block: list[tuple[int, Sequence[int]]],
+    slots: np.ndarray,
+  ) -> None:
+    """Puts answered rows of one width back into slots, as one padded block."""
+    e = self.engine
     count = len(block)
     rows = np.asarray([row for row, _ in block])
     places = rows // e.group_size
     reach = self.end_B[rows] + [len(tokens) for _, tokens in block]
     limit = self.length_W[places] + self.limit_B[rows]
-    slots = free[:count]
     id_A = np.full(e.prefill_rows, -1, np.int32)
     id_A[:count] = self.id_W[places]
     numbers_6A = np.zeros((6, e.prefill_rows), np.int32)
@@ -260,11 +278,11 @@ class PartialRollouts:
     message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
     for written_T, end, (row, tokens) in zip(message_AT, reach, block, strict=False):
       written_T[self.end_B[row] : end] = tokens
-    live = shapes.segments_reached(e.segment_sizes, reach.max())
+    width = shapes.prefill_width(e.length, reach.max())
     of_rows = id_A, numbers_6A, message_AT
-    self.slots = e.resume(params, self.slots, self.rows, *of_rows, live=live)
+    self.slots = e.resume(params, self.slots, self.rows, *of_rows, columns=width)
     self._occupy(slots, rows, reach, limit)
-    del self.answered[:count]
+    self.answered = [(row, tokens) for row, tokens in self.answered if row not in rows]
 
   def _occupy(self, slots, rows, reach, limit) -> None:
     """Records which rows the slots decode from now on."""

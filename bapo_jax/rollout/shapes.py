@@ -21,6 +21,11 @@ def prefill_widths(max_prompt_tokens: int) -> list[int]:
   return [SHORTEST << i for i in range(n)] + [max_prompt_tokens]
 
 
+def prefill_width(max_prompt_tokens: int, columns: int) -> int:
+  """Returns the smallest prefill width that holds this number of columns."""
+  return next(n for n in prefill_widths(max_prompt_tokens) if n >= columns)
+
+
 def cache_columns(spec: ModelSpec, length: int, parts: int) -> list[int]:
   """Returns the columns of each segment of the KV cache, for rows of `length` tokens.
 

@@ -45,13 +45,13 @@ class TimedEngine(RolloutEngine):
     rows: decode.Rows,
     id_A: np.ndarray,
     *of_rows: np.ndarray,
-    live: int,
+    columns: int,
   ) -> decode.Slots:
     """Runs the engine's method and adds its time to `seconds`."""
     jax.block_until_ready(slots)
     begun = time.perf_counter()
     args = params, slots, rows, id_A, *of_rows
-    out = jax.block_until_ready(super().resume(*args, live=live))
+    out = jax.block_until_ready(super().resume(*args, columns=columns))
     self.seconds.append(time.perf_counter() - begun)
     return out
 

@@ -21,7 +21,7 @@ from bapo_jax.rewards import score
 from bapo_jax.rewards.knobs import CustomEnvironment, Environment, Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
-from bapo_jax.rollout import decode, rollout
+from bapo_jax.rollout import decode, rollout, shapes
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer
@@ -208,6 +208,27 @@ def test_slots_and_segments_leave_the_text_and_time_leaves_every_bit(knobs):
   found = sample(slow, engine=engine)
   assert_same_text(found)
   assert_same(sample(echo, engine=engine), found)
+
+
+def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
+  widths = []
+
+  class Watched(type(LONG)):
+    def resume(self, *args, columns):
+      widths.append(columns)
+      _, slots, rows, _, numbers_6A, _ = args
+      slot_A, _, _, _, position_A, _ = numbers_6A
+      assert (position_A <= columns).all()
+      taken = position_A[slot_A < len(slots.row_S)]
+      assert (taken > columns // 2).all() or columns == 8
+      return super().resume(*args, columns=columns)
+
+  monkeypatch.setattr(shapes, 'SHORTEST', 8)
+  engine = Watched(**vars(LONG))
+  found = sample(slow, engine=engine)
+  assert_same_text(found)
+  assert_same(sample(echo, engine=engine), found)
+  assert len(set(widths)) > 1
 
 
 def test_eight_devices_sample_the_same_text():
