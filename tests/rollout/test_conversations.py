@@ -216,7 +216,7 @@ def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
   class Watched(type(LONG)):
     def resume(self, *args, columns):
       widths.append(columns)
-      _, slots, rows, _, numbers_6A, _ = args
+      _, slots, _, _, numbers_6A, _ = args
       slot_A, _, _, _, position_A, _ = numbers_6A
       assert (position_A <= columns).all()
       taken = position_A[slot_A < len(slots.row_S)]
