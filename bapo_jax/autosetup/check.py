@@ -24,6 +24,7 @@ import numpy as np
 from bapo_jax.autosetup import check_rules, derive, facts, knob_lists
 from bapo_jax.autosetup.check_rules import Finding, Sampled
 from bapo_jax.autosetup.facts import Facts
+from bapo_jax.data import conversation
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import ahead, cache, machine
@@ -193,7 +194,7 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
   lines = []
   for i in [*right, *(i for i in order if i not in right)][:SHOWN]:
     verdict = verdicts[i]
-    text = rollout.texts[i]
+    text = conversation.script(rollout.conversations.get(i, ())[1:]) or rollout.texts[i]
     text = text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
     lines.append(
       f'response to {t.problems.text[ids[i]][:60]!r}, right answer '

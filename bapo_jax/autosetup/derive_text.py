@@ -150,7 +150,9 @@ def response_tokens(config: Config, facts: Facts) -> Number:
     limits['the limit on a CPU'] = LONGEST_CPU
   if verifier in SHORT:
     longest = max(max(lengths) for lengths in facts.lengths('{problem}'))
-    tokens = max(32, -(-PER_PROBLEM * longest // 16) * 16)
-    limits[f'{PER_PROBLEM} x the longest problem ({longest})'] = tokens
+    turns = config.rollout.max_turns if config.rollout.environment else 1
+    tokens = turns * max(32, -(-PER_PROBLEM * longest // 16) * 16)
+    of_turns = f' x {turns} turns' * (turns > 1)
+    limits[f'{PER_PROBLEM} x the longest problem ({longest}){of_turns}'] = tokens
   words = min(limits, key=limits.__getitem__)
   return max(1, limits[words]), words

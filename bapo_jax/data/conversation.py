@@ -7,7 +7,7 @@
    who wrote each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,6 +91,11 @@ def parts_of(
     text = texts[i].removesuffix(b.tail).removeprefix(b.head)
     texts[i] = text.removeprefix(b.head.removeprefix(end))
   return texts
+
+
+def script(messages: Iterable[Mapping[str, str]]) -> str:
+  """Returns messages as text, each after its role."""
+  return '\n'.join(f'[{x["role"]}] {x["content"]}' for x in messages)
 
 
 def messages(problem: str, parts: Sequence[str], role: str) -> list[dict[str, str]]:

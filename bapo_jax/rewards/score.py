@@ -39,7 +39,7 @@ class Sample(NamedTuple):
   row: Any = ''  # all fields of the data set's row: JSON; a dict for a custom function
   # The problem and all turns and answers so far, each {'role': ..., 'content': ...}.
   messages: Sequence[Mapping[str, str]] = ()
-  ends: tuple[int, ...] = ()  # characters up to the end of each token, for steps
+  ends: tuple[int, ...] = ()  # character of `response` at the end of each token
   # For an environment:
   number: int = 1  # turns so far
   tokens_left: int = 0  # tokens for its answer and all later turns together
@@ -155,14 +155,12 @@ class Scorer:
       steps = value.pop('steps')
     unit = self._steps.get(rule, '')
     undecided = isinstance(value, Verdict) and value.right is None
-    if bool(unit) != (steps is not None) and not undecided:
-      returned = 'none' if unit else 'some'
-      reason = f'{rule} declares steps={unit!r}, but returned {returned}'
-      return Verdict(None, reason, None)
     try:
+      if bool(unit) != (steps is not None) and not undecided:
+        raise ValueError(f'it declares steps={unit!r}')
       steps = steps and _by_token(steps, unit, sample)
     except (TypeError, ValueError, OverflowError) as error:
-      reason = f'{rule} returned steps that cannot be used: {error}'
+      reason = f'{rule} returned steps={steps!r:.80}, which cannot be used: {error}'
       return Verdict(None, reason[:200], None)
     try:
       if isinstance(value, Verdict):

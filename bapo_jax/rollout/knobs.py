@@ -71,7 +71,7 @@ class RolloutConfig(CustomSection):
   max_turns: int = knob(
     4,
     'Most turns of a response; sampler.max_new_tokens counts all turns and answers.',
-    least=1,
+    least=2,
     most=1024,
     needs="rollout.environment != ''",
   )

@@ -239,7 +239,7 @@ class PartialRollouts:
     for _ in rows:
       self.waiting.popleft()
 
-  def _answered_block(self) -> list[tuple[int, Sequence[int]]]:
+  def _answered_block(self):
     """Returns the first A answered rows of one width; fewer if nothing else is to do.
 
     A row's width depends on its own tokens alone: other rows change no bit of it.
@@ -256,12 +256,7 @@ class PartialRollouts:
       return []
     return next(iter(blocks.values()), [])
 
-  def _resume(
-    self,
-    params: Tree,
-    block: list[tuple[int, Sequence[int]]],
-    slots: np.ndarray,
-  ) -> None:
+  def _resume(self, params, block, slots) -> None:
     """Puts answered rows of one width back into slots, as one padded block."""
     e = self.engine
     count = len(block)
@@ -269,8 +264,8 @@ class PartialRollouts:
     places = rows // e.group_size
     reach = self.end_B[rows] + [len(tokens) for _, tokens in block]
     limit = self.length_W[places] + self.limit_B[rows]
-    id_A = np.full(e.prefill_rows, -1, np.int32)
-    id_A[:count] = self.id_W[places]
+    pad = (0, e.prefill_rows - count)
+    id_A = np.pad(self.id_W[places], pad, constant_values=-1)
     numbers_6A = np.zeros((6, e.prefill_rows), np.int32)
     numbers_6A[0] = e.max_num_seqs
     uid = self.uid_B[rows].view(np.int32)

@@ -79,6 +79,10 @@ class Verification:
     for b, texts in enumerate(parts):
       ids = tokens_BT[b, mask_BT[b]].tolist() if reads else []
       i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
+      ends = ()
+      if self.verifier.steps:
+        earlier = sum(map(len, texts[:-1:2]))
+        ends = tuple(end - earlier for end in tokenizer_lib.ends(self.tokenizer, ids))
       samples.append(
         Sample(
           texts[-1],
@@ -88,7 +92,7 @@ class Verification:
           tuple(ids),
           problems.fields[i] if problems.fields else '',
           messages(problems.text[i], texts, self.between.role) if reads else (),
-          tokenizer_lib.ends(self.tokenizer, ids) if self.verifier.steps else (),
+          ends,
         )
       )
     return samples
@@ -234,10 +238,12 @@ class Conversations:
     # Row -> (its pending answers, its index in them).
     self._asked: dict[int, tuple[PendingVerdicts, int]] = {}
     self._failures: collections.Counter[str] = collections.Counter()
+    self._turns = 0
 
   def ask(self, rollouts: PartialRollouts, rows: Sequence[int]) -> None:
     """Asks about the last turns of those rows that this process verifies."""
     rows = [row for row in rows if rollouts.own_B[row]]
+    self._turns += len(rows)
     turns = [
       turn._replace(
         rule='', number=int(rollouts.turns_B[row]), tokens_left=rollouts.left(row) - 1
@@ -255,12 +261,12 @@ class Conversations:
     at_least = min(at_least, len(self._asked))
     while True:
       futures = {row: pending.future(i) for row, (pending, i) in self._asked.items()}
-      late = [future for future in futures.values() if future and not future.done()]
+      late = {row: x for row, x in futures.items() if x and not x.done()}
       if len(futures) - len(late) >= at_least:
         break
-      concurrent.futures.wait(late, return_when=concurrent.futures.FIRST_COMPLETED)
-    late = set(late)
-    arrived = [row for row, future in futures.items() if future not in late]
+      first = concurrent.futures.FIRST_COMPLETED
+      concurrent.futures.wait(late.values(), return_when=first)
+    arrived = [row for row in futures if row not in late]
     heard = {str(row): self._message(*self._asked.pop(row)) for row in arrived}
     for row, tokens in exchange.merged(heard).items():
       yield int(row), tokens
@@ -268,21 +274,19 @@ class Conversations:
   def _message(self, pending: PendingVerdicts, i: int) -> list[int]:
     """Returns the tokens of a message; none if there is none, or it cannot be used."""
     turn = pending.samples[i]
-    answer = pending.one(i)
-    reason = answer.reason
-    if answer.right is not None:
-      if answer.answer is None:
+    right, reason, text, *_ = pending.one(i)
+    try:
+      if right is None:
+        raise ValueError(reason)
+      if text is None:
         return []
-      try:
-        text = answer.answer
-        tokens = tokens_of(self._v.tokenizer, self._v.between, text, turn.tokens[-1])
-        if len(tokens) <= turn.tokens_left:
-          return tokens
-        reason = f'{len(tokens)} tokens, but {turn.tokens_left} may follow'
-      except ValueError as error:
-        reason = str(error)
-    self._failures[reason] += 1
-    return []
+      tokens = tokens_of(self._v.tokenizer, self._v.between, text, turn.tokens[-1])
+      if len(tokens) > turn.tokens_left:
+        raise ValueError(f'{len(tokens)} tokens, but {turn.tokens_left} may follow')
+      return tokens
+    except ValueError as error:
+      self._failures[str(error)] += 1
+      return []
 
   def failed(self) -> int:
     """Returns how many turns have no answer that can be used, in all processes."""
@@ -291,8 +295,9 @@ class Conversations:
       self._environment.failed = True
       ((reason, _),) = self._failures.most_common(1)
       log(
-        f'rollout.environment: a response ends after a turn without a usable answer, '
-        f'such as {reason}; rollout/environment_failed counts them'
+        f'rollout.environment: {failures} of {self._turns} turns have no usable answer '
+        f'({reason}), and their responses end there; rollout/environment_failed counts '
+        'such turns'
       )
     return int(exchange.total([failures])[0])
 

@@ -98,6 +98,7 @@ summary { cursor: pointer; padding: 8px 0; font-weight: 600 }
   repeat(auto-fit, minmax(min(100%%, 420px), 1fr)) }
 .right { color: var(--right); font-weight: 600 }
 .wrong { color: var(--wrong); font-weight: 600 }
+pre i { opacity: .6 }
 pre.of-right { border-left: 3px solid var(--right) }
 pre.of-wrong { border-left: 3px solid var(--wrong) }
 mark { background: var(--mark); color: inherit; border-radius: 2px }

@@ -65,6 +65,8 @@ SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}
 BOUNDS = {'clip/high': 'high', 'clip/low': 'low'}
 SIGNS = {'clip/fraction_positive': 'A > 0', 'clip/fraction_negative': 'A < 0'}
 LENGTHS = {'rollout/length_right': 'right', 'rollout/length_wrong': 'wrong'}
+IDLE = {'overlap/sampler_idle': 'sampler', 'overlap/learner_idle': 'learner'}
+FAR = {'teacher/kl': 'teacher', 'loss/reference': 'reference'}
 PANELS = (
   Panel('Reward', 'mean reward', REWARDS, compared=2),
   Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
@@ -81,9 +83,12 @@ PANELS = (
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
   Panel('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-IDLE = {'overlap/sampler_idle': 'sampler', 'overlap/learner_idle': 'learner'}
-# Only of runs with mesh.rollout.
-OVERLAP = Panel('Time without work', 'share of the step', IDLE, compared=2)
+# With mesh.rollout, an environment, or a teacher.
+OPTIONAL = (
+  Panel('Time without work', 'share of the step', IDLE, compared=2),
+  Panel('Turns of a response', 'turns', {'rollout/turns': ''}),
+  Panel('KL to the teacher or first policy', 'nats per token', FAR),
+)
 
 
 def write(workdir: str | os.PathLike[str]) -> str:
@@ -242,9 +247,8 @@ def _curves(groups: Sequence[Group], target: float | None):
     class_='soft',
   )
   limits = min(steps), max(steps)
-  panels = list(PANELS)
-  if any('overlap/ended' in row for run in runs for row in run.rows):
-    panels.append(OVERLAP)
+  recorded = {name for run in runs for row in run.rows for name in row}
+  panels = *PANELS, *(panel for panel in OPTIONAL if recorded & panel.labels.keys())
   drawn = [_chart(panel, groups, width, limits, target) for panel in panels]
   yield element('div', *drawn, class_='charts')
 

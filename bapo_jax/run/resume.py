@@ -119,7 +119,8 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
       '(checkpoint.final=weights), so training cannot resume; export the weights '
-      '(bapo export) and start in another --workdir with model.path set to the export'
+      '(python -m bapo_jax export) and start in another --workdir with model.path set '
+      'to the export'
     )
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
   if now and now != meta['base']:

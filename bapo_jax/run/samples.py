@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from bapo_jax.data import conversation
 from bapo_jax.rewards import verifiers
 from bapo_jax.run import step_record
 from bapo_jax.run.run_files import RunFiles
@@ -119,6 +120,8 @@ def _response(r: dict[str, Any], views):
     facts.append('cut at the length limit')
   if not r['taught']:
     facts.append('left out of the loss')
+  if not all(r.get('sampled', ())):
+    facts.append('faint: not sampled, the words of the environment')
   cut = collections.Counter(CUTS[code] for code in r['cut'] or () if code)
   marked = ' (marked)' if 'c' in views else ''
   facts += [f'{why} tokens{marked}: {count}' for why, count in sorted(cut.items())]
@@ -220,7 +223,6 @@ def sample(when: str, row: dict[str, Any], views: str = '') -> Element:
     parts.append(f' ({row["reason"]})')
   if row.get('parts'):
     parts.append(f', reward {row["reward"]:.3g}')
-  said = [f'[{x["role"]}] {x["content"]}' for x in row.get('messages', [])[1:]]
-  text = '\n'.join(said) or row['response']
+  text = conversation.script(row.get('messages', [])[1:]) or row['response']
   body = element('pre', _text(text, views), class_=f'of-{kind}')
   return element('div', element('p', *parts), body)

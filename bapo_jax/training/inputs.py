@@ -104,16 +104,19 @@ def open_teacher(config: Config, policy: Model) -> Model | None:
 
   Raises ValueError if a file is missing, or the model does not fit the policy.
   """
-  spec = teacher_spec(config)
-  if spec is None:
+  path = config.teacher.path
+  if not path:
     return None
-  name = f'teacher.path={config.teacher.path}'
-  directory = hf_directory.find(config.teacher.path, 'teacher.path')
+  directory = hf_directory.find(path, 'teacher.path')
+  spec = teacher_spec(config)
+  assert spec
+  name = f'teacher.path={path}'
   tokenizer = tokenizer_lib.load(directory, '{problem}')
   if tokenizer.backend.get_vocab() != policy.tokenizer.backend.get_vocab():
     raise ValueError(
-      f"{name} has another tokenizer than the policy, so it cannot score the policy's "
-      'tokens; give a model of the same family'
+      f'{name} has another tokenizer than the policy ({len(tokenizer.backend)} tokens, '
+      f"not {len(policy.tokenizer.backend)}), so it cannot score the policy's tokens; "
+      'give a model of the same family'
     )
   if spec.vision or policy.spec.vision:
     raise ValueError(f'{name}: policy and teacher must be text models')

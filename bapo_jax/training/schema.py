@@ -110,10 +110,9 @@ class Config(Section):
     k = self.rollout
     if not k.environment:
       return None
-    limits = ('timeout', 'parallel', 'workers', 'deadline', 'batch_deadline')
-    values = {name: getattr(self.rewards, name) for name in limits}
+    limits = {'timeout', 'parallel', 'workers', 'deadline', 'batch_deadline'}
     rule = {'rule': k.environment, 'custom': k.custom, 'max_turns': k.max_turns}
-    return Environment(**values, **rule)
+    return Environment(**self.rewards.model_dump(include=limits), **rule)
 
   @property
   def updates_per_step(self) -> int:

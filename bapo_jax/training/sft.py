@@ -53,8 +53,8 @@ def rows(
   per problem.
   """
   rng = np.random.default_rng(seed)
-  texts = [solve(p, rng, slip, repeat) for p in problems]
-  parts = [[text] if isinstance(text, str) else text for text in texts]
+  parts = (solve(p, rng, slip, repeat) for p in problems)
+  parts = ([text] if isinstance(text, str) else text for text in parts)
   turns = [[x if i % 2 else f'{x}<eos>' for i, x in enumerate(each)] for each in parts]
   ids = iter(tokenizer_lib.encode(tokenizer, list(itertools.chain(*turns))))
   ((box,),) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])

@@ -130,7 +130,7 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
   'no language-model head': (renamed('model.', ''), 'language-model head'),
   'adapters beside a config.json': (adapted, 'adapters'),
-  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo export'),
+  'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo_jax export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
   'a checkpoint of FSDP': (
     instead('config.json', 'pytorch_model_fsdp_0/__0_0.distcp'),

@@ -129,8 +129,16 @@ def test_the_steps_of_all_functions_have_their_weights(tmp_path):
 @pytest.mark.parametrize(
   ('unit', 'value', 'reason'),
   [
-    ('', '{"steps": []}', "declares steps='', but returned some"),
-    ('tokens', '0.5', "declares steps='tokens', but returned none"),
+    (
+      '',
+      '{"steps": []}',
+      "returned steps=[], which cannot be used: it declares steps=''",
+    ),
+    (
+      'tokens',
+      '0.5',
+      "returned steps=None, which cannot be used: it declares steps='tokens'",
+    ),
     ('tokens', '{"steps": [(4, 1)]}', 'cannot be used: a step ends at 4 of 3 tokens'),
     ('characters', '{"steps": [(0, 1)]}', 'a step ends at 0 of 10 characters'),
     ('tokens', '{"steps": [(1, math.nan)]}', 'cannot be used: not a finite number'),

@@ -18,7 +18,12 @@ from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
 from bapo_jax.rewards import score
-from bapo_jax.rewards.knobs import CustomEnvironment, Environment, Verification
+from bapo_jax.rewards.knobs import (
+  CustomEnvironment,
+  CustomReward,
+  Environment,
+  Verification,
+)
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode, rollout, shapes
@@ -489,6 +494,38 @@ def test_the_environment_reads_what_was_said():
     assert len(said) % 2 == 0
 
 
+@custom_code.declare(steps='characters')
+def last_character(sample):
+  steps = [(len(sample.response), 2.0)] if sample.response else []
+  return {'right': 1.0, 'steps': steps}
+
+
+def test_a_step_ends_where_the_last_turn_does():
+  rule, answers = (custom_code.register(x) for x in (last_character, echo))
+  custom = custom_code.section([rule], CustomReward)()
+  custom_answers = custom_code.section([answers], CustomEnvironment)()
+  k = Environment(rule=answers, custom=custom_answers, max_turns=TURNS)
+  sampled = sample(Verifier(Verification(rule=rule, custom=custom), k))
+  turns = set()
+  for at in np.ndindex(sampled.groups.reward_PG.shape):
+    tokens_T, mask_T, end_T = (
+      np.asarray(x)[at]
+      for x in (
+        sampled.groups.tokens_PGT,
+        sampled.groups.response_mask_PGT,
+        sampled.groups.step_end_PGT,
+      )
+    )
+    if not mask_T.any():
+      continue
+    starts = np.flatnonzero(np.diff(mask_T, prepend=False) & mask_T)
+    turns.add(len(starts))
+    columns = np.arange(len(mask_T))
+    text = np.flatnonzero(mask_T & (tokens_T != EOS) & (columns >= starts[-1]))
+    assert np.flatnonzero(end_T).tolist() == text[-1:].tolist()
+  assert turns == {1, 2, 3}
+
+
 def test_the_environments_of_the_guide_answer(tmp_path):
   page = (pathlib.Path(__file__).parents[2] / 'docs/guide/conversations.md').read_text()
   blocks = re.findall(r'```python\n(# my.py\n[^`]*)```', page)
@@ -502,7 +539,7 @@ def test_the_environments_of_the_guide_answer(tmp_path):
     verdicts = caller([Sample(text, answer='17', number=n) for n, text in turns])
     return custom.role, [verdict.answer for verdict in verdicts]
 
-  near = [(1, 'I say 3'), (2, 'or 20 then'), (1, '17'), (1, 'no'), (3, '5')]
+  near = [(1, 'I say 3.'), (2, 'or 20 then'), (1, 'It is 17.'), (1, 'no'), (3, '5')]
   assert answered(f'{tmp_path}/my0.py:nearer', {'hints': 2}, *near) == (
     'user',
     ['too small', 'too large', None, None, None],

@@ -42,8 +42,8 @@ KINDS = {
   **dict.fromkeys(
     ('_CHECKPOINT_METADATA', '*/_CHECKPOINT_METADATA', '*/*/_CHECKPOINT_METADATA'),
     'contains a checkpoint of a run ({1}), not a model; write the model with '
-    'bapo export <directory of the run> --to=<new directory>, then '
-    'set model.path to the new directory',
+    'python -m bapo_jax export --workdir=<directory of the run> --to=<new directory>, '
+    'and give the new directory',
   ),
   '*.gguf': (
     'has its weights only in {1}, quantized for llama.cpp; download the safetensors '
