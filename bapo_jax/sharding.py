@@ -44,6 +44,10 @@ PATHS = (  # the logical axes of each parameter; the first match wins
   (r'layers/(gate|up)/scale$', ('layer', 'ffn')),
   (r'layers/(o|down)/scale$', ('layer', 'width')),
   (r'layers/down(/values)?$', ('layer', 'ffn', 'width')),
+  (r'layers/router$', ('layer', 'width', None)),
+  (r'layers/expert_(gate|up)(/values)?$', ('layer', 'experts', 'width', None)),
+  (r'layers/expert_down(/values)?$', ('layer', 'experts', None, 'width')),
+  (r'layers/expert_(gate|up|down)/scale$', ('layer', 'experts', None)),
   # Of an actor, where tensor=1.
   (r'layers/(qkv|gate_up)(/values)?$', ('layer', 'width', None)),
   (r'layers/out(/values)?$', ('layer', None, 'width')),
@@ -61,7 +65,8 @@ PATHS = (  # the logical axes of each parameter; the first match wins
 )
 
 # Maps a logical axis to the mesh axis that it is split over.
-LAYOUTS = {'decode': dict.fromkeys(('vocab', 'heads', 'kv_heads', 'ffn'), 'tensor')}
+SPLIT = ('vocab', 'heads', 'kv_heads', 'ffn', 'experts')
+LAYOUTS = {'decode': dict.fromkeys(SPLIT, 'tensor')}
 LAYOUTS['train'] = LAYOUTS['decode'] | {'width': 'fsdp'}
 
 
@@ -183,10 +188,26 @@ def over_rows(mesh: Mesh | AbstractMesh, rows: int = 0) -> NamedSharding:
 
 
 def layout_of_rows(tree: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-  """Returns a tree of shardings: `over_rows` for arrays, replicated for scalars."""
-  return jax.tree.map(
-    lambda x: over_rows(mesh, x.shape[0]) if x.ndim else replicated(mesh), tree
-  )
+  """Returns a tree of shardings: `over_rows` for arrays, replicated for scalars.
+
+  Routes, whose names end in X, are split over tensor too: of a step they may be large.
+  """
+
+  def layout(path, x):
+    if not x.ndim:
+      return replicated(mesh)
+    if path_name(path[-1:]).endswith('TX'):
+      return over_routes(mesh, x.shape)
+    return over_rows(mesh, x.shape[0])
+
+  return jax.tree.map_with_path(layout, tree)
+
+
+def over_routes(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> NamedSharding:
+  """Returns the sharding of routes [rows, ..., X]: X is split over tensor."""
+  rows = None if shape[0] % row_shards(mesh) else ROWS
+  split = None if shape[-1] % mesh.shape['tensor'] else 'tensor'
+  return named(mesh, rows, *[None] * (len(shape) - 2), split)
 
 
 def abstract(tree: Tree, layout: Tree) -> Tree:

@@ -10,7 +10,7 @@ Every array's name ends in the letters of its axes, and `agree` checks them:
   P prompt groups   G responses per prompt   B = P*G sequences   T token positions
   S decode slots    V vocabulary   D model width   H query heads   K key/value heads
   C head width      F feed-forward width   L layers   R rows prefilled at once
-  N problems in a data set
+  N problems in a data set   X numbers of a token's route, K chosen experts in each of L layers
 
 and for pictures:
 
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int32, UInt8
+from jaxtyping import Bool, Float, Float32, Int32, UInt, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
 AnyTree = TypeVar('AnyTree')
@@ -64,6 +64,7 @@ class Groups(NamedTuple):
   completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
   step_reward_PGT: Float32[Array, 'P G T'] | None = None  # reward of the step that ends at the token; 0 elsewhere; None: the run has no step rewards
   step_end_PGT: Bool[Array, 'P G T'] | None = None        # True at the last token of a step
+  routes_PGTX: UInt[Array, 'P G T X'] | None = None       # experts that the sampler used when it read the token; the dtype's maximum where it read none; None: not recorded
 
 
 class PassRateThresholds(NamedTuple):
@@ -92,12 +93,14 @@ class Batch(NamedTuple):
   update_B: Int32[Array, ' B'] | None = None  # number of this optimiser update, equal in all rows; step s of n updates has s n to s n + n - 1, even if its batch is underfilled
   reference_BT: Float32[Array, 'B T'] | None = None  # log-probability under the teacher, or the first weights, nats; None: not computed
   pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: a text model
+  routes_BTX: UInt[Array, 'B T X'] | None = None  # as in Groups
 
 
 class TokenStats(NamedTuple):
   logp_BT: Float32[Array, 'B T']        # log pi(token), nats
   entropy_BT: Float32[Array, 'B T']     # H, the entropy of the distribution of the token, nats
   covariance_BT: Float32[Array, 'B T']  # Cov_pi[pi, log pi] = sum over words of pi^2 (log pi + H); no gradient
+  agree_BT: Float32[Array, 'B T'] | None = None  # share of the layers whose router would use the recorded experts of the token before; None: none are recorded
 
 
 class UpdatedTokens(NamedTuple):
@@ -150,11 +153,29 @@ def agree(**arrays: Any) -> dict[str, int]:
   return size
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not nine
-def empty_groups(rows: int, group: int, length: int, steps: bool = False) -> Groups:
+class Routes(NamedTuple):
+  """The form of recorded routes, of a model with experts."""
+
+  numbers: int  # X
+  dtype: str
+
+  @property
+  def none(self) -> int:
+    """Returns the mark of a token without a recorded route."""
+    return int(np.iinfo(self.dtype).max)
+
+  def empty(self, *shape: int) -> Array:
+    """Returns routes [*shape, X] in which none is recorded."""
+    return jnp.full((*shape, self.numbers), self.none, self.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))  # one program, not nine
+def empty_groups(
+  rows: int, group: int, length: int, steps: bool = False, routes: Routes | None = None
+) -> Groups:
   """Returns `Groups` of `rows` empty rows, marked by id -1 and completed_step -1.
 
-  `steps` adds the arrays of step rewards.
+  `steps` adds the arrays of step rewards, `routes` those of experts.
   """
   P, G, T = rows, group, length
   return Groups(
@@ -169,6 +190,7 @@ def empty_groups(rows: int, group: int, length: int, steps: bool = False) -> Gro
     completed_step_P=jnp.full(P, -1, jnp.int32),
     step_reward_PGT=jnp.zeros((P, G, T), jnp.float32) if steps else None,
     step_end_PGT=jnp.zeros((P, G, T), bool) if steps else None,
+    routes_PGTX=routes.empty(P, G, T) if routes else None,
   )
 
 

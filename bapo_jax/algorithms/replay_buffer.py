@@ -27,6 +27,7 @@ from bapo_jax.types import (
   Groups,
   PassRateThresholds,
   ReplayBuffer,
+  Routes,
   ThresholdFunction,
   concat,
   empty_groups,
@@ -223,15 +224,16 @@ def init(
   length: int,
   thresholds: ThresholdFunction = FixedThresholds(),
   steps: bool = False,
+  routes: Routes | None = None,
 ) -> ReplayBuffer:
   """Returns an empty buffer with `capacity` rows in each of its two parts.
 
-  Rows of `hard` have one token: only their problems are needed. `steps` adds the arrays
-  of step rewards.
+  Rows of `hard` have one token: only their problems are needed. `steps` and `routes`
+  add arrays, as in `empty_groups`.
   """
   return ReplayBuffer(
-    hard=empty_groups(capacity, 1, 1, steps),
-    reusable=empty_groups(capacity, group_size, length, steps),
+    hard=empty_groups(capacity, 1, 1, steps, routes),
+    reusable=empty_groups(capacity, group_size, length, steps, routes),
     usage_count_P=jnp.zeros(capacity, jnp.int32),
     num_correct=jnp.int32(0),
     num_responses=jnp.int32(0),
@@ -374,7 +376,7 @@ def _insert_hard(
   solved_P = k_P == tried.correct_PG.shape[1]
   left_P = known_P & ~hard_P
   # `hard` stores one token and one response per problem; responses are sampled again.
-  problems = jax.tree.map(lambda x: x[:, :1, :1] if x.ndim == 3 else x, tried)
+  problems = jax.tree.map(lambda x: x[:, :1, :1] if x.ndim > 2 else x, tried)
   problems = problems._replace(
     correct_PG=tried.correct_PG[:, :1],
     reward_PG=tried.reward_PG[:, :1],

@@ -137,6 +137,9 @@ def flatten(
     reference_BT=None if reference_PGT is None else reference_PGT.reshape(P * G, T),
     update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
+    routes_BTX=None
+    if groups.routes_PGTX is None
+    else groups.routes_PGTX.reshape(P * G, T, -1),
   )
 
 
@@ -263,11 +266,17 @@ def learn(
   # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
+  agree = {}
+  if stats.agree_BT is not None and batch.routes_BTX is not None:
+    read_BT = batch.routes_BTX[..., 0] < jnp.iinfo(batch.routes_BTX.dtype).max
+    read_BT = computed.loss_mask_BT[:, 1:] & read_BT[:, :-1]
+    agree = {'moe/agree': (stats.agree_BT[:, 1:] * read_BT).sum() / read_BT.sum()}
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
   rule = objective.loss_rule
-  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
+  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | agree
+  metrics |= {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,

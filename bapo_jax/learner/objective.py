@@ -164,6 +164,7 @@ def micro_batches(
     objective.spec,
     pictures,
     packed=objective.pack,
+    routes_BTX=batch.routes_BTX,
   )
   return MicroBatches(batch, packed, objective, base, pictures)
 
@@ -258,7 +259,8 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
   if not o.together:
     column = len(scale_B), 1
     bounds = jax.tree.map(lambda x: jnp.broadcast_to(x, x.shape or column), bounds)
-  nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT), bounds
+  agree_BT = None if parts.batch.routes_BTX is None else nothing_BT
+  nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT, agree_BT), bounds
   return accumulation.summed(value_of, trained, parts.packed.used, nothing, merge)
 
 

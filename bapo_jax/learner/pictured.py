@@ -122,6 +122,7 @@ def pack(
   pictures: EmbeddedPictures | None = None,
   *,
   packed: bool = True,
+  routes_BTX: Array | None = None,
 ) -> Packed:
   """Packs rows with `packing.pack`; with pictures, adds the `Places` of all tokens.
 
@@ -129,10 +130,11 @@ def pack(
     wanted_BT, micro_batches, packed: see `packing.pack`.
     pictures: pictures of P prompts with B / P consecutive rows each; None for text
       only.
+    routes_BTX: recorded routes, see `types.Batch`.
   """
   rows = packing.pack(
     tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
-  )
+  ).replace(routes_BTX=routes_BTX)
   if pictures is None:
     return rows
   places = sequence.place_responses(tokens_BT, pictures, tower.vision_of(spec))

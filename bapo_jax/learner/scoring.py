@@ -33,6 +33,7 @@ def packed_logprobs(
   schedule: Schedule = Schedule(),
   temperature: float,
   pictures: Seen = None,
+  routes_BTX: Array | None = None,
 ) -> Array:
   """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
 
@@ -41,11 +42,14 @@ def packed_logprobs(
     micro_batches: maximum number of micro-batches, which run one after the other.
     temperature: see `logprobs.token_stats`.
     pictures: see `pictured.pack`; pixels are embedded with the tower of `params`.
+    routes_BTX: recorded routes, see `types.Batch`.
   """
   seen = None
   if pictures is not None:
     seen = sequence.embedded(params, pictures, spec, schedule)
-  packed = pictured.pack(tokens_BT, wanted_BT, micro_batches, spec, seen)
+  packed = pictured.pack(
+    tokens_BT, wanted_BT, micro_batches, spec, seen, routes_BTX=routes_BTX
+  )
   patch_XD = pictured.Variables(params).patches(seen)
 
   def add(n, logp_BT):
@@ -66,7 +70,13 @@ def packed_logprobs(
 
 
 def score(
-  params: Tree, groups: Groups, pictures: Seen = None, *, rows: int, **knobs: Any
+  params: Tree,
+  groups: Groups,
+  pictures: Seen = None,
+  *,
+  rows: int,
+  spec: ModelSpec,
+  **knobs: Any,
 ) -> Array:
   """Returns the log-probabilities [P, G, T] of the responses, nats; 0 elsewhere.
 
@@ -76,12 +86,17 @@ def score(
     knobs: the other arguments of `packed_logprobs`.
   """
   P, G, T = groups.tokens_PGT.shape
+  routes_BTX = None
+  if groups.routes_PGTX is not None and spec.routes:
+    routes_BTX = groups.routes_PGTX.reshape(P * G, T, -1)
   logp_BT = packed_logprobs(
     params,
     groups.tokens_PGT.reshape(-1, T),
     groups.response_mask_PGT.reshape(-1, T),
     micro_batches=-(-P * G // rows),
+    spec=spec,
     pictures=pictures,
+    routes_BTX=routes_BTX,
     **knobs,
   )
   return logp_BT.reshape(P, G, T)

@@ -7,6 +7,7 @@ every slot by one token.
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, layers, lora, quantized, transformer
+from bapo_jax.models import attention, experts, layers, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
 from bapo_jax.models.quantized import Quantized
 from bapo_jax.models.scatter import KeysValues, put, put_values
@@ -41,8 +42,11 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
   def layer(i):
     w = {name: lora.layer(x, i) for name, x in params['layers'].items()}
     for path, axes in PROJECTIONS.items():
-      name = path.removeprefix('layers/')
-      w[name] = quantized.quantize(w[name], axes, spec.actor_dtype)
+      if (name := path.removeprefix('layers/')) in w:
+        w[name] = quantized.quantize(w[name], axes, spec.actor_dtype)
+    for name in transformer.EXPERTS if spec.experts else ():
+      quantize = functools.partial(quantized.quantize, axes=1, dtype=spec.actor_dtype)
+      w[name] = jax.vmap(quantize)(w[name])
     wide = {name: x for name, x in w.items() if not isinstance(x, Quantized)}
     w |= transformer.cast(wide, spec.compute)
     if joined:
@@ -51,7 +55,8 @@ def actor(params: Tree, spec: ModelSpec, joined: bool = True) -> Tree:
         for name in 'qkv'
       ]
       w['qkv'] = quantized.concatenate(*heads)
-      w['gate_up'] = quantized.concatenate(w.pop('gate'), w.pop('up'))
+      if not spec.experts:
+        w['gate_up'] = quantized.concatenate(w.pop('gate'), w.pop('up'))
       flat = functools.partial(jnp.reshape, shape=(-1, spec.width))
       w['out'] = quantized.map_values(flat, w.pop('o'))
     return w
@@ -88,8 +93,9 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
           lambda x, at=slice(start, end): x[..., at].reshape(*x.shape[:-1], -1, C),
           w['qkv'],
         )
-      w['gate'] = jax.tree.map(lambda x: x[..., : spec.ffn], w['gate_up'])
-      w['up'] = jax.tree.map(lambda x: x[..., spec.ffn :], w['gate_up'])
+      if not spec.experts:
+        w['gate'] = jax.tree.map(lambda x: x[..., : spec.ffn], w['gate_up'])
+        w['up'] = jax.tree.map(lambda x: x[..., spec.ffn :], w['gate_up'])
       heads = functools.partial(jnp.reshape, shape=(H, C, D))
       w['o'] = quantized.map_values(heads, w['out'])
     return {name: x for name, x in w.items() if name not in JOINED}
@@ -128,27 +134,59 @@ def empty_cache(spec: ModelSpec, slots: int, columns: list[int]) -> Cache:
   return [[(zeros(C, n), zeros(n, C)) for n in columns] for _ in range(spec.layers)]
 
 
-def prefill(actor: Tree, tokens_RT: Array, spec: ModelSpec) -> list[KeysValues]:
-  """Computes keys [R, K, C, T] and values [R, K, T, C] of every layer for R prompts."""
+class Prefilled(NamedTuple):
+  """The result of the first columns of R rows."""
+
+  cache: list[KeysValues]  # of every layer: keys [R, K, C, T] and values [R, K, T, C]
+  routes_RTX: Array | None  # used in these columns; None: none are recorded
+
+
+def prefill(
+  actor: Tree, tokens_RT: Array, spec: ModelSpec, routes_RTX: Array | None = None
+) -> Prefilled:
+  """Computes keys and values of every layer for R prompts.
+
+  Uses the recorded routes, if any.
+  """
   column_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
   turn_RTc = layers.rotations(column_RT, spec)
   x_RTD = layers.embed_rows(actor, tokens_RT, spec)
-  return prefill_embedded(actor, x_RTD, turn_RTc, spec)
+  return prefill_embedded(actor, x_RTD, turn_RTc, spec, routes_RTX)
 
 
 def prefill_embedded(
-  actor: Tree, x_RTD: Array, turn_RTc: layers.Turn, spec: ModelSpec
-) -> list[KeysValues]:
+  actor: Tree,
+  x_RTD: Array,
+  turn_RTc: layers.Turn,
+  spec: ModelSpec,
+  routes_RTX: Array | None = None,
+) -> Prefilled:
   """Prefills embedded prompts; `turn_RTc` are the rotations of their positions."""
   x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
   prefilled = []
-  for w in actor['layers']:
+  used = []
+  recorded = itertools.repeat(None)
+  if routes_RTX is not None:
+    recorded = experts.by_layer(routes_RTX, spec)
+  for w, recorded_RTK in zip(actor['layers'], recorded, strict=False):
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
     attended_RTHC = attention.attend(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
-    x_RTD = layers.add_out(w, x_RTD, attended_RTHC, spec)
+    x_RTD, routes = layers.add_out(w, x_RTD, attended_RTHC, spec, recorded_RTK)
     x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
-  return prefilled
+    used.append(routes and routes[0])
+  used_RTX = _record(used, spec)
+  if routes_RTX is not None and used_RTX is not None and spec.routes:
+    # A token keeps the route that it had when the next token was sampled.
+    used_RTX = jnp.where(routes_RTX == spec.routes.none, used_RTX, routes_RTX)
+  return Prefilled(prefilled, used_RTX)
+
+
+def _record(used: list[Array], spec: ModelSpec) -> Array | None:
+  """Returns the routes [..., X] of the experts [..., K] of each layer, if recorded."""
+  if spec.routes is None:
+    return None
+  return jnp.concatenate(used, -1).astype(spec.routes.dtype)
 
 
 def store(
@@ -182,8 +220,11 @@ def decode(
   spec: ModelSpec,
   shift_S: Array | None = None,
   done_S: Array | None = None,
-) -> tuple[Array, Cache]:
-  """Decodes a token per slot; returns (final hidden states [S, D], extended cache).
+) -> tuple[Array, Cache, Array | None]:
+  """Decodes a token per slot.
+
+  Returns (final hidden states [S, D], extended cache, routes [S, X] of these tokens if
+  they are recorded).
 
   Layers are unrolled: a scan would copy the cache of each layer at each token (211 MiB
   of temporaries instead of 14 at 28 layers).
@@ -198,6 +239,7 @@ def decode(
   turn_Sc = layers.rotations(rotary_S, spec)
   x_SD = layers.embed(actor, token_S, spec)
   new = []
+  used = []
   length_S = position_S + 1
   if done_S is not None:
     length_S = jnp.where(done_S, 1, length_S)
@@ -213,8 +255,10 @@ def decode(
     else:
       new.append(_extend(segments, k_SKC, v_SKC, position_S))
       attended_SHC = attention.cached(q_SHC, new[-1], position_S)
-    x_SD = layers.add_out(w, x_SD, attended_SHC, spec)
-  return layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps), new
+    x_SD, routes = layers.add_out(w, x_SD, attended_SHC, spec)
+    used.append(routes and routes[0])
+  hidden_SD = layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps)
+  return hidden_SD, new, _record(used, spec)
 
 
 def _extend(segments: Segments, k_SKC, v_SKC, position_S):

@@ -89,6 +89,26 @@ class ModelConfig(Section):
     16, 'Width of a head; even.', least=2, most=1024, needs='embedded'
   )
   ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20, needs='embedded')
+  experts: int = knob(
+    0,
+    'Experts of every feed-forward layer of the embedded policy; 0: none.',
+    least=0,
+    most=1024,
+    needs='embedded',
+  )
+  active: int = knob(
+    2, 'Experts that a token uses.', least=1, most=64, needs='model.experts > 0'
+  )
+  experts_kernel: Literal['auto', 'blocks', 'ragged', 'tokamax', 'dense'] = knob(
+    'auto',
+    'Products of experts. auto: ragged on a TPU, tokamax on a GPU that has it, else '
+    'blocks; dense: every token by every expert, for tests.',
+  )
+  replay_routes: Literal['off', 'measure', 'on'] = knob(
+    'on',
+    'Uses in training the experts that the sampler used. measure: only compares them '
+    'with those of the learner; off: does not record them.',
+  )
   train_tower: bool = knob(
     False, 'Trains the vision tower with the other weights; off: the tower is frozen.'
   )
@@ -121,15 +141,20 @@ class ModelConfig(Section):
 
   @property
   def types(self) -> dict[str, Any]:
-    """The dtypes and the kernel of a ModelSpec that do not depend on the model."""
+    """The dtypes and kernels of a ModelSpec that do not depend on the model."""
+    names = 'dtype', 'attention', 'experts_kernel', 'replay_routes'
     compute = 'float32' if self.compute == 'tf32' else self.compute
-    return {'dtype': self.dtype, 'compute': compute, 'attention': self.attention}
+    return {name: getattr(self, name) for name in names} | {'compute': compute}
 
   @pydantic.model_validator(mode='after')
   def _heads_fit(self):
     if not self.path and self.heads % self.kv_heads:
       raise ValueError(
         f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
+      )
+    if not self.path and self.experts and self.active > self.experts:
+      raise ValueError(
+        f'active={self.active} is more than experts={self.experts}; lower active'
       )
     if not self.path and self.head_width % 2:
       raise ValueError(f'head_width={self.head_width} must be even')

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
-from bapo_jax.models import attention, rope
+from bapo_jax.models import attention, experts, rope
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized
 from bapo_jax.models.transformer import ModelSpec
@@ -42,7 +42,7 @@ REMAT = {
       _SAVED.save_from_both_policies(
         _SAVED.dots_with_no_batch_dims_saveable, _is_flash
       ),
-      _SAVED.save_only_these_names(attention.ATTENDED, _ADAPTED),
+      _SAVED.save_only_these_names(attention.ATTENDED, _ADAPTED, experts.PRODUCT),
     ),
   ),
   'none': lambda layer: layer,
@@ -160,14 +160,25 @@ def project(
   return rotate(q, *turn), rotate(k, *turn), v
 
 
-def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
-  """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP."""
+def add_out(
+  w: Tree, x: Array, attended: Array, spec: ModelSpec, recorded: Array | None = None
+) -> tuple[Array, tuple[Array, Array] | None]:
+  """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP.
+
+  Returns also the experts [..., K] used, which may be `recorded`, and those that the
+  router would use; None without experts.
+  """
   if 'out' in w:
     x += product(attended.reshape(*x.shape[:-1], -1), w['out'])
   else:
     x = x + product(attended, w['o'], 2)
   if spec.o_bias:
     x += expand(w['o_bias'].astype(x.dtype), x.ndim)
+  if spec.experts:
+    y, *routes = experts.mlp(
+      w, rms_norm(x, w['mlp_norm'], spec.norm_eps), spec, recorded
+    )
+    return x + y, tuple(routes)
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
   if 'gate_up' in w:
@@ -175,7 +186,7 @@ def add_out(w: Tree, x: Array, attended: Array, spec: ModelSpec) -> Array:
   else:
     gate, up = (product(y, w[name]) for name in ('gate', 'up'))
   y = product(jax.nn.silu(gate) * up, w['down'])
-  return x + y.reshape(x.shape)
+  return x + y.reshape(x.shape), None
 
 
 def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
@@ -247,7 +258,7 @@ def forward(
   column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   x_BTD = embed_rows(params, tokens_BT, spec)
   turn = rotations(column_BT, spec)
-  return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)
+  return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)[0]
 
 
 def through(
@@ -256,22 +267,34 @@ def through(
   turn: Turn,
   spec: ModelSpec,
   segment_BT: Array | None = None,
+  routes_BTX: Array | None = None,
   *,
   schedule: Schedule = Schedule(),
-) -> Array:
+) -> tuple[Array, Array | None]:
   """Runs embedded rows through all layers; `turn` are the rotations of their positions.
 
   If rows contain several texts, `segment_BT` is the text index of each token
-  (`attention.attend`).
+  (`attention.attend`). Returns also, with recorded routes, the share [B, T] of the
+  layers whose router would use the recorded experts; else None.
   """
+  recorded_LBTK = None
+  if routes_BTX is not None:
+    recorded_LBTK = experts.by_layer(routes_BTX, spec)
 
-  def layer(x_BTD, w):
+  def layer(x_BTD, layer):
+    w, recorded_BTK = layer
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
     attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
-    return split(add_out(w, x_BTD, attended_BTHC, spec), schedule), None
+    x_BTD, routes = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
+    agree_BT = None
+    if routes and recorded_BTK is not None:
+      agree_BT = experts.agrees(recorded_BTK, routes[1])
+    return split(x_BTD, schedule), agree_BT
 
   x_BTD = split(x_BTD, schedule)
-  x_BTD, _ = lax.scan(REMAT[schedule.remat](layer), x_BTD, params['layers'])
-  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps)
+  of_layers = params['layers'], recorded_LBTK
+  x_BTD, agree_LBT = lax.scan(REMAT[schedule.remat](layer), x_BTD, of_layers)
+  agree_BT = None if agree_LBT is None else agree_LBT.mean(0, dtype=jnp.float32)
+  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), agree_BT

@@ -74,7 +74,7 @@ def sequence_stats(
   target_BT = jnp.roll(tokens_BT, -1, axis=1)
   stats = token_stats(hidden_BTD, transformer.head(params), target_BT, temperature)
   # Column t-1 moves to column t; column 0 is 0.
-  return TokenStats(*(jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0))) for x_BT in stats))
+  return jax.tree.map(lambda x_BT: jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0))), stats)
 
 
 def packed_stats(
@@ -98,8 +98,9 @@ def packed_stats(
   else:
     x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
     turn = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
-  hidden_RTD = layers.through(
-    params, x_RTD, turn, spec, cells.row_RT, schedule=schedule
+  of_cells = spec, cells.row_RT, cells.routes_RTX
+  hidden_RTD, agree_RT = layers.through(
+    params, x_RTD, turn, *of_cells, schedule=schedule
   )
   R, T = cells.tokens_RT.shape
   shards = sharding.ambient_row_shards()
@@ -124,8 +125,9 @@ def packed_stats(
     columns=wanted_SX.sum(1, dtype=jnp.int32).max(),
   )
   back_SX = jnp.argsort(order_SX, axis=1)
-  packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats)
-  return TokenStats(*(jnp.where(cells.wanted_RT, x_RT, 0) for x_RT in packed))
+  packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats[:3])
+  scored = TokenStats(*packed, agree_BT=agree_RT)
+  return jax.tree.map(lambda x_RT: jnp.where(cells.wanted_RT, x_RT, 0), scored)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt
 
 from bapo_jax import sharding
 from bapo_jax.models.transformer import ModelSpec
@@ -42,6 +42,7 @@ class Cells(NamedTuple):
   target_RT: Int32[Array, 'R T']  # the next token of the row
   wanted_RT: Bool[Array, 'R T']  # True where the target is scored
   places: Places | None = None  # [R, T]; None: prompts have no pictures
+  routes_RTX: UInt[Array, 'R T X'] | None = None  # see types.Batch
 
 
 class Packed(struct.PyTreeNode):
@@ -55,6 +56,7 @@ class Packed(struct.PyTreeNode):
   length_B: Int32[Array, ' B']  # cells of the row: the tokens before its last target
   used: Int32[Array, '']  # number of micro-batches with rows; they come first
   places: Places | None = None  # of all tokens; None: prompts have no pictures
+  routes_BTX: UInt[Array, 'B T X'] | None = None  # see types.Batch
 
   def mine(self, n: Array | int) -> Array:
     """Returns a mask [B] of the rows that belong to micro-batch n."""
@@ -82,6 +84,11 @@ class Packed(struct.PyTreeNode):
       target_RT=jnp.where(filled_RT, tokens[at_RT + 1], 0),
       wanted_RT=filled_RT & wanted[at_RT + 1],
     )
+    if self.routes_BTX is not None:
+      none = jnp.iinfo(self.routes_BTX.dtype).max
+      routes_CX = self.routes_BTX.reshape(B * T, -1)
+      routes_RTX = jnp.where(filled_RT[..., None], routes_CX[at_RT], none)
+      cells = cells._replace(routes_RTX=routes_RTX)
     if self.places is None:
       return cells
     parts_X3 = self.places.parts_BT3.reshape(-1, 3)
@@ -119,7 +126,7 @@ def widest(spec: ModelSpec) -> int:
   H = spec.heads
   K = spec.kv_heads
   C = spec.head_width
-  weights = 2 * D * (H + K) * C + 3 * D * spec.ffn
+  weights = 2 * D * (H + K) * C + 3 * D * spec.active_ffn
   return int(ATTENTION * weights / (2 * H * C))
 
 

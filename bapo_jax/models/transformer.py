@@ -19,9 +19,10 @@ from bapo_jax import sharding
 from bapo_jax.models import knobs
 from bapo_jax.models.vision import spec as vision_spec
 from bapo_jax.models.vision.spec import Initialiser
-from bapo_jax.types import Tree
+from bapo_jax.types import Routes, Tree
 
 _D = knobs.ModelConfig()
+EXPERTS = ('expert_gate', 'expert_up', 'expert_down')  # [L, E, in, out]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ModelSpec:
   heads: int
   kv_heads: int
   head_width: int
-  ffn: int
+  ffn: int  # of the feed-forward layer, or of an expert
   rope_theta: float = 10_000.0  # base of the rotary frequencies
   rope_type: str = 'default'  # a key of rope.RULES
   rope_knobs: tuple[tuple[str, float], ...] = ()
@@ -50,6 +51,24 @@ class ModelSpec:
   attention: str = _D.attention  # see attention.resolve
   actor_dtype: str = 'compute'  # of an actor's projections, see sampler.actor_dtype
   vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
+  experts: int = 0  # per layer; 0: a dense feed-forward layer
+  active: int = 0  # experts that a token uses
+  norm_topk: bool = True  # the weights of a token's experts sum to 1
+  experts_kernel: str = _D.experts_kernel  # see experts.resolve
+  replay_routes: str = _D.replay_routes
+
+  @property
+  def active_ffn(self) -> int:
+    """Returns the feed-forward width that a token uses."""
+    return self.ffn * (self.active if self.experts else 1)
+
+  @property
+  def routes(self) -> Routes | None:
+    """Returns the form of recorded routes; None if none are recorded."""
+    if not self.experts or self.replay_routes == 'off':
+      return None
+    dtype = 'uint8' if self.experts < 256 else 'uint16'
+    return Routes(self.layers * self.active, dtype)
 
   @property
   def image_token(self) -> int | None:
@@ -81,10 +100,20 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
     'layers/v': ((L, D, K, C), inner),
     'layers/o': ((L, H, C, D), outer * (H * C) ** -0.5),
     'layers/mlp_norm': ((L, D), 'ones'),
-    'layers/gate': ((L, D, F), inner),
-    'layers/up': ((L, D, F), inner),
-    'layers/down': ((L, F, D), outer * F**-0.5),
   }
+  if E := spec.experts:
+    tree |= {
+      'layers/router': ((L, D, E), inner),
+      'layers/expert_gate': ((L, E, D, F), inner),
+      'layers/expert_up': ((L, E, D, F), inner),
+      'layers/expert_down': ((L, E, F, D), outer * F**-0.5),
+    }
+  else:
+    tree |= {
+      'layers/gate': ((L, D, F), inner),
+      'layers/up': ((L, D, F), inner),
+      'layers/down': ((L, F, D), outer * F**-0.5),
+    }
   if spec.qkv_bias:
     heads = {'q': H, 'k': K, 'v': K}
     tree |= {f'layers/{name}_bias': ((L, n, C), 'zeros') for name, n in heads.items()}

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered, Wrapped
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt, UInt32
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
@@ -50,6 +50,7 @@ class Slots(NamedTuple):
   done_S: Bool[Array, ' S']  # an end token is written, or the limit is reached
   cache: Tree  # segments of keys and values per layer, as in decoder.empty_cache
   shift_S: Int32[Array, ' S'] | None = None  # see `sequence.prefill`; None: text only
+  routes_STX: UInt[Array, 'S T X'] | None = None  # see types.Groups, then leftovers
 
 
 class Rows(NamedTuple):
@@ -58,6 +59,7 @@ class Rows(NamedTuple):
   tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
   logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
   policy_version_BT: Int32[Array, 'B T']  # step of the sampling weights; -1 elsewhere
+  routes_BTX: UInt[Array, 'B T X'] | None = None  # see types.Groups
 
   @property
   def response_mask_BT(self) -> Array:
@@ -80,6 +82,7 @@ def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
     done_S=jnp.ones(slots, bool),
     cache=decoder.empty_cache(spec, slots, shapes.cache_columns(spec, length, parts)),
     shift_S=zeros(jnp.int32) if spec.vision else None,
+    routes_STX=spec.routes.empty(slots, length) if spec.routes else None,
   )
 
 
@@ -129,7 +132,10 @@ def slot_shardings(like: Slots, mesh: Mesh | AbstractMesh) -> Slots:
   rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
-  return jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
+  layout = jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
+  if like.routes_STX is None:
+    return layout
+  return layout._replace(routes_STX=sharding.over_routes(mesh, like.routes_STX.shape))
 
 
 def _constrain(slots: Slots) -> Slots:
@@ -187,7 +193,10 @@ def admit(
     limit_S=put(slots.limit_S, length_A + new_A),
     done_S=put(slots.done_S, False),
   )
-  prefilled, shift_R = _prefill(params, tokens_RT, pictures, spec)
+  (prefilled, routes_RTX), shift_R = _prefill(params, tokens_RT, None, pictures, spec)
+  if slots.routes_STX is not None and routes_RTX is not None:
+    routes_STX = slots.routes_STX.at[head].set(routes_RTX[from_A], mode='drop')
+    slots = slots._replace(routes_STX=routes_STX)
   slots = slots._replace(
     cache=decoder.store(slots.cache, prefilled, slot_A, from_A),
     shift_S=None if slots.shift_S is None else put(slots.shift_S, shift_R[from_A]),
@@ -196,12 +205,16 @@ def admit(
 
 
 def _prefill(
-  params: Tree, tokens_RT: Array, pictures: Pictures | None, spec: ModelSpec
-) -> tuple[list[decoder.KeysValues], Array]:
-  """Prefills rows, with pictures or without; returns (keys and values, shift_R)."""
+  params: Tree,
+  tokens_RT: Array,
+  routes_RTX: Array | None,
+  pictures: Pictures | None,
+  spec: ModelSpec,
+) -> tuple[decoder.Prefilled, Array]:
+  """Prefills rows, with pictures or with recorded routes; returns also shift_R."""
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
-    return decoder.prefill(params, tokens_RT, spec), shift_R
+    return decoder.prefill(params, tokens_RT, spec, routes_RTX), shift_R
   return sequence.prefill(params, tokens_RT, pictures, spec)
 
 
@@ -219,23 +232,42 @@ def refresh(
 ) -> Slots:
   """Recomputes the first `columns` cache columns of some slots from their tokens.
 
-  Donates `slots`.
+  Donates `slots`. Recorded routes are kept, and used.
 
   Args:
     slot_A: i32, the slots. Entries equal to S are padding and are dropped.
     pictures: pictures of the A prompts in the slots; None for text only.
     columns: number of columns, at least the largest position of these slots.
   """
-  tokens_At = slots.tokens_ST[jnp.minimum(slot_A, slots.row_S.shape[0] - 1), :columns]
-  cache, _ = _recomputed(params, slots.cache, tokens_At, slot_A, pictures, spec)
+  at_A = jnp.minimum(slot_A, slots.row_S.shape[0] - 1)
+  routes_AtX = None
+  if slots.routes_STX is not None:
+    # The newest token has not been read yet.
+    routes_AtX = _read(slots.routes_STX[at_A, :columns], slots.position_S[at_A] - 1)
+  of_slots = slots.tokens_ST[at_A, :columns], routes_AtX, slot_A, pictures, spec
+  cache, *_ = _recomputed(params, slots.cache, *of_slots)
   return _constrain(slots._replace(cache=cache))
 
 
-def _recomputed(params, cache, tokens_At, slot_A, pictures, spec) -> tuple[Tree, Array]:
-  """Computes the cache of some slots from their first tokens; returns also shift_A."""
-  prefilled, shift_A = _prefill(params, tokens_At, pictures, spec)
+def _read(routes_BTX: Array, end_B: Array) -> Array:
+  """Returns the routes of columns before end_B; the others have no recorded one."""
+  column_T = jnp.arange(routes_BTX.shape[1])
+  is_read_BT = column_T[None] < end_B[:, None]
+  none = jnp.iinfo(routes_BTX.dtype).max
+  return jnp.where(is_read_BT[..., None], routes_BTX, none)
+
+
+def _recomputed(
+  params, cache, tokens_At, routes_AtX, slot_A, pictures, spec
+) -> tuple[Tree, Array | None, Array]:
+  """Computes the cache of some slots from their first tokens.
+
+  Returns also their routes and shift_A.
+  """
+  prefilled, shift_A = _prefill(params, tokens_At, routes_AtX, pictures, spec)
   from_A = jnp.arange(slot_A.shape[0])
-  return decoder.store(cache, prefilled, slot_A, from_A), shift_A
+  cache = decoder.store(cache, prefilled.cache, slot_A, from_A)
+  return cache, prefilled.routes_RTX, shift_A
 
 
 @functools.partial(
@@ -282,8 +314,15 @@ def resume(
     limit_S=put(slots.limit_S, limit_A),
     done_S=put(slots.done_S, False),
   )
-  of_slots = tokens_AT[:, :columns], slot_A, pictures, spec
-  cache, shift_A = _recomputed(params, slots.cache, *of_slots)
+  routes_AtX = None
+  if rows.routes_BTX is not None:
+    routes_AtX = rows.routes_BTX[row_A, :columns]
+  of_slots = tokens_AT[:, :columns], routes_AtX, slot_A, pictures, spec
+  cache, routes_AtX, shift_A = _recomputed(params, slots.cache, *of_slots)
+  if slots.routes_STX is not None:
+    head = (slot_A, slice(0, columns))
+    routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
+    slots = slots._replace(routes_STX=routes_STX)
   shift_S = None if slots.shift_S is None else put(slots.shift_S, shift_A)
   return _constrain(slots._replace(cache=cache, shift_S=shift_S))
 
@@ -363,7 +402,7 @@ def _step(
   # logits for the last token of a prompt, and a finished slot only rewrites its last
   # keys and values.
   token_S = jnp.take_along_axis(s.tokens_ST, s.position_S[:, None] - 1, 1)[:, 0]
-  hidden_SD, cache = decoder.decode(
+  hidden_SD, cache, routes_SX = decoder.decode(
     params, token_S, s.position_S - 1, s.cache, spec, s.shift_S, s.done_S
   )
   logits_SV = jnp.einsum(
@@ -379,6 +418,9 @@ def _step(
   live_S = ~s.done_S & (s.row_S >= 0)
   at_S = jnp.where(live_S, s.position_S, s.tokens_ST.shape[1])
   version_S = jnp.full_like(at_S, policy_version)
+  read_S = jnp.where(live_S, s.position_S - 1, s.tokens_ST.shape[1])
+  if s.routes_STX is not None and routes_SX is not None:
+    s = s._replace(routes_STX=put(s.routes_STX, routes_SX, read_S))
   position_S = s.position_S + live_S
   ended_S = (token_S[:, None] == ends[None]).any(1)
   return s._replace(
@@ -404,12 +446,17 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
   def put(x_BT: Array, value_ST: Array) -> Array:
     return x_BT.at[to_S].set(value_ST, mode='drop')
 
+  routes_BTX = rows.routes_BTX
+  if routes_BTX is not None and slots.routes_STX is not None:
+    # The last token has been sampled, and not read.
+    routes_BTX = put(routes_BTX, _read(slots.routes_STX, slots.position_S - 1))
   rows = Rows(
     put(rows.tokens_BT, jnp.where(written_ST, slots.tokens_ST, 0)),
     put(rows.logp_BT, jnp.where(response_mask_ST, slots.logp_ST, 0)),
     put(
       rows.policy_version_BT, jnp.where(response_mask_ST, slots.policy_version_ST, -1)
     ),
+    routes_BTX,
   )
   slots = slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S))
   return _constrain(slots), sharding.constrain_rows(rows)
@@ -419,9 +466,12 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
   """Returns the groups [P, G, T] with these indices; empty where filled_P is False."""
 
-  def gather(x_BT: Array, empty_value: float) -> Array:
-    x_PGT = x_BT.reshape(-1, group, x_BT.shape[1])[place_P]
-    x_PGT = jnp.where(filled_P[:, None, None], x_PGT, empty_value)
+  def gather(x_BT: Array | None, empty_value: float) -> Array | None:
+    if x_BT is None:
+      return None
+    x_PGT = x_BT.reshape(-1, group, *x_BT.shape[1:])[place_P]
+    x_PGT = jnp.where(filled_P.reshape(-1, *[1] * x_BT.ndim), x_PGT, empty_value)
     return sharding.constrain(x_PGT, sharding.ROWS)
 
-  return Rows(*map(gather, rows, (0, 0.0, -1)))
+  none = 0 if rows.routes_BTX is None else jnp.iinfo(rows.routes_BTX.dtype).max
+  return Rows(*map(gather, rows, (0, 0.0, -1, none)))

@@ -229,10 +229,12 @@ def _empty(
       tokens_BT=jnp.zeros((rows, length), jnp.int32),
       logp_BT=jnp.zeros((rows, length), jnp.float32),
       policy_version_BT=jnp.full((rows, length), -1, jnp.int32),
+      routes_BTX=spec.routes.empty(rows, length) if spec.routes else None,
     )
 
   if mesh is None:
     return jax.jit(make)
   # Each device creates its own shard: the full cache may not fit on one device.
-  layout = decode.slot_shardings(jax.eval_shape(make)[0], mesh)
-  return jax.jit(make, out_shardings=(layout, sharding.over_rows(mesh, rows)))
+  made, out = jax.eval_shape(make)
+  layout = decode.slot_shardings(made, mesh), sharding.layout_of_rows(out, mesh)
+  return jax.jit(make, out_shardings=layout)

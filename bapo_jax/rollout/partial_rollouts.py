@@ -394,10 +394,13 @@ class PartialRollouts:
   def state(self) -> dict[str, dict]:
     """Returns the content of a checkpoint: all arrays except the cache."""
     slots = self.slots._replace(cache=())._asdict()
-    # A text-only model has no shift_S.
-    slots = {name: x for name, x in slots.items() if x is not None}
+    # A text-only model has no shift_S, one without experts no routes.
+    slots, rows = (
+      {name: x for name, x in arrays.items() if x is not None}
+      for arrays in (slots, self.rows._asdict())
+    )
     host = {name: getattr(self, name) for name in self.SAVED}
-    return {'slots': slots, 'rows': self.rows._asdict(), 'host': host}
+    return {'slots': slots, 'rows': rows, 'host': host}
 
   def restore(self, state: dict[str, dict]) -> None:
     """Restores the state of a checkpoint; call `refresh` before the next `decode`."""

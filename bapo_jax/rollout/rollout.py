@@ -205,7 +205,8 @@ def collect_due(
 
 def empty(engine: RolloutEngine, steps: bool = False) -> Rollout:
   """Returns a rollout without groups; see `types.empty_groups`."""
-  groups = types.empty_groups(0, engine.group_size, engine.length, steps)
+  sizes = 0, engine.group_size, engine.length
+  groups = types.empty_groups(*sizes, steps, engine.spec.routes)
   return Rollout(groups, [], [])
 
 
@@ -421,4 +422,5 @@ def _fold(
     reward_PG=reward_B.reshape(correct_PG.shape),
     teaches_PG=jnp.ones_like(correct_PG),
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
+    routes_PGTX=rows.routes_BTX,
   )

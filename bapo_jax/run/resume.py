@@ -44,11 +44,11 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
     return [each.ready.result().groups for each in s.queue]
   G = t.engine.group_size
   T = t.engine.length
-  steps = t.verifier.steps
+  kinds = t.verifier.steps, t.spec.routes
   empty: list[tuple[Groups, Groups]] = [
     (
-      empty_groups(t.config.prompts.count, G, T, steps),
-      empty_groups(hard_rows(t.config, s.step + i), G, T, steps),
+      empty_groups(t.config.prompts.count, G, T, *kinds),
+      empty_groups(hard_rows(t.config, s.step + i), G, T, *kinds),
     )
     for i in range(t.config.rollout.depth)
   ]

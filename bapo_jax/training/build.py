@@ -36,7 +36,7 @@ from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.training.sampler import Sampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.types import Batch, ReplayBuffer, Tree, empty_groups
+from bapo_jax.types import Batch, ReplayBuffer, Routes, Tree, empty_groups
 
 
 class Material(NamedTuple):
@@ -108,7 +108,9 @@ def make_train_step(
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
+def abstract_batch(
+  config: Config, mesh: Mesh, pictures: Seen = None, routes: Routes | None = None
+) -> Batch:
   """Returns the shapes of a minibatch of the run, placed on the mesh.
 
   `pictures` are shapes from `pictured.abstract`, or None without pictures.
@@ -118,7 +120,7 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
   kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
   rows = sharding.over_rows(mesh)
   fields = list[Any]()
-  for field in Batch._fields[:-1]:  # the name ends in the axes
+  for field in Batch._fields[:-2]:  # the name ends in the axes
     name, _, axes = field.rpartition('_')
     shape = tuple(size[axis] for axis in axes)
     kind = kinds.get(name, jnp.float32)
@@ -127,7 +129,12 @@ def abstract_batch(config: Config, mesh: Mesh, pictures: Seen = None) -> Batch:
     fields[Batch._fields.index('reference_BT')] = None
   if pictures is not None:
     pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
-  return Batch(*fields, pictures=pictures)
+  routes_BTX = None
+  if routes:
+    shape = size['B'], size['T'], routes.numbers
+    layout = sharding.over_routes(mesh, shape)
+    routes_BTX = jax.ShapeDtypeStruct(shape, routes.dtype, sharding=layout)
+  return Batch(*fields, pictures=pictures, routes_BTX=routes_BTX)
 
 
 def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
@@ -136,7 +143,7 @@ def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
   with sharding.current(t.mesh):
     groups = t.config.minibatch_rows // t.config.sampler.group_size
     pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
-    batch = abstract_batch(t.config, t.mesh, pictures)
+    batch = abstract_batch(t.config, t.mesh, pictures, t.spec.routes)
     return step.lower(params, opt, batch, base=t.base)
 
 
@@ -222,7 +229,8 @@ def lower_reference(t: Trainer) -> Iterator[Lowered]:
   if t.reference is None or t.pictures is not None:  # shapes of pictures vary
     return
   sizes = t.config.seats, t.config.sampler.group_size, t.config.row_length
-  groups = jax.eval_shape(lambda: empty_groups(*sizes, t.verifier.steps))
+  kinds = t.verifier.steps, t.spec.routes
+  groups = jax.eval_shape(lambda: empty_groups(*sizes, *kinds))
   groups = sharding.abstract(groups, sharding.layout_of_rows(groups, t.mesh))
   with sharding.current(t.mesh):
     yield t.reference.lower(t.teacher, groups, None)
@@ -286,13 +294,13 @@ def recomputes(config: Config) -> bool:
   return when == 'on' or (when == 'auto' and narrow)
 
 
-def empty_buffer(config: Config) -> ReplayBuffer:
+def empty_buffer(config: Config, spec: ModelSpec) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
   capacity = config.buffer.capacity if config.batch.uses_buffer else 0
   G = config.sampler.group_size
   T = config.row_length
-  steps = bool(config.rewards.custom.steps)
-  return replay_buffer.init(capacity, G, T, config.buffer.thresholds, steps)
+  kinds = bool(config.rewards.custom.steps), spec.routes
+  return replay_buffer.init(capacity, G, T, config.buffer.thresholds, *kinds)
 
 
 def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:
@@ -335,7 +343,7 @@ def build(
   t = make_trainer(r, data, verifier, timer, base, teacher)
   tx = optimizer(t.config)
   layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
-  make = functools.partial(empty_buffer, t.config)
+  make = functools.partial(empty_buffer, t.config, t.spec)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
   return t, TrainState(
     params=params,

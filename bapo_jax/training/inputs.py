@@ -96,7 +96,8 @@ def teacher_spec(config: Config) -> ModelSpec | None:
   directory = hf_directory.find(path, 'teacher.path', ('config.json',))
   types = config.model.types
   spec = hf_config.read_spec(directory, types['compute'])
-  return dataclasses.replace(spec, **types | {'dtype': 'bfloat16'})
+  types |= {'dtype': 'bfloat16', 'replay_routes': 'off'}  # the routes are the policy's
+  return dataclasses.replace(spec, **types)
 
 
 def open_teacher(config: Config, policy: Model) -> Model | None:
@@ -152,7 +153,8 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
     assert tokenizer is not None
     # Rounded up as in published models, so that the vocabulary divides over devices.
     vocab = -(-len(tokenizer.backend) // 8) * 8
-    spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC))
+    kind = {'qkv_bias': not knobs.experts, 'qk_norm': knobs.experts > 0}  # Qwen2, Qwen3
+    spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC), **kind)
     if knobs.tower.layers:
       spec = _with_tower(config, spec, tokenizer)
   actor_dtype = config.sampler.actor_dtype

@@ -180,12 +180,12 @@ class Sampler:
     # With pictures the shapes of a batch are not known before.
     if self.score is not None and self.pictures is None and weights is not None:
       steps = self.verification.verifier.steps
-      sizes = self.count, engine.group_size, engine.length, steps
+      sizes = self.count, engine.group_size, engine.length, steps, engine.spec.routes
       groups = jax.eval_shape(lambda: empty_groups(*sizes))
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)
       # Tokens come from the sampler, verdicts from the host.
-      layout = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, groups)
+      layout = jax.tree.map(lambda x: rows if x.ndim > 2 else whole, groups)
       groups = sharding.abstract(groups, layout)
       with sharding.current(self.mesh):
         yield self.score.lower(weights, groups, 0, None)

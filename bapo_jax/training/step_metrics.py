@@ -1,6 +1,7 @@
 """Computes the metrics of one learner step from its groups, batch and updates."""
 
 import collections
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from jax import Array
 
 from bapo_jax.algorithms import diagnostics
 from bapo_jax.learner.learner import Updated
+from bapo_jax.models import experts
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout.rollout import COUNT, Rollout
 from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.glossary import GLOSSARY
@@ -68,6 +71,8 @@ def describe(
     of_step, spread = exchange.fetched(
       _step_metrics(new, again, groups, source_P, s.buffer, step, eos, reference_PGT)
     )
+    if t.spec.routes:
+      of_step |= exchange.fetched(_of_routes(new, groups, source_P, t.spec))
     row |= {name: float(value) for name, value in of_step.items()}
     row |= theory(row, learned, spread)
     rollouts = [*fresh, reevaluated]
@@ -89,6 +94,23 @@ def describe(
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
+
+
+@functools.partial(jax.jit, static_argnames='spec')
+def _of_routes(
+  fresh: Groups, groups: Groups, source_P: Array, spec: ModelSpec
+) -> dict[str, Array]:
+  """Returns the metrics of recorded routes."""
+  assert spec.routes
+  assert fresh.routes_PGTX is not None
+  assert groups.routes_PGTX is not None
+  trained_PGT = groups.response_mask_PGT & (source_P >= 0)[:, None, None]
+  missing_PGT = groups.routes_PGTX[:, :, :-1, 0] == spec.routes.none
+  return {
+    # One response of each group is enough, and a fraction of the work.
+    'moe/load': experts.load(fresh.routes_PGTX[:, 0], spec),
+    'moe/missing': masked_mean(missing_PGT, trained_PGT[:, :, 1:]),
+  }
 
 
 @jax.jit

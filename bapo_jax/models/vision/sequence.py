@@ -96,7 +96,7 @@ def place_responses(
 
 def prefill(
   actor: Tree, tokens_RT: Array, pictures: Pictures, spec: ModelSpec
-) -> tuple[list[decoder.KeysValues], Array]:
+) -> tuple[decoder.Prefilled, Array]:
   """Prefills prompts with pictures; returns (`decoder.prefill`'s result, shift_R).
 
   The position of a token decoded after a prompt is its column plus shift_R.

@@ -106,7 +106,9 @@ def actor(job: Job) -> Tree:
 
 def buffer(job: Job) -> Tree:
   """Returns the replay buffer, its rows split over the mesh as in training."""
-  return over_rows(job, jax.eval_shape(lambda: build.empty_buffer(job.config)))
+  return over_rows(
+    job, jax.eval_shape(lambda: build.empty_buffer(job.config, job.spec))
+  )
 
 
 def beside(job: Job, *others: Tree) -> float:
@@ -130,7 +132,7 @@ def train_step(job: Job) -> Program:
   n = config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
   seen = embedded(job, B // config.sampler.group_size)
-  batch = build.abstract_batch(config, mesh, seen)
+  batch = build.abstract_batch(config, mesh, seen, spec.routes)
   adapters = budget.adapters(config, spec)
   return Program(
     build.make_train_step(config, spec, schedule),

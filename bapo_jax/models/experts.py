@@ -1,0 +1,299 @@
+"""Computes feed-forward layers in which each token uses K of E experts.
+
+1. `choose` gives every token its K experts and their weights, live or recorded;
+2. `arrange` sorts the tokens' copies by expert, without a capacity: none is dropped;
+3. `product` multiplies each group of rows by its expert's matrix, with one of KERNELS;
+4. `mlp` joins them; each device of the mesh axis tensor computes its own experts.
+
+A route is the list of the experts of a token in all layers, X = L * K numbers. Axes: N
+tokens, K experts per token, E experts, R rows sorted by expert, I and O inputs and
+outputs of an expert's matrix. The model is that of Qwen3-MoE (arXiv:2505.09388).
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from bapo_jax import sharding
+from bapo_jax.models.quantized import Quantized
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.types import Tree
+
+PRODUCT = 'experts product'  # the name under which remat policies save results
+BLOCKS = (8, 128)  # least and most rows of a block; powers of two
+
+
+def by_layer(routes_RTX: Array, spec: ModelSpec) -> Array:
+  """Returns routes as [L, R, T, K]."""
+  split = routes_RTX.reshape(*routes_RTX.shape[:-1], spec.layers, spec.active)
+  return jnp.moveaxis(split, -2, 0)
+
+
+def choose(
+  router_DE: Array, y_ND: Array, spec: ModelSpec, recorded_NK: Array | None = None
+) -> tuple[Array, Array, Array]:
+  """Returns (weight_NK, chosen_NK, live_NK): the experts used, and the router's own.
+
+  Recorded experts are used where there are any, the router's own elsewhere. The
+  gradient flows through the weights, gathered from the softmax over all experts.
+  """
+  logits_NE = (y_ND @ router_DE.astype(y_ND.dtype)).astype(jnp.float32)
+  share_NE = jax.nn.softmax(logits_NE)
+  _, live_NK = lax.top_k(lax.stop_gradient(share_NE), spec.active)
+  chosen_NK = live_NK
+  if recorded_NK is not None and spec.replay_routes == 'on':
+    is_none_NK = recorded_NK == jnp.iinfo(recorded_NK.dtype).max
+    chosen_NK = jnp.where(is_none_NK, live_NK, recorded_NK.astype(jnp.int32))
+  # Saved, because a recomputed router could choose others.
+  chosen_NK = checkpoint_name(chosen_NK, PRODUCT)
+  weight_NK = jnp.take_along_axis(share_NE, chosen_NK, -1)
+  if spec.norm_topk:
+    weight_NK /= weight_NK.sum(-1, keepdims=True)
+  return weight_NK.astype(y_ND.dtype), chosen_NK, live_NK
+
+
+class Rows(NamedTuple):
+  """Where the copies of N tokens are, sorted by expert."""
+
+  place_NK: Array  # row of each copy; R: another device computes it
+  copy_R: Array  # flat index of a row's copy, token * K + k; N K: padding
+  size_E: Array  # rows of each expert, padding included
+
+
+def arrange(chosen_NK: Array, experts: int, block: int) -> Rows:
+  """Sorts copies by expert, stably; each expert's rows fill blocks of `block` rows.
+
+  `chosen_NK` is `experts` for copies that are left out.
+  """
+  copies = chosen_NK.size
+  expert_C = chosen_NK.ravel()
+  count_E = jnp.bincount(expert_C, length=experts + 1)
+  size_E = (-(-count_E[:experts] // block) * block).astype(jnp.int32)
+  R = (copies + min(experts, copies) * (block - 1)) // block * block
+  before_E = jnp.cumsum(count_E) - count_E  # copies of earlier experts
+  start_E = jnp.append(jnp.cumsum(size_E) - size_E, R)
+  order_C = jnp.argsort(expert_C, stable=True)
+  sorted_C = expert_C[order_C]
+  row_C = start_E[sorted_C] + jnp.arange(copies) - before_E[sorted_C]
+  row_C = jnp.minimum(row_C, R).astype(jnp.int32)
+  place_C = jnp.zeros_like(row_C).at[order_C].set(row_C, unique_indices=True)
+  copy_R = (
+    jnp.full(R, copies, jnp.int32).at[row_C].set(order_C.astype(jnp.int32), mode='drop')
+  )
+  return Rows(place_C.reshape(chosen_NK.shape), copy_R, size_E)
+
+
+def block_size(copies: int, experts: int) -> int:
+  """Returns rows per block: about those of an expert, so that little is padding."""
+  least, most = BLOCKS
+  each = max(copies // experts, 1)
+  return min(max(least, 1 << (each.bit_length() - 1)), most)
+
+
+@jax.custom_vjp
+def _spread(y_ND: Array, rows: Rows) -> Array:
+  """Copies tokens to their rows [R, D]; padding is 0. Its transpose is `_collect`."""
+  token_R = rows.copy_R // rows.place_NK.shape[1]
+  return y_ND.at[token_R].get(mode='fill', fill_value=0)
+
+
+@jax.custom_vjp
+def _collect(z_RD: Array, rows: Rows) -> Array:
+  """Sums the rows of each token, in the order of its experts: [N, D].
+
+  This order, unlike that of a scatter, does not depend on other tokens.
+  """
+  z_KND = (z_RD.at[i_N].get(mode='fill', fill_value=0) for i_N in rows.place_NK.T)
+  return functools.reduce(jnp.add, z_KND)
+
+
+_spread.defvjp(
+  lambda y_ND, rows: (_spread(y_ND, rows), rows),
+  lambda rows, d_RD: (_collect(d_RD, rows), None),
+)
+_collect.defvjp(
+  lambda z_RD, rows: (_collect(z_RD, rows), rows),
+  lambda rows, d_ND: (_spread(d_ND, rows), None),
+)
+
+
+def _slice(x: Array, i: Array, block: int) -> Array:
+  return lax.dynamic_slice_in_dim(x, i * block, block)
+
+
+def _each_block(size_E: Array, block: int, body: Callable, start: Array) -> Array:
+  """Folds body(block number, its expert, value) over the blocks that have rows."""
+  end_E = jnp.cumsum(size_E) // block
+
+  def step(i, value):
+    return body(i, jnp.searchsorted(end_E, i, side='right'), value)
+
+  return lax.fori_loop(0, end_E[-1], step, start)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _by_blocks(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+  """Multiplies block by block in plain JAX; exact for every platform."""
+
+  def body(i, e, y_RO):
+    y = _slice(x_RI, i, block) @ w_EIO[e].astype(x_RI.dtype)
+    return lax.dynamic_update_slice_in_dim(y_RO, y, i * block, 0)
+
+  y_RO = jnp.zeros((x_RI.shape[0], w_EIO.shape[2]), x_RI.dtype)
+  return _each_block(size_E, block, body, y_RO)
+
+
+def _forward(x_RI, w_EIO, size_E, block):
+  return _by_blocks(x_RI, w_EIO, size_E, block), (x_RI, w_EIO, size_E)
+
+
+def _backward(block, saved, d_RO):
+  x_RI, w_EIO, size_E = saved
+
+  def body(i, e, dw_EIO):
+    x, d = _slice(x_RI, i, block), _slice(d_RO, i, block)
+    dw = jnp.einsum('ri,ro->io', x, d, preferred_element_type=jnp.float32)
+    return dw_EIO.at[e].add(dw)
+
+  dw_EIO = _each_block(size_E, block, body, jnp.zeros(w_EIO.shape, jnp.float32))
+  dx_RI = _by_blocks(d_RO, w_EIO.swapaxes(1, 2), size_E, block)
+  return dx_RI, dw_EIO.astype(w_EIO.dtype), None
+
+
+_by_blocks.defvjp(_forward, _backward)
+
+
+def _ragged(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+  """Multiplies with `lax.ragged_dot`, which a TPU runs natively."""
+  del block
+  y_RO = lax.ragged_dot(x_RI, w_EIO.astype(x_RI.dtype), size_E)
+  # Off the CPU, rows past the last expert's are undefined.
+  return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
+
+
+def _tokamax(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+  """Multiplies with the kernels of tokamax, for a GPU, with fixed tiles."""
+  del block
+  import tokamax
+
+  w_EIO = w_EIO.astype(x_RI.dtype)
+  y_RO = tokamax.ragged_dot(x_RI, w_EIO, size_E, implementation='triton')
+  return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
+
+
+def _dense(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+  """Multiplies every row by every expert, for tests."""
+  del block
+  expert_R = jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(len(x_RI)), side='right')
+  one_RE = jax.nn.one_hot(expert_R, len(size_E), dtype=x_RI.dtype)
+  return jnp.einsum('re,ri,eio->ro', one_RE, x_RI, w_EIO.astype(x_RI.dtype))
+
+
+KERNELS = {
+  'blocks': _by_blocks,
+  'ragged': _ragged,
+  'tokamax': _tokamax,
+  'dense': _dense,
+}
+
+
+def resolve(kind: str, platform: str) -> str:
+  """Returns the kernel that `model.experts_kernel=kind` selects on this platform.
+
+  Raises:
+    ValueError: tokamax is not installed, or the platform has no such kernel.
+  """
+  has = importlib.util.find_spec('tokamax') is not None
+  if kind == 'auto':
+    gpu = 'tokamax' if has else 'blocks'
+    return {'tpu': 'ragged', 'gpu': gpu, 'cuda': gpu}.get(platform, 'blocks')
+  if kind == 'tokamax' and not (has and platform in ('gpu', 'cuda')):
+    raise ValueError(
+      f'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this is '
+      f'a {platform} {"with" if has else "without"} it; set model.experts_kernel to auto'
+    )
+  return kind
+
+
+def product(
+  x_RI: Array, w: Array | Quantized, rows: Rows, kernel: str, block: int
+) -> Array:
+  """Multiplies each row by the matrix [I, O] of its expert: [R, O], 0 for padding."""
+  values = w.values if isinstance(w, Quantized) else w
+  y_RO = KERNELS[kernel](x_RI, values, rows.size_E, block)
+  if isinstance(w, Quantized):
+    end_E = jnp.cumsum(rows.size_E)
+    expert_R = jnp.searchsorted(end_E, jnp.arange(len(y_RO)), side='right')
+    y_RO = (y_RO * w.scale[jnp.minimum(expert_R, len(end_E) - 1)]).astype(y_RO.dtype)
+  return checkpoint_name(y_RO, PRODUCT)
+
+
+def _experts(y, weight, chosen, gate, up, down, *, kernel: str, experts: int) -> Array:
+  """Computes the experts that this device holds; 0 for the others' share.
+
+  `gate`, `up` and `down` are its part of the weights, of all `experts`.
+  """
+  shape, K = y.shape, weight.shape[-1]
+  mine = jax.tree.leaves(gate)[0].shape[0]
+  first = lax.axis_index('tensor') * mine if mine < experts else 0
+  chosen_NK = chosen.reshape(-1, K) - first
+  is_mine_NK = (chosen_NK >= 0) & (chosen_NK < mine)
+  block = block_size(chosen_NK.size, experts) if kernel == 'blocks' else 1
+  rows = arrange(jnp.where(is_mine_NK, chosen_NK, mine), mine, block)
+  x_RD = _spread(y.reshape(-1, shape[-1]), rows)
+  weight_R = weight.ravel().at[rows.copy_R].get(mode='fill', fill_value=0)
+  times = functools.partial(product, rows=rows, kernel=kernel, block=block)
+  a_RF = jax.nn.silu(times(x_RD, gate)) * times(x_RD, up) * weight_R[:, None]
+  return _collect(times(a_RF, down), rows).reshape(shape)
+
+
+def mlp(
+  w: Tree, y: Array, spec: ModelSpec, recorded: Array | None = None
+) -> tuple[Array, Array, Array]:
+  """Computes the experts of y [..., D]; returns also the experts used and the live.
+
+  Args:
+    w: a layer of the parameters or of an actor.
+    recorded: [..., K], see `choose`.
+  """
+  weight, chosen, live = choose(w['router'], y, spec, recorded)
+  kernel = resolve(spec.experts_kernel, jax.default_backend())
+  run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
+  mesh = sharding.ambient()
+  if mesh is not None:
+    rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
+    held = P('tensor')
+
+    def summed(*args):
+      return lax.psum(run(*args), 'tensor')
+
+    run = jax.shard_map(
+      summed,
+      in_specs=(rows, rows, rows, held, held, held),
+      out_specs=rows,
+      check_vma=False,
+    )
+  of_experts = (w['expert_gate'], w['expert_up'], w['expert_down'])
+  return run(y, weight, chosen, *of_experts), chosen, live
+
+
+def load(routes_BTX: Array, spec: ModelSpec) -> Array:
+  """Returns the tokens of the busiest expert over those of the mean one.
+
+  It is the mean over layers; 1 for equal experts, E / K if all tokens use the same.
+  """
+  flat_LC = by_layer(routes_BTX, spec).reshape(spec.layers, -1)
+  count_LE = jax.vmap(lambda x: jnp.bincount(x, length=spec.experts))(flat_LC)
+  return (count_LE.max(1) / count_LE.mean(1)).mean()
+
+
+def agrees(recorded: Array, live: Array) -> Array:
+  """Returns whether both lists [..., K] have the same experts, in any order."""
+  return (jnp.sort(recorded) == jnp.sort(live)).all(-1)
