@@ -217,7 +217,7 @@ def resolve(kind: str, platform: str) -> str:
   if kind == 'tokamax' and not (has and platform in ('gpu', 'cuda')):
     raise ValueError(
       f'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this is '
-      f'a {platform} {"with" if has else "without"} it; set model.experts_kernel to auto'
+      f'a {platform} {"with" if has else "without"} it; set it to auto'
     )
   return kind
 
