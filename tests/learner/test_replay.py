@@ -1,0 +1,230 @@
+"""Replay of the sampler's routes in every pass of a step."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax.algorithms import advantage, clip, loss
+from bapo_jax.learner import learner, optimizer, scoring
+from bapo_jax.models import decoder, experts
+from bapo_jax.models.layers import Schedule
+from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.types import Groups, Prompts, Routes
+
+SPEC = ModelSpec(
+  vocab=11,
+  width=16,
+  layers=2,
+  heads=2,
+  kv_heads=1,
+  head_width=8,
+  ffn=12,
+  qkv_bias=False,
+  qk_norm=True,
+  experts=8,
+  active=2,
+)
+P, G, T = 4, 4, 12
+NONE = 255
+
+
+def measured(spec: ModelSpec = SPEC) -> ModelSpec:
+  return dataclasses.replace(spec, replay_routes='measure')
+
+
+@functools.cache
+def sampled(compute: str = 'float32') -> Groups:
+  """Groups that weights 0 sampled, as learner step 5."""
+  spec = dataclasses.replace(SPEC, compute=compute)
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    np.arange(P, dtype=np.int32),
+    rng.integers(2, 11, (P, 4)).astype(np.int32),
+    np.full(P, 4, np.int32),
+  )
+  uid_B = np.arange(P * G, dtype=np.uint32)
+  rows = making.generate(
+    oracles.noisy(SPEC, 0),
+    prompts,
+    uid_B,
+    jax.random.key(1),
+    spec=spec,
+    group_size=G,
+    max_new_tokens=T - 4,
+    temperature=1.0,
+    eos=(1,),
+    max_num_seqs=P * G,
+    prefill_batch_size=P * G,
+    tokens_per_dispatch=T - 4,
+  )
+  made = making.groups(range(P), [1, 2, 3, 2], [5] * P, G, T)
+  return made._replace(
+    tokens_PGT=rows.tokens_BT.reshape(P, G, T),
+    response_mask_PGT=rows.response_mask_BT.reshape(P, G, T),
+    behavior_logp_PGT=rows.logp_BT.reshape(P, G, T),
+    routes_PGTX=rows.routes_BTX.reshape(P, G, T, -1),
+  )
+
+
+def score(groups: Groups, spec: ModelSpec = SPEC, seed: int = 0) -> np.ndarray:
+  run = functools.partial(scoring.score, rows=P * G, spec=spec, temperature=1.0)
+  return np.asarray(jax.jit(run)(oracles.noisy(SPEC, seed), groups))
+
+
+def shuffled(groups: Groups) -> Groups:
+  """Moves every expert to its neighbour."""
+  routes = groups.routes_PGTX
+  other = jnp.where(routes == NONE, routes, (routes + 1) % SPEC.experts)
+  return groups._replace(routes_PGTX=other)
+
+
+def test_own_routes_are_the_live_ones_bit_for_bit():
+  assert (score(sampled()) == score(sampled(), measured())).all()
+  none = sampled()._replace(routes_PGTX=None)
+  off = dataclasses.replace(SPEC, replay_routes='off')
+  assert (score(sampled()) == score(none, off)).all()
+
+
+def test_other_routes_give_other_values():
+  mask = np.asarray(sampled().response_mask_PGT)
+  moved = np.abs(score(shuffled(sampled())) - score(sampled()))[mask]
+  assert np.median(moved) > 1e-3
+  assert (score(shuffled(sampled()), measured()) == score(sampled())).all()
+
+
+def test_a_token_without_a_route_takes_the_live_one():
+  groups = shuffled(sampled())
+  some = np.asarray(groups.routes_PGTX).copy()
+  some[:, ::2] = NONE
+  found = score(groups._replace(routes_PGTX=jnp.asarray(some)))
+  assert (found[:, ::2] == score(sampled())[:, ::2]).all()
+  assert (found[:, 1::2] == score(groups)[:, 1::2]).all()
+
+
+def test_sampler_and_learner_agree_to_rounding():
+  mask = np.asarray(sampled().response_mask_PGT)
+  diff = np.abs(score(sampled()) - np.asarray(sampled().behavior_logp_PGT))[mask]
+  assert diff.max() < 2e-5
+
+
+def test_in_bfloat16_replay_is_closer_to_the_sampler():
+  spec = dataclasses.replace(SPEC, compute='bfloat16')
+  groups = sampled('bfloat16')
+  mask = np.asarray(groups.response_mask_PGT)
+  # A learner in float32 rounds otherwise than a sampler in bfloat16.
+  behavior = np.asarray(groups.behavior_logp_PGT)
+  replayed, live = (
+    np.abs(score(groups, each) - behavior)[mask].mean() for each in (SPEC, measured())
+  )
+  print(f'{replayed:.2g} nats with replay, {live:.2g} without')
+  assert replayed < live
+  assert np.abs(score(groups, spec) - behavior)[mask].mean() < 0.1
+
+
+RULES = {'clipped': 'again', 'decoupled': 'stored'}
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
+  calls = []
+  choose = experts.choose
+
+  def counted(router_DE, y_ND, spec, recorded_NK=None):
+    calls.append(recorded_NK)
+    return choose(router_DE, y_ND, spec, recorded_NK)
+
+  monkeypatch.setattr(experts, 'choose', counted)
+  objective = making.objective(
+    clip.Balanced(),
+    rule,
+    spec=SPEC,
+    temperature=1.0,
+    grad_accum_steps=2,
+    schedule=Schedule(remat='full', bounds_pass=RULES[rule]),
+  )
+  tx = optimizer.adamw(lr=1e-3)
+  step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
+  params = oracles.noisy(SPEC, 0)
+  proximal = jax.jit(
+    functools.partial(scoring.score, rows=P * G // 2, spec=SPEC, temperature=1.0)
+  )
+  learner.update(
+    params,
+    tx.init(params),
+    sampled(),
+    jnp.zeros(P, jnp.int32),
+    jax.random.key(0),
+    train_step=step,
+    advantage_rule=advantage.GroupRelative(),
+    epochs=2,
+    minibatches=2,
+    proximal=proximal if loss.LossRule.rules.names[rule]().needs_proximal else None,
+  )
+  assert len(calls) >= 2  # the search's own pass, and that of the gradient
+  assert all(call is not None for call in calls)
+  assert {call.dtype for call in calls} == {jnp.uint8.dtype}
+
+
+def learned(groups: Groups, spec: ModelSpec, seed: int = 0):
+  """Returns (gradient, metrics) of an update of weights that may be newer."""
+  objective = making.objective(clip.Fixed(), spec=spec, temperature=1.0)
+  tx = optimizer.adamw(lr=1e-3)
+  batch = learner.flatten(
+    groups, jnp.zeros(P, jnp.int32), advantage.GroupRelative(), version=5
+  )
+  params = oracles.noisy(SPEC, seed)
+  step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
+  new, _, metrics, _ = step(params, tx.init(params), batch)
+  return new, {name: float(x) for name, x in metrics.items()}
+
+
+def test_the_share_of_routers_that_agree():
+  new, metrics = learned(sampled(), SPEC)
+  assert metrics['moe/agree'] == 1
+  assert learned(shuffled(sampled()), measured())[1]['moe/agree'] < 0.1
+  _, of_newer = learned(sampled(), SPEC, seed=3)
+  # Two of eight at random, in each layer: 1 in 28.
+  assert 0 < of_newer['moe/agree'] < 0.3
+  off = dataclasses.replace(SPEC, replay_routes='off')
+  live, none = learned(sampled()._replace(routes_PGTX=None), off)
+  assert 'moe/agree' not in none
+  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), new, live))
+
+
+def test_the_share_that_agrees_counts_tokens_and_layers():
+  routes = np.asarray(sampled().routes_PGTX).copy()
+  groups = sampled()
+  teaches = np.asarray(groups.response_mask_PGT)[:, :, 1:]
+  # One layer of the first response of every group disagrees.
+  first = routes[:, 0, :, :2]
+  routes[:, 0, :, :2] = np.where(first == NONE, NONE, (first + 1) % 8)
+  _, metrics = learned(groups._replace(routes_PGTX=jnp.asarray(routes)), measured())
+  recorded = np.asarray(sampled().routes_PGTX)
+  same = np.sort(routes[..., :2], -1) == np.sort(recorded[..., :2], -1)
+  share = np.where(same.all(-1), 1.0, 0.5)[:, :, :-1]
+  wanted = share[teaches].mean()
+  assert metrics['moe/agree'] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_no_gradient_flows_through_the_choice():
+  new, _ = learned(sampled(), SPEC)
+  before = oracles.noisy(SPEC, 0)['layers']['router']
+  assert not jnp.array_equal(new['layers']['router'], before)
+
+
+def test_routes_of_more_than_255_experts_are_wider():
+  assert SPEC.routes == Routes(4, 'uint8')
+  wide = dataclasses.replace(SPEC, experts=256)
+  assert wide.routes == Routes(4, 'uint16')
+  params = oracles.noisy(wide, 0)
+  prefilled = decoder.prefill(
+    decoder.actor(params, wide), jnp.ones((1, 3), jnp.int32), wide
+  )
+  assert prefilled.routes_RTX.dtype == jnp.uint16
+  assert (prefilled.routes_RTX < 256).all()
