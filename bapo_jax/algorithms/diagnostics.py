@@ -143,7 +143,7 @@ def entropy_slope(stats: TokenStats, weight_BT: Array, batch: Batch) -> Array:
     weight_BT: w, the weight of each token in the applied gradient: 0 if it is cut;
       with loss.aggregate='token' it contains 1 / tokens, so the result is a mean.
   """
-  logp_BT, entropy_BT, covariance_BT = stats
+  logp_BT, entropy_BT, covariance_BT, *_ = stats
   sampled_BT = jnp.exp(logp_BT) * (logp_BT + entropy_BT)
   slope_BT = -weight_BT * (sampled_BT - covariance_BT)
   return jnp.where(batch.loss_mask_BT, slope_BT, 0).sum()

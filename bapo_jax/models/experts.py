@@ -275,17 +275,15 @@ def mlp(
   kernel = spec.experts_kernel
   if kernel == 'auto':
     kernel = resolve(kernel, jax.default_backend())
-  run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
+  local = functools.partial(_experts, kernel=kernel, experts=spec.experts)
+  run = local
   mesh = sharding.ambient()
   if mesh is not None:
     rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
     held = P('tensor')
 
-    def summed(*args):
-      return lax.psum(run(*args), 'tensor')
-
     run = jax.shard_map(
-      summed,
+      lambda *args: lax.psum(local(*args), 'tensor'),
       in_specs=(rows, rows, rows, held, held, held),
       out_specs=rows,
       check_vma=False,

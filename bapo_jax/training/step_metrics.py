@@ -68,11 +68,12 @@ def describe(
     reevaluated = sampled.reevaluated
     again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
-    of_step, spread = exchange.fetched(
-      _step_metrics(new, again, groups, source_P, s.buffer, step, eos, reference_PGT)
+    of_step, spread = _step_metrics(
+      new, again, groups, source_P, s.buffer, step, eos, reference_PGT
     )
     if t.spec.routes:
-      of_step |= exchange.fetched(_of_routes(new, groups, source_P, t.spec))
+      of_step |= _of_routes(new, groups, source_P, t.spec)
+    of_step, spread = exchange.fetched((of_step, spread))
     row |= {name: float(value) for name, value in of_step.items()}
     row |= theory(row, learned, spread)
     rollouts = [*fresh, reevaluated]

@@ -1,0 +1,209 @@
+"""A mixture of experts, against loops over tokens and experts in float64."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import making
+import numpy as np
+import oracles
+import pytest
+
+from bapo_jax import sharding
+from bapo_jax.models import decoder, experts, layers, transformer
+from bapo_jax.models.transformer import ModelSpec
+
+SPEC = ModelSpec(
+  vocab=24,
+  width=16,
+  layers=2,
+  heads=4,
+  kv_heads=4,
+  head_width=4,
+  ffn=12,
+  qkv_bias=False,
+  qk_norm=True,
+  experts=8,
+  active=2,
+)
+KERNELS = ('blocks', 'ragged', 'dense')
+N = 40
+
+
+def with_kernel(kernel: str, **knobs) -> ModelSpec:
+  return dataclasses.replace(SPEC, experts_kernel=kernel, **knobs)
+
+
+@functools.cache
+def layer() -> dict:
+  """The weights of one layer."""
+  params = oracles.noisy(SPEC, 0)['layers']
+  return {name: x[0] for name, x in params.items()}
+
+
+def tokens(seed: int = 0, n: int = N) -> jax.Array:
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.standard_normal((n, SPEC.width)), jnp.float32)
+
+
+def slow(w: dict, y: np.ndarray, norm_topk: bool) -> tuple[np.ndarray, list[set[int]]]:
+  """Computes every token by itself, expert after expert."""
+  w = {name: np.asarray(x, np.float64) for name, x in w.items()}
+  rows, sets = [], []
+  for h in np.asarray(y, np.float64):
+    logits = h @ w['router']
+    share = np.exp(logits - logits.max())
+    share /= share.sum()
+    chosen = sorted(range(SPEC.experts), key=lambda e: -share[e])[: SPEC.active]
+    total = sum(share[e] for e in chosen) if norm_topk else 1.0
+    row = np.zeros(SPEC.width)
+    for e in chosen:
+      gate, up = h @ w['expert_gate'][e], h @ w['expert_up'][e]
+      inner = gate / (1 + np.exp(-gate)) * up
+      row += share[e] / total * (inner @ w['expert_down'][e])
+    rows.append(row)
+    sets.append(set(chosen))
+  return np.stack(rows), sets
+
+
+@pytest.mark.parametrize('norm_topk', [True, False])
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_layer_equals_a_loop_over_tokens_and_experts(kernel, norm_topk):
+  spec = with_kernel(kernel, norm_topk=norm_topk)
+  out, chosen_NK, live_NK = jax.jit(functools.partial(experts.mlp, spec=spec))(
+    layer(), tokens()
+  )
+  wanted, sets = slow(layer(), np.asarray(tokens()), norm_topk)
+  np.testing.assert_allclose(out, wanted, atol=1e-5)
+  assert [set(row) for row in chosen_NK.tolist()] == sets
+  assert (chosen_NK == live_NK).all()
+
+
+def test_gradients_equal_differences_and_those_of_all_kernels():
+  y_ND = tokens(n=16)
+  out_ND = tokens(1, n=16)
+
+  def value(w, y_ND, spec):
+    return (experts.mlp(w, y_ND, spec)[0] * out_ND).sum()
+
+  grads = {}
+  for kernel in KERNELS:
+    grad = jax.jit(jax.grad(value, (0, 1)), static_argnums=2)
+    grads[kernel] = grad(layer(), y_ND, with_kernel(kernel))
+  for kernel in KERNELS[1:]:
+    making.close_trees(grads[kernel], grads['blocks'], count=64 * SPEC.width)
+  # Differences of the loops in float64, along a random direction of each weight.
+  rng = np.random.default_rng(2)
+  for name in ('router', *transformer.EXPERTS):
+    step = rng.standard_normal(layer()[name].shape)
+    ends = []
+    for sign in (1, -1):
+      moved = np.asarray(layer()[name], np.float64) + sign * 1e-5 * step
+      out, _ = slow(layer() | {name: moved}, np.asarray(y_ND), True)
+      ends.append((out * np.asarray(out_ND, np.float64)).sum())
+    slope = (ends[0] - ends[1]) / 2e-5
+    np.testing.assert_allclose(
+      (grads['blocks'][0][name] * step).sum(), slope, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_all_tokens_on_one_expert_and_none_on_others(kernel):
+  # Recorded routes put all copies on experts 3 and 5; six experts have no row.
+  recorded_NK = jnp.broadcast_to(jnp.asarray([3, 5], jnp.uint8), (N, 2))
+  value = jax.jit(
+    lambda w: (experts.mlp(w, tokens(), with_kernel(kernel), recorded_NK)[0] ** 2).sum()
+  )
+  grad = jax.jit(jax.grad(value))(layer())
+  used = np.asarray(jnp.abs(grad['expert_up']).sum((1, 2))) > 0
+  assert np.flatnonzero(used).tolist() == [3, 5]
+  assert np.abs(grad['router']).max() > 0  # through the weights of the experts
+  alone = {name: layer()[name][jnp.asarray([3, 5])] for name in transformer.EXPERTS}
+  two = dataclasses.replace(with_kernel('dense'), experts=2)
+  part = layer() | alone | {'router': layer()['router'][:, jnp.asarray([3, 5])]}
+  out, *_ = experts.mlp(layer(), tokens(), with_kernel(kernel), recorded_NK)
+  # With both experts used, the weights are those of a softmax over these two.
+  np.testing.assert_allclose(out, experts.mlp(part, tokens(), two)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize('block', [1, 8, 32])
+def test_arrangement_drops_and_repeats_no_copy(block):
+  rng = np.random.default_rng(block)
+  chosen_NK = jnp.asarray(rng.integers(0, 9, (30, 4)), jnp.int32)  # 8: left out
+  rows = experts.arrange(chosen_NK, 8, block)
+  place = np.asarray(rows.place_NK).ravel()
+  copy_R = np.asarray(rows.copy_R)
+  ends = np.cumsum(rows.size_E)
+  assert (np.asarray(rows.size_E) % block == 0).all()
+  for copy, (row, expert) in enumerate(zip(place, chosen_NK.ravel(), strict=True)):
+    if expert == 8:
+      assert row == len(copy_R)
+    else:
+      assert copy_R[row] == copy
+      assert np.searchsorted(ends, row, side='right') == expert
+  assert (copy_R < 120).sum() == (chosen_NK < 8).sum()
+
+
+def test_a_token_does_not_depend_on_the_other_tokens():
+  run = jax.jit(functools.partial(experts.mlp, spec=with_kernel('blocks')))
+  out, *_ = run(layer(), tokens())
+  others = tokens(7).at[::2].set(tokens()[::2])
+  assert (run(layer(), others)[0][::2] == out[::2]).all()
+
+
+MESHES = ({'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'fsdp': 2, 'tensor': 4})
+
+
+@pytest.mark.parametrize('sizes', MESHES, ids=str)
+@pytest.mark.parametrize('kernel', ['blocks', 'ragged'])
+def test_a_mesh_changes_no_value_and_no_gradient(sizes, kernel):
+  spec = with_kernel(kernel)
+  params = oracles.noisy(spec, 1)
+  tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 24, (8, 12)))
+
+  def value(params, tokens_BT):
+    return (layers.forward(params, tokens_BT, spec) ** 2).mean()
+
+  wanted = jax.jit(jax.value_and_grad(value))(params, tokens_BT)
+  mesh = sharding.make(**{'data': 1} | sizes)
+  split = jax.device_put(params, sharding.shardings(params, mesh))
+  rows = jax.device_put(tokens_BT, sharding.over_rows(mesh))
+  with sharding.current(mesh):
+    found = jax.jit(jax.value_and_grad(value))(split, rows)
+  making.close_trees(found, wanted, count=2e4)
+
+
+@pytest.mark.parametrize('tensor', [1, 2])
+def test_an_actor_gives_its_parameters_back(tensor):
+  params = oracles.noisy(SPEC, 2)
+  actor = decoder.actor(params, SPEC, joined=tensor == 1)
+  back = decoder.params_of(actor, SPEC)
+  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back, params))
+
+
+def test_an_int8_actor_rounds_each_output_of_each_expert():
+  spec = dataclasses.replace(SPEC, actor_dtype='int8')
+  actor = decoder.actor(oracles.noisy(SPEC, 2), spec)
+  w = actor['layers'][0]
+  whole = np.asarray(oracles.noisy(SPEC, 2)['layers']['expert_up'][0], np.float64)
+  scale_EF = np.asarray(w['expert_up'].scale, np.float64)
+  np.testing.assert_allclose(scale_EF, np.abs(whole).max(1) / 127, rtol=1e-6)
+  error = np.asarray(w['expert_up'].values) * scale_EF[:, None] - whole
+  assert (np.abs(error) <= 0.501 * scale_EF[:, None]).all()
+  assert isinstance(w['router'], jax.Array)
+  read = {
+    name: jnp.asarray(w[name].values * w[name].scale[:, None])
+    for name in transformer.EXPERTS
+  }
+  of_read, *_ = experts.mlp(w | read, tokens(), SPEC)
+  for kernel in KERNELS:
+    out, *_ = experts.mlp(w, tokens(), with_kernel(kernel))
+    making.close(out, of_read, count=SPEC.width * SPEC.ffn)
+
+
+def test_kernels_of_other_platforms_are_refused():
+  with pytest.raises(ValueError, match='needs a gpu and the package tokamax'):
+    experts.resolve('tokamax', 'cpu')
+  assert experts.resolve('auto', 'cpu') == 'blocks'
+  assert experts.resolve('auto', 'tpu') == 'ragged'
