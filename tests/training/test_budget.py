@@ -156,26 +156,22 @@ def test_stored_activations_are_the_compilers(remat, pieces):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-  ('remat', 'experts'), [('full', 16), ('dots', 16), ('dots', 0)]
-)
-def test_an_update_of_experts_on_eight_devices_is_the_compilers(remat, experts):
+def test_an_update_of_experts_on_eight_devices_is_the_compilers():
   config = tiny(
     **{'prompts.count': 8, 'sampler.group_size': 4, 'sampler.max_new_tokens': 192},
     **{'prompts.max_prompt_tokens': 64, 'learner.minibatches': 1, 'sft.batch': 8},
     **{'learner.grad_accum_steps': 2, 'batch.rule': 'fresh_only'},
   )
   spec = dataclasses.replace(
-    MIXTURE, width=256, layers=4, ffn=256, experts=experts, active=4
+    MIXTURE, width=256, layers=4, ffn=256, experts=16, active=4
   )
   mesh = sharding.make(2, 2, 2)
-  job = programs.Job(config, spec, Schedule(remat), mesh)
+  job = programs.Job(config, spec, Schedule('full'), mesh)
   row = plan.compiled(programs.train_step(job), mesh)
   counted = budget.count(*job)
   state = counted.weights + counted.moments
-  assert programs.bytes_per_device(row.program.args[:2]) == pytest.approx(
-    state, rel=0.01
-  )
+  arrays = programs.bytes_per_device(row.program.args[:2])
+  assert arrays == pytest.approx(state, rel=0.01)
   assert counted.update == pytest.approx(row.total, rel=0.3)
 
 
