@@ -68,7 +68,7 @@ def test_a_dry_run_passes_every_stage(tmp_path):
   processes.call('bash', RUN, **environment)
   lines = (tmp_path / 'out/results.jsonl').read_text().splitlines()
   states = {(x['stage'], x['name']): x['status'] for x in map(json.loads, lines)}
-  assert {stage for stage, _ in states} == {*'abcdefpr'}
+  assert {stage for stage, _ in states} == {*'abcdefmpr'}
   assert not any(states.values()), states
   assert (tmp_path / 'out/kept.tar.gz').exists()
   assert '"error"' not in (tmp_path / 'out/e.log').read_text(), 'of parts.py'

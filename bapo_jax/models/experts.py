@@ -76,7 +76,7 @@ def arrange(chosen_NK: Array, experts: int, block: int) -> Rows:
   expert_C = chosen_NK.ravel()
   count_E = jnp.bincount(expert_C, length=experts + 1)
   size_E = (-(-count_E[:experts] // block) * block).astype(jnp.int32)
-  R = (copies + min(experts, copies) * (block - 1)) // block * block
+  R = row_count(copies, experts, block)
   before_E = jnp.cumsum(count_E) - count_E  # copies of earlier experts
   start_E = jnp.append(jnp.cumsum(size_E) - size_E, R)
   order_C = jnp.argsort(expert_C, stable=True)
@@ -90,8 +90,15 @@ def arrange(chosen_NK: Array, experts: int, block: int) -> Rows:
   return Rows(place_C.reshape(chosen_NK.shape), copy_R, size_E)
 
 
-def block_size(copies: int, experts: int) -> int:
+def row_count(copies: int, experts: int, block: int) -> int:
+  """Returns R, the rows that suffice for these copies, whatever their experts."""
+  return (copies + min(experts, copies) * (block - 1)) // block * block
+
+
+def block_size(copies: int, experts: int, kernel: str) -> int:
   """Returns rows per block: about those of an expert, so that little is padding."""
+  if kernel != 'blocks':
+    return 1
   least, most = BLOCKS
   each = max(copies // experts, 1)
   return min(max(least, 1 << (each.bit_length() - 1)), most)
@@ -114,12 +121,13 @@ def _collect(z_RD: Array, rows: Rows) -> Array:
   return functools.reduce(jnp.add, z_KND)
 
 
+# Without another custom_vjp call: remat 'dots' would save its result (layers.REMAT).
 _spread.defvjp(
-  lambda y_ND, rows: (_spread(y_ND, rows), rows),
+  lambda y_ND, rows: (_spread.__wrapped__(y_ND, rows), rows),
   lambda rows, d_RD: (_collect(d_RD, rows), None),
 )
 _collect.defvjp(
-  lambda z_RD, rows: (_collect(z_RD, rows), rows),
+  lambda z_RD, rows: (_collect.__wrapped__(z_RD, rows), rows),
   lambda rows, d_ND: (_spread(d_ND, rows), None),
 )
 
@@ -151,7 +159,7 @@ def _by_blocks(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
 
 
 def _forward(x_RI, w_EIO, size_E, block):
-  return _by_blocks(x_RI, w_EIO, size_E, block), (x_RI, w_EIO, size_E)
+  return _by_blocks.__wrapped__(x_RI, w_EIO, size_E, block), (x_RI, w_EIO, size_E)
 
 
 def _backward(block, saved, d_RO):
@@ -245,7 +253,7 @@ def _experts(y, weight, chosen, gate, up, down, *, kernel: str, experts: int) ->
   first = lax.axis_index('tensor') * mine if mine < experts else 0
   chosen_NK = chosen.reshape(-1, K) - first
   is_mine_NK = (chosen_NK >= 0) & (chosen_NK < mine)
-  block = block_size(chosen_NK.size, experts) if kernel == 'blocks' else 1
+  block = block_size(chosen_NK.size, experts, kernel)
   rows = arrange(jnp.where(is_mine_NK, chosen_NK, mine), mine, block)
   x_RD = _spread(y.reshape(-1, shape[-1]), rows)
   weight_R = weight.ravel().at[rows.copy_R].get(mode='fill', fill_value=0)
@@ -264,7 +272,9 @@ def mlp(
     recorded: [..., K], see `choose`.
   """
   weight, chosen, live = choose(w['router'], y, spec, recorded)
-  kernel = resolve(spec.experts_kernel, jax.default_backend())
+  kernel = spec.experts_kernel
+  if kernel == 'auto':
+    kernel = resolve(kernel, jax.default_backend())
   local = functools.partial(_experts, kernel=kernel, experts=spec.experts)
   run = local
   mesh = sharding.ambient()

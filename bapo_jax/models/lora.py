@@ -41,7 +41,7 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
   """Lists the projections that `targets` matches: path -> (shape of A, shape of B).
 
   Raises:
-    ValueError: the rank exceeds the smaller side of a weight.
+    ValueError: the rank exceeds the smaller side of a weight, or none is matched.
   """
   pairs: dict[str, Pair] = {}
   for path, (shape, _) in transformer.describe(spec).items():
@@ -58,6 +58,11 @@ def shapes(spec: ModelSpec, rank: int, targets: str) -> dict[str, Pair]:
           'change lora.targets'
         )
       pairs[path] = ((shape[0], *inner, rank), (shape[0], rank, *outer))
+  if rank and not pairs:
+    raise ValueError(
+      f'lora.targets={targets!r} matches no projection of this model, whose experts '
+      "have no adapters; set it to 'layers/(q|k|v|o)'"
+    )
   return pairs
 
 

@@ -189,6 +189,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
   frozen = ''
   count = hosts.processes()
+  routed = f', {spec.active} of {spec.experts} experts per token' * bool(spec.experts)
   if few := budget.adapters(c, spec):
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
   elif tower := budget.frozen_tower(c, spec):
@@ -205,7 +206,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
-    f'parameters ({c.model.dtype}){frozen}; products in {c.model.compute}\n'
+    f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
     f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'

@@ -3,8 +3,9 @@
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
 TPU programs. On GPUs it was up to 44 % too high where activations are most of the
 memory, as for adapters with rows of 33k tokens, and 22 % too low for one row of 3k per
-micro-batch and all weights of a 1.5B (docs/system/scaling.md). Of a vision tower, only
-weights are counted. On a host, Python and compiled programs take about half a GiB more.
+micro-batch and all weights of a 1.5B (docs/system/scaling.md). For a small mixture of
+experts on eight CPU devices it was 25 % too high. Of a vision tower, only weights are
+counted. On a host, Python and compiled programs take about half a GiB more.
 --mode=plan compiles instead.
 """
 
@@ -13,11 +14,12 @@ import itertools
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data.knobs import MADE
-from bapo_jax.models import attention, logprob_tiles, lora, transformer
+from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
@@ -54,7 +56,7 @@ class Budget(NamedTuple):
   kept_actor: float  # part of `actor` that stays during an update
   gathered: float  # weights of one layer and the head during an update, and casts
   saved: float  # activations of an update, for its backward pass
-  cache: float  # keys and values of all decode slots
+  cache: float  # keys, values and recorded routes of all decode slots
   responses: float  # recorded tokens of the responses of a step or an evaluation
   sampling: float  # all bytes of a device that only samples; 0 without such devices
   buffer: float  # recorded tokens of the replay buffer
@@ -105,7 +107,9 @@ def count(
   weights += teacher_bytes(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
   evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
-  buffer = float(c.batch.uses_buffer * RECORDED * c.buffer.capacity * G * T)
+  recorded = RECORDED + route_bytes(spec)  # bytes per token; on a device, fewer
+  recorded_here = RECORDED + route_bytes(spec, tensor)
+  buffered = float(c.batch.uses_buffer * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
   if teacher := inputs.teacher_spec(config):  # its pass keeps less than an update
     scoring = _passes(config, teacher, schedule._replace(remat='full'), mesh)
@@ -118,13 +122,14 @@ def count(
     'adapters' if few else 'weights': own * n,
     'optimiser': (8 + 4 * (own < 4)) * n,
     'actor': lags * saved_actor,
-    'buffer': buffer,
+    'buffer': recorded * buffered,
   }
   # Groups in flight are finished before a checkpoint is written.
-  checkpoint['groups in flight'] = RECORDED * c.rollout.depth * c.prompts.count * G * T
+  checkpoint['groups in flight'] = recorded * c.rollout.depth * c.prompts.count * G * T
   checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
-  cache = c.sampler.max_num_seqs * cache_bytes(spec, T, tensor)
-  rows = RECORDED * c.places * G * T
+  slot = cache_bytes(spec, T, tensor) + route_bytes(spec, tensor) * T
+  cache = c.sampler.max_num_seqs * slot
+  rows = recorded_here * c.places * G * T
   sampling = 0.0
   if rollout_mesh is not None:
     # A queued submission keeps its weights; the learner's own actor only evaluates.
@@ -141,8 +146,8 @@ def count(
     saved=saved,
     cache=cache / shards,
     sampling=sampling,
-    responses=RECORDED * max(c.places * G, c.seats * G, evaluated) * T / shards,
-    buffer=buffer / (1 if c.buffer.capacity % shards else shards),
+    responses=recorded_here * max(c.places * G, c.seats * G, evaluated) * T / shards,
+    buffer=recorded_here * buffered / (1 if c.buffer.capacity % shards else shards),
     checkpoint=checkpoint,
     disk=(c.checkpoint.keep + c.checkpoint.best + 1) * sum(checkpoint.values()),
   )
@@ -164,22 +169,39 @@ def teacher_bytes(config: Config, spec: ModelSpec) -> int:
   return copies * itemsize(spec.dtype) * trained(config, spec)
 
 
-def matrices(spec: ModelSpec) -> int:
-  """Returns the number of weights in the matrix products of the layers."""
+def matrices(spec: ModelSpec, copies: int | None = None) -> int:
+  """Returns the number of weights in the matrix products of the layers.
+
+  Counts up to `copies` experts of a layer, all by default, but no router.
+  """
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * spec.ffn)
+  ffn = _read(spec, copies) * spec.ffn
+  return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * ffn)
 
 
-def matrix_bytes(spec: ModelSpec) -> int:
-  """Counts the bytes of an actor's weights in the matrix products of the layers.
+def active_matrices(spec: ModelSpec) -> int:
+  """Returns the number of weights that a token is multiplied by in the layers."""
+  return matrices(spec, spec.active) + spec.layers * spec.width * spec.experts
+
+
+def _read(spec: ModelSpec, copies: int | None) -> int:
+  """Returns the feed-forward parts of a layer: 1, or at most `copies` experts."""
+  if not spec.experts or copies is None:
+    return spec.experts or 1
+  return min(spec.experts, copies)
+
+
+def matrix_bytes(spec: ModelSpec, copies: int | None = None) -> int:
+  """Counts the bytes of an actor's weights in `matrices`.
 
   A quantised weight takes 1 byte, and the scale of an output 4.
   """
   if spec.actor_dtype == 'compute':
-    return itemsize(spec.compute) * matrices(spec)
+    return itemsize(spec.compute) * matrices(spec, copies)
   heads = spec.heads + 2 * spec.kv_heads
-  outputs = heads * spec.head_width + 2 * spec.width + 2 * spec.ffn
-  return matrices(spec) + 4 * outputs * spec.layers
+  outputs = heads * spec.head_width + spec.width
+  outputs += _read(spec, copies) * (spec.width + 2 * spec.ffn)
+  return matrices(spec, copies) + 4 * outputs * spec.layers
 
 
 def actor_bytes(spec: ModelSpec) -> int:
@@ -215,8 +237,9 @@ def _passes(
   if schedule.remat == 'none' and spec.compute != spec.dtype:
     # Nothing is recomputed, so the casts of all layers stay for the backward pass.
     gathered += at_once * c * layer * spec.layers / tensor
-  saved = spec.layers * saved_bytes(spec, schedule, T, tensor) + (c + 4) * spec.width
-  inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor)
+  sizes = T, tensor, rows
+  saved = spec.layers * saved_bytes(spec, schedule, *sizes) + (c + 4) * spec.width
+  inside = saved_bytes(spec, schedule._replace(remat='none'), *sizes)
   per_token = saved * at_once
   if spec.attention == 'splash':
     # The fused backward pass writes the queries' gradients once per block of keys.
@@ -228,17 +251,23 @@ def _passes(
     per_token += 2 * c * spec.heads * spec.head_width / tensor
   tile = logprob_tiles.largest(schedule.tile_mib, -(-spec.vocab // tensor))
   logits = 3 * 4 * min(tile.columns, rows * T) * tile.rows
-  # The tiles of logits are gone before the backward pass of the layers begins.
-  return gathered, rows * T * per_token + max(2 * inside * rows * T, logits)
+  # The routes of a minibatch. The tiles of logits are gone before the backward pass of
+  # the layers begins.
+  routes = route_bytes(spec, tensor) * config.minibatch_rows / shards * T
+  per_token += route_bytes(spec)
+  return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
 
 
 def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
-  """Returns the spec with the attention kernel that 'auto' selects on this mesh."""
-  if spec.attention != 'auto':
-    return spec
+  """Returns the spec with the kernels that 'auto' selects on this mesh."""
   platform = mesh.devices.flat[0].platform
-  kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
-  return dataclasses.replace(spec, attention=kernel)
+  if spec.attention == 'auto':
+    kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
+    spec = dataclasses.replace(spec, attention=kernel)
+  if spec.experts and spec.experts_kernel == 'auto':
+    kernel = experts.resolve('auto', platform)
+    spec = dataclasses.replace(spec, experts_kernel=kernel)
+  return spec
 
 
 def itemsize(dtype: str) -> int:
@@ -270,8 +299,19 @@ def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
 
 
+def route_bytes(spec: ModelSpec, tensor: int = 1) -> float:
+  """Returns the bytes per token and device of recorded routes; 0 without any.
+
+  The numbers are divided over `tensor` devices if that leaves no remainder.
+  """
+  if spec.routes is None:
+    return 0
+  numbers, dtype = spec.routes
+  return numbers * np.dtype(dtype).itemsize / (1 if numbers % tensor else tensor)
+
+
 def saved_bytes(
-  spec: ModelSpec, schedule: Schedule, length: int, tensor: int = 1
+  spec: ModelSpec, schedule: Schedule, length: int, tensor: int = 1, rows: int = 1
 ) -> float:
   """Counts the bytes per token that one layer saves for the backward pass.
 
@@ -289,18 +329,22 @@ def saved_bytes(
           keys and values again for n blocks of queries    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
 
-  Heads and F are divided over `tensor` devices; with sequence sharding, D too. L, the
-  mean number of keys that a query attends to, grows with `length`.
+  With experts, F is replaced as in `_experts_bytes`. Heads and F are divided over
+  `tensor` devices; with sequence sharding, D too. L, the mean number of keys that a
+  query attends to, grows with `length`.
   """
   kind, c = schedule.remat, itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
-  F, H = spec.ffn / tensor, spec.heads / tensor
+  H = spec.heads / tensor
+  ffn = (2 if kind == 'dots' else 6) * c * spec.ffn / tensor
+  if spec.experts:
+    ffn = _experts_bytes(spec, kind, rows * length, tensor)
   K, C = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor), spec.head_width
   if kind == 'full':
     return c * D
   if kind == 'dots':
     attended = (c * C + 4) * H if spec.attention in attention.FUSED else 0
-    return c * (2 * D + (H + 2 * K) * C + 2 * F) + attended
+    return c * (2 * D + (H + 2 * K) * C) + ffn + attended
   norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
   scores, blocks = 4 * H, 1.0
   if spec.attention == 'plain':
@@ -312,7 +356,26 @@ def saved_bytes(
     live = sum(n * end for n, end in zip(sizes, ends, strict=True)) / length
     blocks = sum(ends) / length
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
-  return norms + c * (2 * H + 2 * K * blocks) * C + 6 * c * F + scores
+  return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
+
+
+def _experts_bytes(spec: ModelSpec, kind: str, tokens: int, tensor: int) -> float:
+  """Counts the bytes per token that a layer of experts saves, of `tokens` tokens.
+
+  A token has K copies, padded by the kernel 'blocks': n rows. Each of the `tensor`
+  devices has room for all of them, because all might be of its experts.
+
+    dots  gate, up; the router's product, the chosen     n 2 c F + c E + 4 K
+    none  inputs, gate, up, sigmoid, silu, products      n c (D + 7 F)
+          each row's copy and weight; logits, softmax    8 n + 8 E + 16 K
+  """
+  c = itemsize(spec.compute)
+  F, E, K = spec.ffn, spec.experts, spec.active
+  block = experts.block_size(tokens * K, E, spec.experts_kernel)
+  n = experts.row_count(tokens * K, E // tensor, block) / tokens
+  if kind == 'dots':
+    return n * 2 * c * F + c * E + 4 * K
+  return n * (c * (spec.width + 7 * F) + 8) + 8 * E + 16 * K
 
 
 def choices(
@@ -353,9 +416,9 @@ def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) ->
   and once more if micro-batches wait. Without a search over micro-batches, that forward
   pass is counted for every schedule alike.
   """
-  forward = 2 * matrices(spec) / spec.layers
+  forward = 2 * active_matrices(spec) / spec.layers
   forward += 2 * length * spec.heads * spec.head_width  # attention to half the row
-  head = spec.vocab * spec.width / matrices(spec)
+  head = spec.vocab * spec.width / active_matrices(spec)
   saved = saved_bytes(spec, schedule._replace(sequence_sharding=False), length)
   stored = schedule.bounds_pass == 'stored'
   recomputed = {'none': 0.0, 'dots': DOTS, 'full': 1.0}[schedule.remat]

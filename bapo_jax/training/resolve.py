@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.models import attention
+from bapo_jax.models import attention, experts, transformer
 from bapo_jax.models.knobs import (
   PRECISION,
 )
@@ -100,6 +100,8 @@ def resolve(
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
   attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
+  experts.resolve(spec.experts_kernel, platform)
+  sharding.shardings(transformer.abstract(spec), mesh)  # refuses what does not divide
   use_precision(config.model.compute, platform)
   schedule = budget.choose_schedule(config, spec, mesh)
   counted = budget.count(config, spec, schedule, mesh, rollout_mesh)

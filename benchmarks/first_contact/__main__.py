@@ -2,11 +2,11 @@
 
   python -m benchmarks.first_contact [--minutes=10] [--model=DIR] [--out=FILE.json]
 
-Rates of the devices; parity of a tiny model, and of the attention kernels, with float64
-on the CPU; decoding, training and their memory beside the roofline and the plan; the
-main job of the README. The sections run one after the other, each in a process of its
-own; a section that does not fit the minutes is skipped. Prints a table and, as the last
-line, one JSON object, described by schema.json.
+Rates of the devices; parity of a tiny model, of the attention kernels and of a tiny
+mixture of experts with float64 on the CPU; decoding, training and their memory beside
+the roofline and the plan; the main job of the README. The sections run one after the
+other, each in a process of its own; a section that does not fit the minutes is skipped.
+Prints a table and, as the last line, one JSON object, described by schema.json.
 
 The exit status is 1 if parity, a kernel or the main job fails, else 0. Skipped sections
 do not change the status.

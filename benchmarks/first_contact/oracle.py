@@ -1,5 +1,7 @@
 """Computes a Qwen2 from its definition, in float64 on the CPU, to compare with.
 
+Its feed-forward layers may be those of Qwen3-MoE.
+
 Shares no code with the package: no packing, cache, kernel, chunk or rematerialisation.
 Every function runs inside `exact`.
 """
@@ -64,9 +66,30 @@ def _rotate(x_BTHC: Array, theta: float) -> Array:
   return jnp.concatenate(pair, -1)
 
 
+def _experts(w: Tree, y_BTD: Array, spec: ModelSpec, recorded_BTK: Any) -> Array:
+  """Computes all experts of every token, then sums the recorded ones, or the best K."""
+  share_BTE = jax.nn.softmax(y_BTD @ w['router'])
+  _, chosen_BTK = jax.lax.top_k(share_BTE, spec.active)
+  if recorded_BTK is not None:
+    chosen_BTK = jnp.where(recorded_BTK < spec.experts, recorded_BTK, chosen_BTK)
+  used_BTE = share_BTE * jax.nn.one_hot(chosen_BTK, spec.experts).sum(-2)
+  if spec.norm_topk:
+    used_BTE /= used_BTE.sum(-1, keepdims=True)
+  gate, up = (
+    jnp.einsum('btd,edf->btef', y_BTD, w[f'expert_{name}']) for name in ('gate', 'up')
+  )
+  z_BTED = jnp.einsum('btef,efd->bted', jax.nn.silu(gate) * up, w['expert_down'])
+  return jnp.einsum('bte,bted->btd', used_BTE, z_BTED)
+
+
 @functools.partial(jax.jit, static_argnames='spec')
-def logprobs(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+def logprobs(
+  params: Tree, tokens_BT: Array, spec: ModelSpec, routes_BTX: Array | None = None
+) -> Array:
   """Returns [B, T, V]: the log-probability of every token after columns 0 to t."""
+  by_layer = [None] * spec.layers
+  if routes_BTX is not None:
+    by_layer = jnp.split(routes_BTX, spec.layers, axis=-1)
   x_BTD, T = params['embed'][tokens_BT], tokens_BT.shape[1]
   causal_BTT = jnp.broadcast_to(jnp.tri(T, dtype=bool), (tokens_BT.shape[0], T, T))
   for i in range(spec.layers):
@@ -79,14 +102,19 @@ def logprobs(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
     mixed_BTHC = attention(q, k, v, causal_BTT)
     x_BTD += jnp.einsum('bthc,hcd->btd', mixed_BTHC, w['o'])
     y_BTD = _norm(x_BTD, w['mlp_norm'], spec.norm_eps)
+    if spec.experts:
+      x_BTD += _experts(w, y_BTD, spec, by_layer[i])
+      continue
     x_BTD += (jax.nn.silu(y_BTD @ w['gate']) * (y_BTD @ w['up'])) @ w['down']
   hidden_BTD = _norm(x_BTD, params['final_norm'], spec.norm_eps)
   return jax.nn.log_softmax(hidden_BTD @ params['embed'].T)
 
 
-def of_tokens(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
+def of_tokens(
+  params: Tree, tokens_BT: Array, spec: ModelSpec, routes_BTX: Array | None = None
+) -> Array:
   """Returns the log-probability [B, T] of each token; 0 in the first column."""
-  logp_BTV = logprobs(params, tokens_BT, spec)[:, :-1]
+  logp_BTV = logprobs(params, tokens_BT, spec, routes_BTX)[:, :-1]
   logp_BT = jnp.take_along_axis(logp_BTV, tokens_BT[:, 1:, None], 2)[..., 0]
   return jnp.pad(logp_BT, ((0, 0), (1, 0)))
 
@@ -98,7 +126,8 @@ def gradient(
   """Returns the gradient of -mean(min(r A, clip(r, low, high) A)), r = pi / mu."""
 
   def value(params: Tree) -> Array:
-    logp_BT, mask_BT = of_tokens(params, batch.tokens_BT, spec), batch.loss_mask_BT
+    logp_BT = of_tokens(params, batch.tokens_BT, spec, batch.routes_BTX)
+    mask_BT = batch.loss_mask_BT
     ratio_BT = jnp.exp(jnp.where(mask_BT, logp_BT - batch.behavior_logp_BT, 0))
     adv_BT = batch.adv_BT
     gain_BT = jnp.minimum(ratio_BT * adv_BT, jnp.clip(ratio_BT, low, high) * adv_BT)

@@ -67,15 +67,23 @@ def weights(spec: ModelSpec) -> Tree:
 
 
 def example(spec: ModelSpec, params: Tree) -> Batch:
-  """Returns rows off-policy by 0.05 or 0.5 nats per token, far from the bounds."""
+  """Returns rows off-policy by 0.05 or 0.5 nats per token, far from the bounds.
+
+  With experts, the recorded routes are random.
+  """
   rng, B, T = np.random.default_rng(1), PROMPTS * GROUP, PROMPT + NEW
   tokens_BT = rng.integers(1, spec.vocab, (B, T), np.int32)
   length_B = rng.integers(PROMPT + 1, T + 1, B)
   column_T = np.arange(T)
   loss_mask_BT = (column_T >= PROMPT) & (column_T < length_B[:, None])
+  routes_BTX = None
+  if spec.routes:
+    order = rng.random((B, T, spec.layers, spec.experts)).argsort(-1)
+    routes_BTX = order[..., : spec.active].reshape(B, T, -1).astype(spec.routes.dtype)
   with oracle.exact():
-    tokens = jax.numpy.asarray(tokens_BT)
-    logp_BT = np.asarray(oracle.of_tokens(oracle.wide(params), tokens, spec))
+    rows = jax.tree.map(jax.numpy.asarray, (tokens_BT, routes_BTX))
+    logp_BT = oracle.of_tokens(oracle.wide(params), rows[0], spec, rows[1])
+    logp_BT = np.asarray(logp_BT)
   away_BT = rng.choice([-0.5, -0.05, 0.05, 0.5], (B, T))
   old_BT = np.where(loss_mask_BT, logp_BT + away_BT, 0).astype(np.float32)
   adv_B1 = np.where(np.arange(B) % 2, -1.0, 0.7)[:, None]
@@ -87,6 +95,7 @@ def example(spec: ModelSpec, params: Tree) -> Batch:
     'adv_BT': np.broadcast_to(adv_B1, tokens_BT.shape).astype(np.float32),
     'source_B': np.zeros(B, np.int32),
     'on_policy_BT': loss_mask_BT,
+    'routes_BTX': routes_BTX,
   }
   return Batch(**fields)
 
@@ -157,21 +166,24 @@ def compare(
   eps, (of_logp, of_gradient) = EPS[spec.compute], ROUNDINGS[spec.compute]
   with oracle.exact():
     exact = oracle.wide(params)
-    logp_BT = np.asarray(oracle.of_tokens(exact, batch.tokens_BT, spec))
+    rows = batch.tokens_BT, spec, batch.routes_BTX
+    logp_BT = np.asarray(oracle.of_tokens(exact, *rows))
     limit = of_logp * eps * np.abs(logp_BT).max()
     off_BT = np.where(batch.loss_mask_BT, np.abs(found.logp_BT - logp_BT), 0)
     yield 'log-probabilities, learner', off_BT.max(), 'nats', limit
 
     mask_BT = np.asarray(found.drawn.response_mask_BT)
-    logp_BT = np.asarray(oracle.of_tokens(exact, found.drawn.tokens_BT, spec))
+    rows = found.drawn.tokens_BT, spec, found.drawn.routes_BTX
+    logp_BT = np.asarray(oracle.of_tokens(exact, *rows))
     off_BT = np.where(mask_BT, np.abs(found.drawn.logp_BT - logp_BT), 0)
     yield 'log-probabilities, sampler', off_BT.max(), 'nats', limit
 
     # A token may replace the best only if rounding can exchange the two.
     mask_BT = np.asarray(found.greedy.response_mask_BT)
-    every_BTV = np.asarray(oracle.logprobs(exact, found.greedy.tokens_BT, spec))
+    rows = found.greedy.tokens_BT, spec, found.greedy.routes_BTX
+    every_BTV = np.asarray(oracle.logprobs(exact, *rows))
     best_BT = np.pad(every_BTV.max(-1)[:, :-1], ((0, 0), (1, 0)))
-    chosen_BT = np.asarray(oracle.of_tokens(exact, found.greedy.tokens_BT, spec))
+    chosen_BT = np.asarray(oracle.of_tokens(exact, *rows))
     lost = np.where(mask_BT, best_BT - chosen_BT, 0).max()
     yield 'greedy text, behind the best', lost, 'nats', 2 * limit
 

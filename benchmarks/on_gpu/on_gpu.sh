@@ -7,6 +7,7 @@
 #   b  the main job of the README                e  RL steps of three sizes, and torch's
 #   c  benchmarks.first_contact, correctness     f  memory: measured and planned; profile
 #   r  benchmarks.first_contact, rates           p  parts of an update and of a token
+#   m  benchmarks.first_contact, experts
 #
 # Each stage has a time limit, a log in $OUT and lines in the table at the end; a stage
 # that fails does not end the others, but for a, without which there is no GPU. `on_gpu.sh
@@ -42,8 +43,8 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=$WHOLE
 unset XLA_CLIENT_MEM_FRACTION # JAX refuses both
 MODELS=(q05 q15 s135)
 CHECKED=s135                      # its log-probabilities are compared
-STAGES=(a c d e:q05 b e:q15 r e:s135 f) # in the order of their value
-[[ $SMALL ]] && MODELS=(tiny) CHECKED=tiny STAGES=(a c d e b r p f)
+STAGES=(a c d e:q05 b e:q15 r m e:s135 f) # in the order of their value
+[[ $SMALL ]] && MODELS=(tiny) CHECKED=tiny STAGES=(a c d e b r m p f)
 (($#)) && STAGES=("$@")
 : >>"$OUT/results.jsonl"
 
@@ -52,9 +53,9 @@ left() { echo $((TOTAL - SECONDS)); }
 
 # limited STAGE SECONDS COMMAND...: runs it within its limit and what is left.
 limited() {
-  # Eight files in all: f is logged in a.log, r in c.log, p in e.log.
+  # Eight files in all: f is logged in a.log, r and m in c.log, p in e.log.
   local log limit=$(($2 * SLOW))
-  log=$OUT/$(tr frp ace <<<"$1").log
+  log=$OUT/$(tr frmp acce <<<"$1").log
   shift 2
   ((limit > $(left) - 5)) && limit=$(($(left) - 5))
   if ((limit < 10)); then
@@ -154,6 +155,10 @@ stage_r() {
     'decode 1.5B' 'train 1.5B'
 }
 
+stage_m() { # kernels of experts, at least blocks, dense and that of auto
+  contact m experts 110 c-experts.json experts
+}
+
 stage_e() { # [NAME...]
   local name trace names=("$@")
   (($#)) || names=("${MODELS[@]}")
@@ -179,7 +184,7 @@ stage_f() {
 
 keep() { # what is worth more than its log, in one file below the limit of 16 MiB
   local files=() each
-  for each in c-parity.json c-kernels.json c-speed.json main/report.html \
+  for each in c-parity.json c-kernels.json c-speed.json c-experts.json main/report.html \
     main/report.json main/report.html main/metrics.jsonl main/config.json; do
     [[ -e $WORK/$each ]] && files+=("$each")
   done

@@ -116,6 +116,14 @@ def test_targets_that_match_nothing_are_refused(targets):
   assert 'layers/(q|v)' in str(error.value) or 'layers/down' in str(error.value)
 
 
+def test_a_mixture_has_adapters_of_attention_alone():
+  spec = dataclasses.replace(SPEC, experts=4, active=2)
+  assert set(lora.shapes(spec, 2, ALL)) == {f'layers/{name}' for name in 'qkvo'}
+  with pytest.raises(ValueError, match=r"lora\.targets='layers/\(gate\|up\)'"):
+    lora.shapes(spec, 2, 'layers/(gate|up)')
+  assert not lora.shapes(spec, 0, 'layers/gate')  # adapters are off
+
+
 def products(function, argument):
   """The sorted shapes of all products in a program, those in its loops included."""
   found = set()

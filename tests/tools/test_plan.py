@@ -224,13 +224,24 @@ def seeing(config, tmp_path):
   return config.with_values(prompts={'max_prompt_tokens': 256 + programs.TEXT})
 
 
+@pytest.fixture
+def mixture(config):
+  """The config with an embedded policy of eight experts."""
+  values = config_lib.parse(aime.tiny().to_dict()).model_dump()
+  kept = {name: getattr(config, name).model_dump() for name in ('prompts', 'sampler')}
+  values |= kept | {'mesh': config.mesh.model_dump()}
+  values['model'] |= {'experts': 8, 'compute': 'bfloat16', 'kv_heads': 4}
+  return config_lib.parse(values)
+
+
 MADE = [('config', name) for name in programs.PROGRAMS] + [('adapters', 'train step')]
 MADE += [('seeing', name) for name in ('train step', 'prefill', 'tower')]
+MADE += [('mixture', name) for name in programs.PROGRAMS]
 
 
 @pytest.mark.parametrize(('kind', 'name'), MADE)
 def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
-  config = request.getfixturevalue('seeing' if kind == 'seeing' else 'config')
+  config = request.getfixturevalue('config' if kind == 'adapters' else kind)
   config = config.with_values(lora={'rank': 4 * (kind == 'adapters')})
   job = job_of(config, mesh)
   program = programs.programs_of(job.spec)[name](job)
@@ -238,6 +249,7 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
     traced = program.function.trace(*program.args, **program.static)
     text = traced.lower(lowering_platforms=('tpu',)).as_text()
   assert 'tpu_custom_call' in text, 'no kernel of a TPU'
+  assert ('ragged_dot' in text) == (kind == 'mixture')
   assert program.cost.flops > 0
 
 

@@ -23,10 +23,27 @@ ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
 def test_a_token_by_hand():
   # A layer: q and o 16 x 16, k and v 16 x 8, three of 16 x 32: 2304 weights.
-  assert roofline.matrices(SPEC) == 2 * 2304
+  assert roofline.active_matrices(SPEC) == 2 * 2304
   # Two per weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 per layer.
   once = roofline.forward(SPEC, context=5)
   assert once == (2 * 4608, 2 * 320, 2 * 20 * 16)
+
+
+def test_a_token_pays_for_its_experts_and_a_step_reads_those_of_all_tokens():
+  spec = dataclasses.replace(SPEC, ffn=8, experts=16, active=3, compute='bfloat16')
+  # Attention 768 weights, the router 16 x 16, and three of sixteen experts of 3 x 128.
+  once = roofline.forward(spec, context=5)
+  assert once.layers == 2 * 2 * (768 + 256 + 3 * 384)
+  # Two devices share the heads and the experts, so that each has all four tokens.
+  shape = {'data': 2, 'fsdp': 1, 'tensor': 2}
+  for slots, used in ((2, 3), (8, 12), (64, 16)):
+    cost = roofline.decode(spec, shape, slots, 8, cache=1000.0)
+    assert cost.bytes == 2 * (2 * (768 + used * 384) + 320) / 2 + 1000
+  spec = dataclasses.replace(spec, actor_dtype='int8')
+  cost = roofline.decode(spec, shape, 2, 8, cache=1000.0)
+  # Scales of q, k, v and o, then of gate, up and down of three experts.
+  scales = 4 * 2 * (16 + 2 * 8 + 16 + 3 * (8 + 8 + 16))
+  assert cost.bytes == (2 * (768 + 3 * 384) + scales + 2 * 320) / 2 + 1000
 
 
 def test_the_flops_of_a_tower_are_those_of_its_products():

@@ -27,6 +27,9 @@ from configs import aime
 SPEC = transformer.ModelSpec(
   vocab=32, width=48, layers=24, heads=4, kv_heads=2, head_width=16, ffn=160
 )
+MIXTURE = dataclasses.replace(
+  SPEC, ffn=24, experts=8, active=2, attention='plain', experts_kernel='blocks'
+)
 B, T = 4, 64
 RESULTS = pathlib.Path(__file__).parents[2] / 'benchmarks/results'
 
@@ -65,6 +68,18 @@ def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
     assert (deep - shallow) / 8 / (B * T) == pytest.approx(counted, rel=0.02), kind
 
 
+@pytest.mark.parametrize(
+  'kind', ['dots', pytest.param('none', marks=pytest.mark.nightly)]
+)
+def test_saved_bytes_of_experts_are_the_compilers(kind):
+  # 512 copies of 256 tokens; seven padding rows or more for each of eight experts.
+  deep, shallow = (
+    temporaries(dataclasses.replace(MIXTURE, layers=n), kind) for n in (12, 4)
+  )
+  counted = budget.saved_bytes(MIXTURE, Schedule(kind), T, 1, B)
+  assert (deep - shallow) / 8 / (B * T) == pytest.approx(counted, rel=0.02)
+
+
 def test_saved_bytes_by_hand():
   # D 48, H C 64, K C 32, F 160; bfloat16 and another kernel than the plain one.
   spec = dataclasses.replace(SPEC, compute='bfloat16', attention='splash')
@@ -83,10 +98,30 @@ def test_saved_bytes_by_hand():
   assert (whole, split) == (2 * 2 * 48 + shared, 2 * 48 + shared)
 
 
+def test_saved_bytes_of_experts_by_hand():
+  # Four tokens with two experts each: eight copies in blocks of 8 rows, so that each of
+  # eight experts may need a block of its own: 64 rows, 16 per token.
+  attended = 4 * (2 * 48 + 64 + 2 * 32)
+  found = [
+    budget.saved_bytes(dataclasses.replace(MIXTURE, **kind), Schedule('dots'), 4, n)
+    for kind, n in [({}, 1), ({'experts_kernel': 'ragged'}, 1), ({}, 8)]
+  ]
+  chosen, logits = 4 * 2, 4 * 8
+  # Without blocks there is a row per copy. Of eight devices, each has all copies, but
+  # the block of a single expert.
+  of_heads = 4 * 2 * 48 + 4 * 64 / 8 + 4 * 2 * 32
+  assert found == [
+    attended + 16 * 2 * 4 * 24 + chosen + logits,
+    attended + 2 * 2 * 4 * 24 + chosen + logits,
+    of_heads + 2 * 2 * 4 * 24 + chosen + logits,
+  ]
+
+
 @pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('kind', ['compute', 'int8', 'float8_e4m3fn'])
-def test_the_bytes_of_an_actor_are_those_of_its_arrays(kind, compute):
-  spec = dataclasses.replace(SPEC, compute=compute, actor_dtype=kind, o_bias=True)
+@pytest.mark.parametrize('model', [SPEC, MIXTURE], ids=['dense', 'experts'])
+def test_the_bytes_of_an_actor_are_those_of_its_arrays(model, kind, compute):
+  spec = dataclasses.replace(model, compute=compute, actor_dtype=kind, o_bias=True)
   make = functools.partial(decoder.actor, spec=spec)
   arrays = jax.tree.leaves(jax.eval_shape(make, transformer.abstract(spec)))
   norms = (2 * spec.layers + 1) * spec.width  # float32 in any case
@@ -118,6 +153,26 @@ def test_stored_activations_are_the_compilers(remat, pieces):
   counted, compiled = (a - b for a, b in zip(stored, again, strict=True))
   # What the head saves for its backward pass is not in the count.
   assert compiled == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.nightly
+def test_an_update_of_experts_on_eight_devices_is_the_compilers():
+  config = tiny(
+    **{'prompts.count': 8, 'sampler.group_size': 4, 'sampler.max_new_tokens': 192},
+    **{'prompts.max_prompt_tokens': 64, 'learner.minibatches': 1, 'sft.batch': 8},
+    **{'learner.grad_accum_steps': 2, 'batch.rule': 'fresh_only'},
+  )
+  spec = dataclasses.replace(
+    MIXTURE, width=256, layers=4, ffn=256, experts=16, active=4
+  )
+  mesh = sharding.make(2, 2, 2)
+  job = programs.Job(config, spec, Schedule('full'), mesh)
+  row = plan.compiled(programs.train_step(job), mesh)
+  counted = budget.count(*job)
+  state = counted.weights + counted.moments
+  arrays = programs.bytes_per_device(row.program.args[:2])
+  assert arrays == pytest.approx(state, rel=0.01)
+  assert counted.update == pytest.approx(row.total, rel=0.3)
 
 
 def parsed(learner=(), **model):
@@ -296,6 +351,26 @@ def test_devices_share_the_state_the_cache_and_the_rows():
   numbers = 2 * spec.layers * heads * spec.head_width * config.row_length
   assert alone.cache == 4 * slots * numbers
   assert found.cache == alone.cache / 4 / (1 if heads % 2 else 2)
+
+
+def test_routes_by_hand():
+  # Two experts in each of two layers are four bytes per token of a row.
+  knobs = {'batch.rule': 'adapted', 'model.layers': 2, 'model.experts': 4}
+  config, _, with_routes = counted(mesh=(2, 2, 2), **knobs)
+  knobs['model.replay_routes'] = 'off'
+  _, _, without = counted(mesh=(2, 2, 2), **knobs)
+  T, group = config.row_length, config.sampler.group_size
+
+  def more(name):
+    return getattr(with_routes, name) - getattr(without, name)
+
+  capacity, slots = config.buffer.capacity, config.sampler.max_num_seqs
+  # Four devices divide the rows, two the experts of a row.
+  assert more('buffer') == 4 * capacity * group * T / 8
+  assert more('cache') == 4 * slots * T / 8
+  assert more('responses') * 13 == without.responses * 4 / 2
+  whole = with_routes.checkpoint['buffer'] - without.checkpoint['buffer']
+  assert whole == 4 * capacity * group * T
 
 
 def test_a_checkpoint_by_hand():

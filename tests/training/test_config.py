@@ -45,6 +45,10 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
   ({'sampler.max_new_tokens': 40_000}, ['32768 positions']),
   ({'model.tower.width': 30}, ['model.tower.width=30']),
   (
+    {'model.tower.layers': 2, 'model.experts': 4},
+    ['model.tower.layers=2', 'model.experts=4', 'text-only'],
+  ),
+  (
     {'tokenizer.path': 'characters', 'model.path': 'models/m'},
     ["tokenizer.path='characters'", 'models/m'],
   ),
@@ -157,6 +161,9 @@ def test_rows_and_kernels_fit_the_mesh():
   assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
   with pytest.raises(ValueError, match='splash'):  # a kernel that a CPU lacks
     resolve.resolve(parse(plain(**{'model.attention': 'splash'})))
+  experts = {'model.experts': 6, 'mesh.data': 2, 'mesh.tensor': 4}
+  with pytest.raises(ValueError, match=r'experts=6 .*mesh\.tensor=4'):
+    resolve.resolve(parse(plain(**experts)))
 
 
 def test_a_config_comes_back_from_its_plain_values_and_from_json():

@@ -145,14 +145,17 @@ def run(config: Config, topology: str, mean_share: float) -> bool:
     print(text)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
+  routed = f', experts {job.spec.experts_kernel}' * bool(job.spec.experts)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   print(
     f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm:.4g} GiB, '
-    f'{sizes}, attention {job.spec.attention}'
+    f'{sizes}, attention {job.spec.attention}{routed}'
   )
   print(machine.CONFIRMED)
   needed = budget.count(*job).update
   print(budget.sentence(config, job.schedule, needed, room(chip)))
+  if text := of_routes(job):
+    print(text)
   rows = {}
   verdicts = {}
   for name, make in programs.programs_of(job.spec).items():
@@ -168,6 +171,20 @@ def run(config: Config, topology: str, mean_share: float) -> bool:
   print(f'\n{memory_table(rows, verdicts)}')
   print(f'\n{roofline_table(rows, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
+
+
+def of_routes(job: Job) -> str:
+  """Describes the memory of recorded routes; '' if none are recorded."""
+  size = budget.route_bytes(job.spec, job.shape['tensor'])
+  if not size:
+    return ''
+  counted = budget.count(*job)
+  share = size / (budget.RECORDED + size) / GIB
+  return (
+    f'routes (model.replay_routes={job.spec.replay_routes}): '
+    f'{budget.route_bytes(job.spec):.0f} bytes per token; GiB per device: '
+    f'{share * counted.responses:.3g} responses, {share * counted.buffer:.3g} buffer'
+  )
 
 
 def of_this_machine(config: Config, topology: str) -> str:

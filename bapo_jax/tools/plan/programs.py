@@ -20,7 +20,7 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, decoder, lora, ragged
+from bapo_jax.models import attention, decoder, experts, lora, ragged
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -70,14 +70,15 @@ class Program(NamedTuple):
 
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
-  """Returns the spec of the config's model, with the platform's attention kernel."""
+  """Returns the spec of the config's model, with the platform's kernels."""
   if path := config.model.path:
     directory = hf_directory.find(path, 'model.path', ('config.json',))
     spec = inputs.read_spec(config, directory, None)
   else:
     spec = inputs.open_model(config).spec
   kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
-  return dataclasses.replace(spec, attention=kind)
+  kernel = experts.resolve(spec.experts_kernel, platform)
+  return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)
 
 
 def bytes_per_device(tree: Tree) -> int:
@@ -164,10 +165,15 @@ def score(job: Job) -> Program:
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
   like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(job.mesh))
   seen = embedded(job, max(1, B // config.sampler.group_size))
+  more: dict[str, Any] = {} if seen is None else {'pictures': seen}
+  if routes := job.spec.routes:
+    layout = sharding.over_routes(job.mesh, (B, T, routes.numbers))
+    abstract = jax.eval_shape(lambda: routes.empty(B, T))
+    more['routes_BTX'] = sharding.abstract(abstract, layout)
   return Program(
     jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
     (weights, like((B, T), 'int32'), like((B, T), 'bool')),
-    {} if seen is None else {'pictures': seen},
+    more,
     roofline.score(job.language, job.shape, B, T),
     [roofline.gathers(job.language, job.shape), sums(job, B * T)],
     rest,

@@ -12,7 +12,7 @@ from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
-from bapo_jax.training.budget import itemsize, matrices, matrix_bytes
+from bapo_jax.training.budget import active_matrices, itemsize, matrix_bytes
 
 GIB = 2**30
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
@@ -140,7 +140,7 @@ def forward(spec: ModelSpec, context: float) -> Products:
   These are 2 per weight, and 4 x heads x head width per layer and attended token.
   """
   return Products(
-    layers=2 * matrices(spec),
+    layers=2 * active_matrices(spec),
     attention=4 * spec.heads * spec.head_width * context * spec.layers,
     head=2 * spec.vocab * spec.width,
   )
@@ -150,11 +150,14 @@ def activations(spec: ModelSpec, tensor: int) -> float:
   """Counts the bytes per token that matrix products read and write in device memory.
 
   Counts the activations of one forward pass on one device, without the weights.
-  `tensor` is the number of devices that share the heads and the feed-forward width.
+  `tensor` is the number of devices that share the heads and the feed-forward width, or
+  the copies of a token for its experts.
   """
   half = spec.heads * spec.head_width + spec.kv_heads * spec.head_width
-  split = (2 * half + 4 * spec.ffn) / tensor
-  return itemsize(spec.compute) * spec.layers * (6 * spec.width + split)
+  split = (2 * half + 4 * spec.active_ffn) / tensor
+  copies = spec.active / tensor if spec.experts else 1
+  widths = (3 + 3 * copies) * spec.width
+  return itemsize(spec.compute) * spec.layers * (widths + split)
 
 
 def train(
@@ -316,10 +319,12 @@ def decode(
   """Counts the cost of decoding one token in each of `slots` slots.
 
   Each token attends to `length` tokens. The weights and `cache` bytes of the cache, per
-  device, are read once.
+  device, are read once; of the experts as many as the tokens of a device may use.
   """
-  flops = forward(spec, length).all * slots / math.prod(shape.values())
-  weights = matrix_bytes(spec) + itemsize(spec.compute) * spec.vocab * spec.width
+  devices = math.prod(shape.values())
+  flops = forward(spec, length).all * slots / devices
+  weights = matrix_bytes(spec, -(-slots * shape['tensor'] // devices) * spec.active)
+  weights += itemsize(spec.compute) * spec.vocab * spec.width
   return Cost(flops, flops, weights / shape['tensor'] + cache)
 
 

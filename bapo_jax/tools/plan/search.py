@@ -163,7 +163,8 @@ def _decoding(job: Job, chip: Chip, memory):
   T = config.row_length
   responses = config.prompts.count * config.sampler.group_size
   b = budget.count(*job)
-  per_slot = budget.cache_bytes(spec, T, job.shape['tensor'])
+  tensor = job.shape['tensor']
+  per_slot = budget.cache_bytes(spec, T, tensor) + budget.route_bytes(spec, tensor) * T
   needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
