@@ -76,7 +76,7 @@ SIZES = ((16, 24),), ((8, 16), (24, 8)), (), ((32, 16),), ((8, 8),), ()
 def forward(params, tokens_BT, pictures, spec):
   """Computes the final hidden states [B, T, D] of whole rows with pictures."""
   x_BTD, turn, _ = sequence.embed(params, tokens_BT, pictures, spec)
-  return layers.through(params, x_BTD, turn, spec)
+  return layers.through(params, x_BTD, turn, spec)[0]
 
 
 class Pictured(NamedTuple):

@@ -105,9 +105,7 @@ def slots(config: Config, facts: Facts) -> Number:
   spec = spec_of(config, facts)
   T = config.row_length
   shards = sharding.row_shards(mesh)
-  tensor = mesh.shape['tensor']
-  each = budget.cache_bytes(spec, T, tensor)
-  each += (budget.DECODED + budget.route_bytes(spec, tensor)) * T
+  each = budget.slot_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
   b = budget.count(config, spec, Schedule(), mesh)
   room = CACHE_SHARE * (facts.memory - b.weights - b.moments - b.actor)
   wanted = -(-config.places * config.sampler.group_size // shards) * shards

@@ -172,9 +172,9 @@ def prefill_embedded(
     q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
     prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
     attended_RTHC = attention.attend(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
-    x_RTD, routes = layers.add_out(w, x_RTD, attended_RTHC, spec, recorded_RTK)
+    x_RTD, chosen = layers.add_out(w, x_RTD, attended_RTHC, spec, recorded_RTK)
     x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
-    used.append(routes and routes[0])
+    used.append(chosen)
   used_RTX = _record(used, spec)
   if routes_RTX is not None and used_RTX is not None and spec.routes:
     # A token keeps the route that it had when the next token was sampled.
@@ -182,10 +182,11 @@ def prefill_embedded(
   return Prefilled(prefilled, used_RTX)
 
 
-def _record(used: list[Array], spec: ModelSpec) -> Array | None:
-  """Returns the routes [..., X] of the experts [..., K] of each layer, if recorded."""
+def _record(chosen: list[experts.Chosen | None], spec: ModelSpec) -> Array | None:
+  """Returns the routes [..., X] of the experts that each layer used, if recorded."""
   if spec.routes is None:
     return None
+  used = [of_layer.used for of_layer in chosen if of_layer]
   return jnp.concatenate(used, -1).astype(spec.routes.dtype)
 
 
@@ -255,8 +256,8 @@ def decode(
     else:
       new.append(_extend(segments, k_SKC, v_SKC, position_S))
       attended_SHC = attention.cached(q_SHC, new[-1], position_S)
-    x_SD, routes = layers.add_out(w, x_SD, attended_SHC, spec)
-    used.append(routes and routes[0])
+    x_SD, chosen = layers.add_out(w, x_SD, attended_SHC, spec)
+    used.append(chosen)
   hidden_SD = layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps)
   return hidden_SD, new, _record(used, spec)
 

@@ -36,10 +36,17 @@ def by_layer(routes_RTX: Array, spec: ModelSpec) -> Array:
   return jnp.moveaxis(split, -2, 0)
 
 
+class Chosen(NamedTuple):
+  """The experts of tokens in one layer, [..., K]."""
+
+  used: Array  # recorded, or the router's own
+  live: Array  # the router's own
+
+
 def choose(
   router_DE: Array, y_ND: Array, spec: ModelSpec, recorded_NK: Array | None = None
-) -> tuple[Array, Array, Array]:
-  """Returns (weight_NK, chosen_NK, live_NK): the experts used, and the router's own.
+) -> tuple[Array, Chosen]:
+  """Returns the weights of the experts used, and these experts.
 
   Recorded experts are used where there are any, the router's own elsewhere. The
   gradient flows through the weights, gathered from the softmax over all experts.
@@ -56,7 +63,7 @@ def choose(
   weight_NK = jnp.take_along_axis(share_NE, chosen_NK, -1)
   if spec.norm_topk:
     weight_NK /= weight_NK.sum(-1, keepdims=True)
-  return weight_NK.astype(y_ND.dtype), chosen_NK, live_NK
+  return weight_NK.astype(y_ND.dtype), Chosen(chosen_NK, live_NK)
 
 
 class Rows(NamedTuple):
@@ -189,7 +196,7 @@ def _ragged(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
 def _tokamax(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
   """Multiplies with the kernels of tokamax, for a GPU, with fixed tiles."""
   del block
-  import tokamax
+  import tokamax  # pyrefly: ignore[missing-import]
 
   w_EIO = w_EIO.astype(x_RI.dtype)
   y_RO = tokamax.ragged_dot(x_RI, w_EIO, size_E, implementation='triton')
@@ -264,14 +271,14 @@ def _experts(y, weight, chosen, gate, up, down, *, kernel: str, experts: int) ->
 
 def mlp(
   w: Tree, y: Array, spec: ModelSpec, recorded: Array | None = None
-) -> tuple[Array, Array, Array]:
-  """Computes the experts of y [..., D]; returns also the experts used and the live.
+) -> tuple[Array, Chosen]:
+  """Computes the experts of y [..., D]; returns also which these are.
 
   Args:
     w: a layer of the parameters or of an actor.
     recorded: [..., K], see `choose`.
   """
-  weight, chosen, live = choose(w['router'], y, spec, recorded)
+  weight, chosen = choose(w['router'], y, spec, recorded)
   kernel = spec.experts_kernel
   if kernel == 'auto':
     kernel = resolve(kernel, jax.default_backend())
@@ -289,7 +296,7 @@ def mlp(
       check_vma=False,
     )
   of_experts = (w['expert_gate'], w['expert_up'], w['expert_down'])
-  return run(y, weight, chosen, *of_experts), chosen, live
+  return run(y, weight, chosen.used, *of_experts), chosen
 
 
 def load(routes_BTX: Array, spec: ModelSpec) -> Array:

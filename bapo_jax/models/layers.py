@@ -162,11 +162,11 @@ def project(
 
 def add_out(
   w: Tree, x: Array, attended: Array, spec: ModelSpec, recorded: Array | None = None
-) -> tuple[Array, tuple[Array, Array] | None]:
+) -> tuple[Array, experts.Chosen | None]:
   """Adds the attention output [..., H, C] to x [..., D], then the output of the MLP.
 
-  Returns also the experts [..., K] used, which may be `recorded`, and those that the
-  router would use; None without experts.
+  Returns also the chosen experts, which may be `recorded` ones, [..., K]; None without
+  experts.
   """
   if 'out' in w:
     x += product(attended.reshape(*x.shape[:-1], -1), w['out'])
@@ -175,10 +175,9 @@ def add_out(
   if spec.o_bias:
     x += expand(w['o_bias'].astype(x.dtype), x.ndim)
   if spec.experts:
-    y, *routes = experts.mlp(
-      w, rms_norm(x, w['mlp_norm'], spec.norm_eps), spec, recorded
-    )
-    return x + y, tuple(routes)
+    y = rms_norm(x, w['mlp_norm'], spec.norm_eps)
+    y, chosen = experts.mlp(w, y, spec, recorded)
+    return x + y, chosen
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
   y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
   if 'gate_up' in w:
@@ -287,10 +286,10 @@ def through(
     attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
     )
-    x_BTD, routes = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
+    x_BTD, chosen = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
     agree_BT = None
-    if routes and recorded_BTK is not None:
-      agree_BT = experts.agrees(recorded_BTK, routes[1])
+    if chosen and recorded_BTK is not None:
+      agree_BT = experts.agrees(recorded_BTK, chosen.live)
     return split(x_BTD, schedule), agree_BT
 
   x_BTD = split(x_BTD, schedule)

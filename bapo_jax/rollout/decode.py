@@ -466,12 +466,12 @@ def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
   """Returns the groups [P, G, T] with these indices; empty where filled_P is False."""
 
-  def gather(x_BT: Array | None, empty_value: float) -> Array | None:
-    if x_BT is None:
-      return None
+  def gather(x_BT: Array, empty_value: float) -> Array:
     x_PGT = x_BT.reshape(-1, group, *x_BT.shape[1:])[place_P]
     x_PGT = jnp.where(filled_P.reshape(-1, *[1] * x_BT.ndim), x_PGT, empty_value)
     return sharding.constrain(x_PGT, sharding.ROWS)
 
-  none = 0 if rows.routes_BTX is None else jnp.iinfo(rows.routes_BTX.dtype).max
-  return Rows(*map(gather, rows, (0, 0.0, -1, none)))
+  groups = Rows(*map(gather, rows[:3], (0, 0.0, -1)))
+  if (routes_BTX := rows.routes_BTX) is None:
+    return groups
+  return groups._replace(routes_BTX=gather(routes_BTX, jnp.iinfo(routes_BTX.dtype).max))

@@ -107,8 +107,8 @@ def count(
   weights += teacher_bytes(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
   evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
-  recorded = RECORDED + route_bytes(spec)  # bytes per token; on a device, fewer
-  recorded_here = RECORDED + route_bytes(spec, tensor)
+  # Bytes per token, of all devices and of one.
+  recorded, recorded_here = (RECORDED + route_bytes(spec, n) for n in (1, tensor))
   buffered = float(c.batch.uses_buffer * c.buffer.capacity * G * T)
   gathered, saved = _passes(config, spec, schedule, mesh)
   if teacher := inputs.teacher_spec(config):  # its pass keeps less than an update
@@ -118,19 +118,16 @@ def count(
   own = 4 if few else itemsize(spec.dtype)
   # Stored without frozen weights.
   saved_actor = 4 * n if few else actor - itemsize(spec.compute) * frozen_tower(c, spec)
-  checkpoint = {  # without unfinished responses
+  checkpoint = {  # without unfinished responses, but with groups in flight
     'adapters' if few else 'weights': own * n,
     'optimiser': (8 + 4 * (own < 4)) * n,
     'actor': lags * saved_actor,
     'buffer': recorded * buffered,
+    'groups in flight': recorded * c.rollout.depth * c.prompts.count * G * T,
   }
-  # Groups in flight are finished before a checkpoint is written.
-  checkpoint['groups in flight'] = recorded * c.rollout.depth * c.prompts.count * G * T
   checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
-  slot = cache_bytes(spec, T, tensor) + route_bytes(spec, tensor) * T
-  cache = c.sampler.max_num_seqs * slot
-  rows = recorded_here * c.places * G * T
-  sampling = 0.0
+  cache = c.sampler.max_num_seqs * slot_bytes(spec, T, tensor)
+  rows, sampling = recorded_here * c.places * G * T, 0.0
   if rollout_mesh is not None:
     # A queued submission keeps its weights; the learner's own actor only evaluates.
     ahead = c.rollout.depth + 1
@@ -297,6 +294,11 @@ def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
   """
   heads = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
+
+
+def slot_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
+  """Returns the bytes per device of a slot's cache and recorded routes."""
+  return cache_bytes(spec, length, tensor) + route_bytes(spec, tensor) * length
 
 
 def route_bytes(spec: ModelSpec, tensor: int = 1) -> float:

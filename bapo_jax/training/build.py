@@ -129,7 +129,7 @@ def abstract_batch(
     fields[Batch._fields.index('reference_BT')] = None
   if pictures is not None:
     pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
-  routes_BTX = None
+  routes_BTX: Any = None
   if routes:
     shape = size['B'], size['T'], routes.numbers
     layout = sharding.over_routes(mesh, shape)

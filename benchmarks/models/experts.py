@@ -13,7 +13,6 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 
 from bapo_jax.models import experts
 from bapo_jax.models.transformer import ModelSpec

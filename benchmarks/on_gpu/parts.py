@@ -302,7 +302,7 @@ def token() -> None:
 
   def decode(_, state, actor, position):
     token, cache = state
-    hidden, cache = decoder.decode(actor, token, position, cache, SPEC)
+    hidden, cache, _ = decoder.decode(actor, token, position, cache, SPEC)
     # A token that depends on the layers, so that the compiler keeps them.
     return (hidden[:, :1].sum(-1) > 1e9).astype(jnp.int32), cache
 

@@ -71,13 +71,11 @@ def slow(w: dict, y: np.ndarray, norm_topk: bool) -> tuple[np.ndarray, list[set[
 @pytest.mark.parametrize('kernel', KERNELS)
 def test_a_layer_equals_a_loop_over_tokens_and_experts(kernel, norm_topk):
   spec = with_kernel(kernel, norm_topk=norm_topk)
-  out, chosen_NK, live_NK = jax.jit(functools.partial(experts.mlp, spec=spec))(
-    layer(), tokens()
-  )
+  out, chosen = jax.jit(functools.partial(experts.mlp, spec=spec))(layer(), tokens())
   wanted, sets = slow(layer(), np.asarray(tokens()), norm_topk)
   np.testing.assert_allclose(out, wanted, atol=1e-5)
-  assert [set(row) for row in chosen_NK.tolist()] == sets
-  assert (chosen_NK == live_NK).all()
+  assert [set(row) for row in chosen.used.tolist()] == sets
+  assert (chosen.used == chosen.live).all()
 
 
 def test_gradients_equal_differences_and_those_of_all_kernels():

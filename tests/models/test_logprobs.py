@@ -40,7 +40,7 @@ def test_values_equal_the_oracle(variant, chunk, block):
 
   found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
   expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, 0.6)
-  assert all(x.dtype == jnp.float32 for x in found)
+  assert all(x.dtype == jnp.float32 for x in found[:3])
   # Logits up to 10 / 0.6 from sums of 16; the exponentials of 20 are added up.
   oracles.close(tuple(found), expected, 64)
 

@@ -145,12 +145,12 @@ def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
     total = [jnp.zeros((B, T))] * 3
     for n in range(rows.shape.micro_batches):
       found = logprobs.packed_stats(params, rows.cells(n), making.SPEC, 0.8)
-      total = [a + rows.unpack(b, n) for a, b in zip(total, found, strict=True)]
+      total = [a + rows.unpack(b, n) for a, b in zip(total, found[:3], strict=True)]
     return total
 
   found = variant(all_of, jnp.asarray(tokens_BT), jnp.asarray(wanted_BT))
   shown_BT = wanted_BT if packed else np.ones_like(wanted_BT)
-  oracles.close(found, [np.where(shown_BT, x_BT, 0) for x_BT in whole], 128)
+  oracles.close(found, [np.where(shown_BT, x_BT, 0) for x_BT in whole[:3]], 128)
 
 
 def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
@@ -163,7 +163,7 @@ def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
     stats = logprobs.token_stats(
       hidden_BTD, head_VD, token_BT[:, :T], 0.7, tile=Tile(columns=4), columns=columns
     )
-    return (stats.logp_BT**2).sum(), jnp.stack(stats)
+    return (stats.logp_BT**2).sum(), jnp.stack(stats[:3])
 
   gradient = jax.jit(jax.grad(total, (0, 1), has_aux=True), static_argnums=3)
   for columns, used in ((4, 4), (5, 8)):

@@ -57,12 +57,12 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
     if prompt:
       prefilled = decoder.prefill(actor, tokens_BT[:, :prompt], spec)
       each = jnp.arange(3)
-      cache = decoder.store(cache, prefilled, each, each)
+      cache = decoder.store(cache, prefilled.cache, each, each)
     # As in the sampler, the prompt's last token is read once more.
     first = max(prompt - 1, 0)
 
     def step(cache, t):
-      hidden_BD, cache = decoder.decode(
+      hidden_BD, cache, _ = decoder.decode(
         actor, tokens_BT[:, t], jnp.full(3, t), cache, spec
       )
       return cache, hidden_BD

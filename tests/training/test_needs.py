@@ -155,6 +155,7 @@ EVERYWHERE = [
   {'problems.source': 'countdown', 'problems.test_source': 'countdown'},
   {'problems.source': 'drawn', 'problems.test_source': 'drawn'},
   {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl', 'lora.rank': 2},
+  {'model.experts': 4, 'loss.kl': 0.1},
   {'model.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
 ]
 

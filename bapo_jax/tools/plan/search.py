@@ -163,8 +163,7 @@ def _decoding(job: Job, chip: Chip, memory):
   T = config.row_length
   responses = config.prompts.count * config.sampler.group_size
   b = budget.count(*job)
-  tensor = job.shape['tensor']
-  per_slot = budget.cache_bytes(spec, T, tensor) + budget.route_bytes(spec, tensor) * T
+  per_slot = budget.slot_bytes(spec, T, job.shape['tensor'])
   needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
