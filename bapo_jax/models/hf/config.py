@@ -30,15 +30,26 @@ class Architecture(NamedTuple):
   qk_norm: bool = False
   head_width: int | None = None  # if config.json has no head_dim; None: D / H
   windowed: bool = False  # all layers use sliding_window, unless it is null
+  defaults: Options | None = None  # for absent options; null is a value
 
 
 VISION = 'qwen2_5_vl'  # the model_type with a vision tower
+EXPERTS = 'qwen3_moe'  # the model_type with experts in every layer
 ARCHITECTURES = {
   'llama': Architecture('LlamaForCausalLM'),
-  'mistral': Architecture('MistralForCausalLM', windowed=True),
+  'mistral': Architecture(
+    'MistralForCausalLM',
+    windowed=True,
+    defaults={'sliding_window': 4096, 'num_key_value_heads': 8},
+  ),
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
   'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
   VISION: Architecture('Qwen2_5_VLForConditionalGeneration', qkv_bias=True),
+  EXPERTS: Architecture(
+    'Qwen3MoeForCausalLM',
+    qk_norm=True,
+    defaults={'sliding_window': 4096, 'num_key_value_heads': 4},
+  ),
 }
 FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'vocab': 'vocab_size',
@@ -50,6 +61,11 @@ FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'ffn': 'intermediate_size',
   'positions': 'max_position_embeddings',
 }
+OF_EXPERTS = {  # as FIELDS, of EXPERTS
+  'ffn': 'moe_intermediate_size',
+  'experts': 'num_experts',
+  'active': 'num_experts_per_tok',
+}
 
 # Options that would change the computation -> the only supported value.
 ONLY = {
@@ -57,6 +73,12 @@ ONLY = {
   'mlp_bias': False,
   'attention_dropout': 0.0,
   'partial_rotary_factor': 1.0,
+}
+ONLY_EXPERTS = {
+  'decoder_sparse_step': 1,
+  'mlp_only_layers': [],
+  'scoring_func': 'softmax',
+  'routed_scaling_factor': 1.0,
 }
 ONLY_VISION = {'hidden_act': 'silu', 'in_channels': CHANNELS, 'in_chans': CHANNELS}
 ONLY_PIXELS = {  # of a preprocessor
@@ -161,17 +183,22 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
 
 def _language_model(c, implied: Architecture, compute):
   _check_only(c, ONLY)
-  if implied.windowed:
-    # Defaults of transformers for absent options; null is a value.
-    c = {'sliding_window': 4096, 'num_key_value_heads': 8} | c
-  _check_window(c, always=implied.windowed)
+  c = (implied.defaults or {}) | c
+  fields = FIELDS
+  experts: Options = {}
+  windowed = implied.windowed
+  if c['model_type'] == EXPERTS:
+    c, experts = _experts(c)
+    fields = FIELDS | OF_EXPERTS
+    windowed = bool(c.get('use_sliding_window'))  # whatever max_window_layers is
+  _check_window(c, always=windowed)
   # In Llama and Qwen3 attention_bias covers all four projections; Qwen2 lacks it.
   biased = not implied.qkv_bias and bool(c.get('attention_bias'))
   width = _positive(c, 'hidden_size')
   heads = _positive(c, 'num_attention_heads')
   default = {'kv_heads': heads, 'head_width': implied.head_width or width // heads}
   sizes: Options = {
-    field: _positive(c, name, default.get(field)) for field, name in FIELDS.items()
+    field: _positive(c, name, default.get(field)) for field, name in fields.items()
   }
   theta, rope_type, knobs = _rope(c)
   rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
@@ -186,7 +213,33 @@ def _language_model(c, implied: Architecture, compute):
     o_bias=biased,
     qk_norm=implied.qk_norm,
     compute=compute,
+    **experts,
   )
+
+
+def _experts(c):
+  """Returns (options with num_experts, fields of the spec that are no sizes).
+
+  transformers 5 writes num_local_experts. The loss of router_aux_loss_coef is left out
+  on purpose: it is no part of the policy's gradient.
+  """
+  _check_only(c, ONLY_EXPERTS)
+  other = c.get('num_local_experts')
+  c = {'num_experts': other} | c
+  if other is not None:
+    _check_only(c, {'num_experts': other}, f' with num_local_experts={other!r:.60}')
+  active, experts = (_positive(c, OF_EXPERTS[field]) for field in ('active', 'experts'))
+  if active > experts:
+    raise ValueError(
+      f'num_experts_per_tok={active} exceeds num_experts={experts}; correct config.json'
+    )
+  # The default of transformers is false; the published models set true.
+  norm_topk = c.get('norm_topk_prob', False)
+  if not isinstance(norm_topk, bool):
+    raise ValueError(
+      f'norm_topk_prob={norm_topk!r:.60} must be true or false; correct config.json'
+    )
+  return c, {'norm_topk': norm_topk}
 
 
 def _check_window(c, always):
@@ -305,6 +358,7 @@ def config_of(spec: ModelSpec) -> Options:
   """Returns the contents of a config.json that every version of transformers reads."""
   kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
   kind = 'qwen3' if spec.qk_norm else kind
+  kind = EXPERTS if spec.experts else kind
   config: Options = {
     'architectures': [ARCHITECTURES[kind].name],
     'model_type': kind,
@@ -314,6 +368,10 @@ def config_of(spec: ModelSpec) -> Options:
     'tie_word_embeddings': spec.tied,
     'hidden_act': 'silu',
   }
+  if spec.experts:
+    del config['intermediate_size']  # unused
+    config |= {name: getattr(spec, field) for field, name in OF_EXPERTS.items()}
+    config['norm_topk_prob'] = spec.norm_topk
   if kind != 'qwen2':
     config['attention_bias'] = spec.o_bias
   if spec.rope_type != 'default':

@@ -34,7 +34,7 @@ BLOCK = 1 << 21
 Shape = tuple[int, ...]
 Span = tuple[int, int]  # (start, stop) along an axis
 Index = dict[str, safetensors_io.Tensor]
-# parameter -> module; {} is the layer's index.
+# parameter -> module; the first {} is the layer's index, the second the expert's.
 MODULES = {
   'embed': 'model.embed_tokens',
   'head': 'lm_head',
@@ -50,6 +50,10 @@ MODULES = {
   'layers/gate': 'model.layers.{}.mlp.gate_proj',
   'layers/up': 'model.layers.{}.mlp.up_proj',
   'layers/down': 'model.layers.{}.mlp.down_proj',
+  'layers/router': 'model.layers.{}.mlp.gate',
+  'layers/expert_gate': 'model.layers.{}.mlp.experts.{}.gate_proj',
+  'layers/expert_up': 'model.layers.{}.mlp.experts.{}.up_proj',
+  'layers/expert_down': 'model.layers.{}.mlp.experts.{}.down_proj',
   'vision/patch': 'visual.patch_embed.proj',
   'vision/layers/attn_norm': 'visual.blocks.{}.norm1',
   'vision/layers/qkv': 'visual.blocks.{}.attn.qkv',
@@ -64,6 +68,11 @@ MODULES = {
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
 NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
+# A tensor of all experts of a layer -> the modules that it joins for each expert.
+FUSED = {
+  'model.layers.{}.mlp.experts.gate_up_proj': ('expert_gate', 'expert_up'),
+  'model.layers.{}.mlp.experts.down_proj': ('expert_down',),
+}
 # First part of a tensor's name -> what the tensor belongs to, and the way out.
 FOREIGN = {
   'v_head': (
@@ -133,6 +142,8 @@ def check(path: str, spec: ModelSpec) -> Index:
     for old, new in (('model.language_model.', 'model.'), ('model.visual.', 'visual.')):
       index = {name.replace(old, new): t for name, t in index.items()}
   shapes = stored(spec)
+  if spec.experts:
+    index = _by_expert(path, index, spec)
   if spec.tied and NAMES['head'] in index:  # some files repeat the embedding
     shapes[NAMES['head']] = shapes[NAMES['embed']]
   if set(shapes) != set(index):
@@ -154,54 +165,86 @@ def check(path: str, spec: ModelSpec) -> Index:
   return index
 
 
+def _by_expert(path, index: Index, spec: ModelSpec) -> Index:
+  """Divides tensors that contain all experts of a layer, [E, 2F, D] and [E, D, F].
+
+  transformers 5 saves these with save_original_format=False. Each part is contiguous.
+  """
+  shapes = stored(spec)
+  index = dict(index)
+  for fused, parts in FUSED.items():
+    for layer in range(spec.layers):
+      tensor = index.get(fused.format(layer))
+      if tensor is None:
+        continue
+      del index[fused.format(layer)]
+      names = [
+        NAMES[f'layers/{part}'].format(layer, expert)
+        for expert in range(spec.experts)
+        for part in parts
+      ]
+      rows, columns = shapes[names[0]]
+      shape = spec.experts, len(parts) * rows, columns
+      if tensor.shape != shape or not index.keys().isdisjoint(names):
+        raise ValueError(
+          f'{path}: {fused.format(layer)} has the shape {tensor.shape}; config.json '
+          f'implies {shape}, and no tensors per expert; download the model again'
+        )
+      size = rows * columns * tensor.dtype.itemsize
+      for i, name in enumerate(names):
+        part = tensor._replace(shape=(rows, columns), start=tensor.start + i * size)
+        index[name] = part
+  return index
+
+
 def _load_parameter(
   parameter, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ):
   shape = like.shape
   dtype = like.dtype
-  layers, tail = split(parameter, shape)
+  stack, tail = split(parameter, shape)
+  names = np.reshape(_names(parameter, stack), stack)
   axes = _file_axes(parameter, tail)
   order = list(itertools.chain(*axes))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
-  # The part of every axis of the file that each device of this process holds.
+  # The part of the stack's last axis, and of every axis of a tensor in the file, that
+  # each device of this process holds.
+  lengths = list(zip((-1, *order), (stack[-1], *sizes), strict=True))
   spans: dict[jax.Device, list[Span]] = {
-    device: [cuts[axis - len(tail)].indices(tail[axis])[:2] for axis in order]
+    device: [
+      (slice(None), *cuts)[axis - len(tail)].indices(length)[:2]
+      for axis, length in lengths
+    ]
     for device, cuts in layout.addressable_devices_indices_map(shape).items()
     if cuts is not None
   }
   shard_shape = layout.shard_shape(shape)
   shards: dict[jax.Device, jax.Array] = {}
-  # Devices that hold the same rows of the file share every block that is read.
-  for start, stop in sorted({span[0] for span in spans.values()}):
-    group = {d: span for d, span in spans.items() if span[0] == (start, stop)}
+  # Devices that hold the same rows of the same tensors share every block that is read.
+  for rows_of in sorted({tuple(span[:2]) for span in spans.values()}):
+    group = {d: span for d, span in spans.items() if tuple(span[:2]) == rows_of}
+    (first, last), span_of_rows = rows_of
+    tensors = [(name, index[name]) for name in names[..., first:last].flat]
     # For every axis but the first, the span that covers all of these devices.
     parts = list(group.values())
-    hull = np.stack([np.min(parts, 0)[1:, 0], np.max(parts, 0)[1:, 1]], 1).tolist()
+    hull = np.stack([np.min(parts, 0)[2:, 0], np.max(parts, 0)[2:, 1]], 1).tolist()
     widths = [right - left for left, right in hull]
     row_bytes = math.prod(widths) * dtype.itemsize
-    for stack, top, bottom in _blocks(layers, start, stop, row_bytes):
-      rows = np.empty((len(stack), bottom - top, *widths), dtype)
-      for i, layer in enumerate(stack):
-        name = NAMES[parameter].format(layer)
-        rows[i] = _read_rows(index[name], top, bottom, sizes, hull, len(axes[0]))
-        # Checked after the cast: a large float32 is infinite in bfloat16.
-        if not finite(rows[i]):
-          raise ValueError(
-            f'{index[name].file}: {name} contains NaN or infinity in {dtype}; '
-            'download the file again, or choose another model'
-          )
+    for block, top, bottom in _blocks(
+      len(tensors), last - first, span_of_rows, row_bytes
+    ):
+      rows = np.empty((len(block), bottom - top, *widths), dtype)
+      for i, (name, tensor) in enumerate(tensors[block.start : block.stop]):
+        rows[i] = _read_rows(tensor, top, bottom, sizes, hull, len(axes[0]))
+        _check_finite(rows[i], name, tensor.file)
       for device, span in group.items():
-        # The device's part of the block, with the axes in our order.
-        cuts = zip(span[1:], hull, strict=True)
-        window = [slice(x - low, y - low) for (x, y), (low, _) in cuts]
-        piece = rows[(slice(None), slice(None), *window)]
-        piece = piece.transpose(0, *(np.argsort(order) + 1))
-        corner = np.zeros(piece.ndim, np.int32)
-        corner[0] = stack[0]
-        corner[1 + order[0]] = top - start
-        if len(tail) == len(shape):  # not stacked
-          piece = piece[0]
-          corner = corner[1:]
+        piece = _part(rows, span[2:], hull).transpose(0, *(np.argsort(order) + 1))
+        corner = np.zeros(piece.ndim + 1, np.int32)
+        corner[:2] = divmod(block.start, last - first)
+        corner[2 + order[0]] = top - span_of_rows[0]
+        # Without the axes that a parameter does not have.
+        piece = piece.reshape((1, *piece.shape)[-len(shape) :])
+        corner = corner[-len(shape) :]
         if piece.shape == shard_shape:
           shards[device] = jax.device_put(piece, device)
           continue
@@ -215,13 +258,35 @@ def _load_parameter(
   )
 
 
-def _blocks(layers, start, stop, row_bytes):
-  """Yields blocks (layers, start, stop): small tensors whole, large ones in parts."""
+def _part(block, spans, hull):
+  """Returns a device's part of a block, with the axes of the file."""
+  cuts = zip(spans, hull, strict=True)
+  window = [slice(x - low, y - low) for (x, y), (low, _) in cuts]
+  return block[(slice(None), slice(None), *window)]
+
+
+def _check_finite(rows, name, file):
+  # Checked after the cast: a large float32 is infinite in bfloat16.
+  if not finite(rows):
+    raise ValueError(
+      f'{file}: {name} contains NaN or infinity in {rows.dtype}; '
+      'download the file again, or choose another model'
+    )
+
+
+def _blocks(tensors, stacked, span: Span, row_bytes):
+  """Yields blocks (tensors, start, stop): small tensors whole, large ones in parts.
+
+  A block is within a run of `stacked` tensors, the experts of a layer or all layers.
+  """
+  start, stop = span
   together = max(BLOCK // ((stop - start) * row_bytes), 1)
   rows = max(BLOCK // row_bytes, 1)
-  for i in range(0, layers, together):
-    for top in range(start, stop, rows):
-      yield range(i, min(i + together, layers)), top, min(top + rows, stop)
+  for first in range(0, tensors, stacked):
+    last = first + stacked
+    for i in range(first, last, together):
+      for top in range(start, stop, rows):
+        yield range(i, min(i + together, last)), top, min(top + rows, stop)
 
 
 def _read_rows(
@@ -286,13 +351,13 @@ def save(
   def tensors():
     for parameter, (shape, _) in transformer.describe(spec).items():
       array = get(parameter)
-      layers, tail = split(parameter, shape)
+      stack, tail = split(parameter, shape)
       order = list(itertools.chain(*_file_axes(parameter, tail)))
-      for i in range(layers):
-        layer = np.asarray(array if len(tail) == len(shape) else array[i])
-        layer = layer.transpose(order).astype(kind)
-        yield layer.reshape(shapes[NAMES[parameter].format(i)])
-      del array, layer  # before the next parameter is read
+      rows = array.reshape(-1, *tail)
+      for i, name in enumerate(_names(parameter, stack)):
+        tensor = np.asarray(rows[i]).transpose(order).astype(kind)
+        yield tensor.reshape(shapes[name])
+      del array, rows, tensor  # before the next parameter is read
 
   sizes = {name: math.prod(shape) * kind.itemsize for name, shape in shapes.items()}
   parts = list(safetensors_io.shards(sizes, shard_bytes))
@@ -317,15 +382,24 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
   """Lists every tensor of a checkpoint of this model: name -> shape in the file."""
   shapes = {}
   for parameter, (shape, _) in transformer.describe(spec).items():
-    layers, tail = split(parameter, shape)
+    stack, tail = split(parameter, shape)
     merged = [math.prod(tail[i] for i in axes) for axes in _file_axes(parameter, tail)]
-    shapes |= {NAMES[parameter].format(i): tuple(merged) for i in range(layers)}
+    shapes |= dict.fromkeys(_names(parameter, stack), tuple(merged))
   return shapes
 
 
-def split(parameter: str, shape: Shape) -> tuple[int, Shape]:
-  """Returns (tensors that store a parameter, shape of such a tensor in our axes)."""
-  return (shape[0], shape[1:]) if '{}' in NAMES[parameter] else (1, shape)
+def split(parameter: str, shape: Shape) -> tuple[Shape, Shape]:
+  """Returns the axes of a parameter's tensors, and those of a tensor, in our order.
+
+  The first are (1,), (layers,) or (layers, experts).
+  """
+  stacked = NAMES[parameter].count('{}')
+  return shape[:stacked] or (1,), shape[stacked:]
+
+
+def _names(parameter, stack: Shape) -> list[str]:
+  """Returns the names of a parameter's tensors, experts of a layer together."""
+  return [NAMES[parameter].format(*at) for at in np.ndindex(*stack)]
 
 
 def _file_axes(parameter, tail):
