@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.quantized import Quantized
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.transformer import EXPERTS, ModelSpec
 from bapo_jax.types import Tree
 
 PRODUCT = 'experts product'  # the name under which remat policies save results
@@ -185,38 +185,39 @@ def _backward(block, saved, d_RO):
 _by_blocks.defvjp(_forward, _backward)
 
 
-def _ragged(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
-  """Multiplies with `lax.ragged_dot`, which a TPU runs natively."""
-  del block
-  y_RO = lax.ragged_dot(x_RI, w_EIO.astype(x_RI.dtype), size_E)
-  # Off the CPU, rows past the last expert's are undefined.
+def _native(x_RI: Array, w_EIO: Array, size_E: Array, multiply: Callable) -> Array:
+  """Multiplies with a kernel whose rows past the last expert's are undefined."""
+  y_RO = multiply(x_RI, w_EIO.astype(x_RI.dtype), size_E)
   return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
 
 
-def _tokamax(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
-  """Multiplies with the kernels of tokamax, for a GPU, with fixed tiles."""
-  del block
+def _ragged(*arrays: Array) -> Array:
+  """Multiplies with `lax.ragged_dot`, which a TPU runs natively."""
+  return _native(*arrays, lax.ragged_dot)
+
+
+def _tokamax(*arrays: Array) -> Array:
+  """Multiplies with the kernels of tokamax, for a GPU."""
   import tokamax  # pyrefly: ignore[missing-import]
 
-  w_EIO = w_EIO.astype(x_RI.dtype)
-  y_RO = tokamax.ragged_dot(x_RI, w_EIO, size_E, implementation='triton')
-  return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
+  # Named: its autotuner could choose another one in a run that is resumed.
+  multiply = functools.partial(tokamax.ragged_dot, implementation='triton')
+  return _native(*arrays, multiply)
 
 
-def _dense(x_RI: Array, w_EIO: Array, size_E: Array, block: int) -> Array:
+def _dense(x_RI: Array, w_EIO: Array, size_E: Array) -> Array:
   """Multiplies every row by every expert, for tests."""
-  del block
-  expert_R = jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(len(x_RI)), side='right')
-  one_RE = jax.nn.one_hot(expert_R, len(size_E), dtype=x_RI.dtype)
+  one_RE = jax.nn.one_hot(_expert(size_E, len(x_RI)), len(size_E), dtype=x_RI.dtype)
   return jnp.einsum('re,ri,eio->ro', one_RE, x_RI, w_EIO.astype(x_RI.dtype))
 
 
-KERNELS = {
-  'blocks': _by_blocks,
-  'ragged': _ragged,
-  'tokamax': _tokamax,
-  'dense': _dense,
-}
+def _expert(size_E: Array, rows: int) -> Array:
+  """Returns the expert [R] of each row; E for rows past the last one's."""
+  return jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(rows), side='right')
+
+
+# All but `blocks`, whose rows are in blocks.
+KERNELS = {'ragged': _ragged, 'tokamax': _tokamax, 'dense': _dense}
 
 
 def resolve(kind: str, platform: str) -> str:
@@ -242,11 +243,13 @@ def product(
 ) -> Array:
   """Multiplies each row by the matrix [I, O] of its expert: [R, O], 0 for padding."""
   values = w.values if isinstance(w, Quantized) else w
-  y_RO = KERNELS[kernel](x_RI, values, rows.size_E, block)
+  if kernel == 'blocks':
+    y_RO = _by_blocks(x_RI, values, rows.size_E, block)
+  else:
+    y_RO = KERNELS[kernel](x_RI, values, rows.size_E)
   if isinstance(w, Quantized):
-    end_E = jnp.cumsum(rows.size_E)
-    expert_R = jnp.searchsorted(end_E, jnp.arange(len(y_RO)), side='right')
-    y_RO = (y_RO * w.scale[jnp.minimum(expert_R, len(end_E) - 1)]).astype(y_RO.dtype)
+    scale_RO = w.scale.at[_expert(rows.size_E, len(y_RO))].get(mode='clip')
+    y_RO = (y_RO * scale_RO).astype(y_RO.dtype)
   return checkpoint_name(y_RO, PRODUCT)
 
 
@@ -282,21 +285,19 @@ def mlp(
   kernel = spec.experts_kernel
   if kernel == 'auto':
     kernel = resolve(kernel, jax.default_backend())
-  local = functools.partial(_experts, kernel=kernel, experts=spec.experts)
-  run = local
+  run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
+  args = y, weight, chosen.used, *(w[name] for name in EXPERTS)
   mesh = sharding.ambient()
-  if mesh is not None:
-    rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
-    held = P('tensor')
-
-    run = jax.shard_map(
-      lambda *args: lax.psum(local(*args), 'tensor'),
-      in_specs=(rows, rows, rows, held, held, held),
-      out_specs=rows,
-      check_vma=False,
-    )
-  of_experts = (w['expert_gate'], w['expert_up'], w['expert_down'])
-  return run(y, weight, chosen.used, *of_experts), chosen
+  if mesh is None:
+    return run(*args), chosen
+  rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
+  summed = jax.shard_map(
+    lambda *args: lax.psum(run(*args), 'tensor'),
+    in_specs=(*[rows] * 3, *[P('tensor')] * 3),
+    out_specs=rows,
+    check_vma=False,
+  )
+  return summed(*args), chosen
 
 
 def load(routes_BTX: Array, spec: ModelSpec) -> Array:
