@@ -239,6 +239,7 @@ TALK = {
   'rollout.environment': f'{ROOT}/tests/my_functions.py:answer',
   'rollout.max_turns': 3,
 }
+ROUTED = {'model.experts': 4, 'model.ffn': 8}
 PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,

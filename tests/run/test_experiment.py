@@ -270,9 +270,15 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(partial_run, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(('kills', 'turns'), [(30, {}), (10, runs.TALK)], ids=str)
-def test_killed_often_a_run_ends_where_an_unbroken_one_does(warm, kills, turns):
-  knobs, broken, whole = KILLED | turns | {'steps': 120}, warm('broken'), warm()
+@pytest.mark.parametrize(
+  ('kills', 'more'), [(30, {}), (10, runs.TALK), (6, runs.ROUTED)], ids=str
+)
+def test_killed_often_a_run_ends_where_an_unbroken_one_does(
+  warm, tmp_path, kills, more
+):
+  knobs, broken, whole = KILLED | more | {'steps': 120}, tmp_path / 'a', tmp_path / 'b'
+  if more != runs.ROUTED:  # with experts, both compute a warm start of their own
+    broken, whole = warm('broken'), warm()
   assert runs.train(tiny(**knobs), whole) == 0
   inside, rng = 0, random.Random(7)
   for kill in range(kills):
