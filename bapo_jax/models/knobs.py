@@ -103,11 +103,13 @@ class ModelConfig(Section):
     'auto',
     'Products of experts. auto: ragged on a TPU, tokamax on a GPU that has it, else '
     'blocks; dense: every token by every expert, for tests.',
+    needs='routed',
   )
   replay_routes: Literal['off', 'measure', 'on'] = knob(
     'on',
     'Uses in training the experts that the sampler used. measure: only compares them '
     'with those of the learner; off: does not record them.',
+    needs='routed',
   )
   train_tower: bool = knob(
     False, 'Trains the vision tower with the other weights; off: the tower is frozen.'

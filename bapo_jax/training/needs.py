@@ -74,6 +74,11 @@ FACTS = {
     'model.path',
     'remove it: only the embedded policy has sizes and a warm start',
   ),
+  'routed': Need(
+    lambda c: bool(c.model.path) or c.model.experts > 0,
+    'model.experts',
+    'set it to 2 or more, or model.path to a model with experts',
+  ),
   # Problems are generated for the run or for its warm start.
   'generates': Need(
     lambda c: not c.model.path or not _sources(c).isdisjoint(MADE),
