@@ -267,10 +267,9 @@ def learn(
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
   agree = {}
-  if stats.agree_BT is not None and batch.routes_BTX is not None:
-    read_BT = batch.routes_BTX[..., 0] < jnp.iinfo(batch.routes_BTX.dtype).max
-    read_BT = computed.loss_mask_BT[:, 1:] & read_BT[:, :-1]
-    agree = {'moe/agree': (stats.agree_BT[:, 1:] * read_BT).sum() / read_BT.sum()}
+  if stats.agree_BT is not None:
+    mask_BT = computed.loss_mask_BT
+    agree = {'moe/agree': (stats.agree_BT * mask_BT).sum() / mask_BT.sum()}
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()

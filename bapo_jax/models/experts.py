@@ -90,7 +90,7 @@ def arrange(chosen_NK: Array, experts: int, block: int) -> Rows:
   sorted_C = expert_C[order_C]
   row_C = start_E[sorted_C] + jnp.arange(copies) - before_E[sorted_C]
   row_C = jnp.minimum(row_C, R).astype(jnp.int32)
-  place_C = jnp.zeros_like(row_C).at[order_C].set(row_C, unique_indices=True)
+  place_C = jnp.zeros_like(row_C).at[order_C].set(row_C)
   copy_R = (
     jnp.full(R, copies, jnp.int32).at[row_C].set(order_C.astype(jnp.int32), mode='drop')
   )

@@ -193,29 +193,40 @@ def admit(
     limit_S=put(slots.limit_S, length_A + new_A),
     done_S=put(slots.done_S, False),
   )
-  (prefilled, routes_RTX), shift_R = _prefill(params, tokens_RT, None, pictures, spec)
-  if slots.routes_STX is not None and routes_RTX is not None:
-    routes_STX = slots.routes_STX.at[head].set(routes_RTX[from_A], mode='drop')
-    slots = slots._replace(routes_STX=routes_STX)
-  slots = slots._replace(
-    cache=decoder.store(slots.cache, prefilled, slot_A, from_A),
-    shift_S=None if slots.shift_S is None else put(slots.shift_S, shift_R[from_A]),
-  )
+  rows = tokens_RT, None, pictures, spec
+  slots, shift_R = _prefilled(params, slots, slot_A, from_A, *rows)
+  if slots.shift_S is not None:
+    slots = slots._replace(shift_S=put(slots.shift_S, shift_R[from_A]))
   return _constrain(slots)
 
 
-def _prefill(
+def _prefilled(
   params: Tree,
+  slots: Slots,
+  slot_A: Array,
+  from_A: Array,
   tokens_RT: Array,
   routes_RTX: Array | None,
   pictures: Pictures | None,
   spec: ModelSpec,
-) -> tuple[decoder.Prefilled, Array]:
-  """Prefills rows, with pictures or with recorded routes; returns also shift_R."""
+) -> tuple[Slots, Array]:
+  """Prefills rows, with pictures or with recorded routes; returns also shift_R.
+
+  Cache and routes of row from_A[a] go to slot slot_A[a].
+  """
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
-    return decoder.prefill(params, tokens_RT, spec, routes_RTX), shift_R
-  return sequence.prefill(params, tokens_RT, pictures, spec)
+    prefilled = decoder.prefill(params, tokens_RT, spec, routes_RTX)
+  else:
+    prefilled, shift_R = sequence.prefill(params, tokens_RT, pictures, spec)
+  cache = decoder.store(slots.cache, prefilled.cache, slot_A, from_A)
+  slots = slots._replace(cache=cache)
+  if slots.routes_STX is None or prefilled.routes_RTX is None:
+    return slots, shift_R
+  head = (slot_A, slice(0, tokens_RT.shape[1]))
+  routes_AtX = prefilled.routes_RTX[from_A]
+  routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
+  return slots._replace(routes_STX=routes_STX), shift_R
 
 
 @functools.partial(
@@ -244,9 +255,9 @@ def refresh(
   if slots.routes_STX is not None:
     # The newest token has not been read yet.
     routes_AtX = _read(slots.routes_STX[at_A, :columns], slots.position_S[at_A] - 1)
-  of_slots = slots.tokens_ST[at_A, :columns], routes_AtX, slot_A, pictures, spec
-  cache, *_ = _recomputed(params, slots.cache, *of_slots)
-  return _constrain(slots._replace(cache=cache))
+  rows = slots.tokens_ST[at_A, :columns], routes_AtX, pictures, spec
+  from_A = jnp.arange(slot_A.shape[0])
+  return _constrain(_prefilled(params, slots, slot_A, from_A, *rows)[0])
 
 
 def _read(routes_BTX: Array, end_B: Array) -> Array:
@@ -255,19 +266,6 @@ def _read(routes_BTX: Array, end_B: Array) -> Array:
   is_read_BT = column_T[None] < end_B[:, None]
   none = jnp.iinfo(routes_BTX.dtype).max
   return jnp.where(is_read_BT[..., None], routes_BTX, none)
-
-
-def _recomputed(
-  params, cache, tokens_At, routes_AtX, slot_A, pictures, spec
-) -> tuple[Tree, Array | None, Array]:
-  """Computes the cache of some slots from their first tokens.
-
-  Returns also their routes and shift_A.
-  """
-  prefilled, shift_A = _prefill(params, tokens_At, routes_AtX, pictures, spec)
-  from_A = jnp.arange(slot_A.shape[0])
-  cache = decoder.store(cache, prefilled.cache, slot_A, from_A)
-  return cache, prefilled.routes_RTX, shift_A
 
 
 @functools.partial(
@@ -317,14 +315,12 @@ def resume(
   routes_AtX = None
   if rows.routes_BTX is not None:
     routes_AtX = rows.routes_BTX[row_A, :columns]
-  of_slots = tokens_AT[:, :columns], routes_AtX, slot_A, pictures, spec
-  cache, routes_AtX, shift_A = _recomputed(params, slots.cache, *of_slots)
-  if slots.routes_STX is not None:
-    head = (slot_A, slice(0, columns))
-    routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
-    slots = slots._replace(routes_STX=routes_STX)
-  shift_S = None if slots.shift_S is None else put(slots.shift_S, shift_A)
-  return _constrain(slots._replace(cache=cache, shift_S=shift_S))
+  of_rows = tokens_AT[:, :columns], routes_AtX, pictures, spec
+  from_A = jnp.arange(slot_A.shape[0])
+  slots, shift_A = _prefilled(params, slots, slot_A, from_A, *of_rows)
+  if slots.shift_S is not None:
+    slots = slots._replace(shift_S=put(slots.shift_S, shift_A))
+  return _constrain(slots)
 
 
 @functools.partial(

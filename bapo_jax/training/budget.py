@@ -43,6 +43,7 @@ TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
 # see `choices`.
 DOTS = 0.3
 FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
+ALL = 1 << 30  # more than a layer has experts
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
 
 
@@ -166,7 +167,7 @@ def teacher_bytes(config: Config, spec: ModelSpec) -> int:
   return copies * itemsize(spec.dtype) * trained(config, spec)
 
 
-def matrices(spec: ModelSpec, copies: int | None = None) -> int:
+def matrices(spec: ModelSpec, copies: int = ALL) -> int:
   """Returns the number of weights in the matrix products of the layers.
 
   Counts up to `copies` experts of a layer, all by default, but no router.
@@ -181,14 +182,12 @@ def active_matrices(spec: ModelSpec) -> int:
   return matrices(spec, spec.active) + spec.layers * spec.width * spec.experts
 
 
-def _read(spec: ModelSpec, copies: int | None) -> int:
+def _read(spec: ModelSpec, copies: int) -> int:
   """Returns the feed-forward parts of a layer: 1, or at most `copies` experts."""
-  if not spec.experts or copies is None:
-    return spec.experts or 1
-  return min(spec.experts, copies)
+  return min(spec.experts, copies) if spec.experts else 1
 
 
-def matrix_bytes(spec: ModelSpec, copies: int | None = None) -> int:
+def matrix_bytes(spec: ModelSpec, copies: int = ALL) -> int:
   """Counts the bytes of an actor's weights in `matrices`.
 
   A quantised weight takes 1 byte, and the scale of an output 4.
