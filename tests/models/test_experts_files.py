@@ -198,7 +198,7 @@ def tensors(params):
 
 
 def fused(tensors, layers=(0, 1)):
-  """The same tensors, with the experts of these layers joined: [E, 2F, D], [E, D, F]."""
+  """The same tensors; experts of these layers are joined: [E, 2F, D], [E, D, F]."""
   rest = dict(tensors)
   for i in layers:
 
@@ -212,10 +212,10 @@ def fused(tensors, layers=(0, 1)):
   return rest
 
 
-@pytest.mark.parametrize('layers', [(), (0, 1), (0,)], ids=['apart', 'fused', 'mixed'])
+@pytest.mark.parametrize('layers', [(), (0,)], ids=['apart', 'one layer fused'])
 @pytest.mark.parametrize(
   ('shape', 'block'),
-  [((1, 1, 1), 300), ((2, 2, 2), 1), ((2, 2, 2), 1 << 20), ((1, 2, 4), 1700)],
+  [((1, 1, 1), 300), ((2, 2, 2), 600), ((2, 2, 2), 1 << 20), ((1, 2, 4), 1700)],
 )
 def test_any_devices_read_each_byte_once(
   tmp_path, monkeypatch, params, tensors, shape, block, layers
@@ -303,7 +303,9 @@ def test_default_adapters_are_of_the_attention_alone(tmp_path):
   shapes = lora.shapes(SPEC, knobs.rank, knobs.targets)
   assert set(shapes) == {f'layers/{name}' for name in 'qkvo'}
   arrays = {
-    f'{n}/{s}': np.ones(x) for n, x2 in shapes.items() for s, x in zip('ab', x2)
+    f'{n}/{s}': np.ones(x)
+    for n, x2 in shapes.items()
+    for s, x in zip('ab', x2, strict=True)
   }
   hf_weights.save_adapters(
     str(tmp_path), arrays.__getitem__, SPEC, knobs, 'hub:a/b', 'float32'
@@ -315,7 +317,8 @@ def test_default_adapters_are_of_the_attention_alone(tmp_path):
 
 def test_experts_of_a_narrow_actor_have_a_scale_per_expert_and_output(params):
   spec = dataclasses.replace(SPEC, actor_dtype='int8', compute='bfloat16')
-  actor = decoder.actor(params, spec)
+  make = jax.jit(decoder.actor, static_argnums=1)
+  actor = make(params, spec)
   back = decoder.params_of(actor, spec)
   for i, w in enumerate(actor['layers']):
     assert w['router'].dtype == jnp.bfloat16
@@ -329,8 +332,7 @@ def test_experts_of_a_narrow_actor_have_a_scale_per_expert_and_output(params):
       error = np.abs(np.asarray(q.values, np.float32) * q.scale[:, None] - whole)
       assert (error <= np.asarray(q.scale)[:, None] * 0.5001).all()
       assert isinstance(back['layers'][name], quantized.Quantized)
-  again = decoder.actor(back, spec)
-  jax.tree.map(np.testing.assert_array_equal, actor, again)
+  jax.tree.map(np.testing.assert_array_equal, actor, make(back, spec))
 
 
 def test_a_run_is_exported(tmp_path):
@@ -341,7 +343,7 @@ def test_a_run_is_exported(tmp_path):
   params = oracles.noisy(trained, 1)
   saved(workdir, jax.device_put(params, sharding.shardings(params, sharding.make())))
   to = tmp_path / 'out'
-  assert export.export(config, workdir, str(to), 'float32', 30_000) == 0
+  assert export.export(config, workdir, str(to), 'float32', 3000) == 0
   assert len(list(to.glob('*.safetensors'))) > 1
   read = hf_config.read_spec(str(to), config.model.compute)
   # A config.json names no kernels and no replay.
