@@ -3,6 +3,7 @@
 Needs torch (`pip install -r requirements/parity.txt`); without it the file is skipped.
 """
 
+import copy
 import json
 import re
 
@@ -61,6 +62,20 @@ MODELS = {
   ),
 }
 MODELS['mistral'] = 'Mistral', {'head_dim': 8, 'sliding_window': None}
+# Experts, whose weights sum to 1 or do not.
+for norm_topk in (True, False):
+  MODELS[f'qwen3_moe {norm_topk}'] = (
+    'Qwen3Moe',
+    {
+      'hidden_size': 32,
+      'num_attention_heads': 2,
+      'num_key_value_heads': 1,
+      'num_experts': 8,
+      'num_experts_per_tok': 2,
+      'moe_intermediate_size': 12,
+      'norm_topk_prob': norm_topk,
+    },
+  )
 # A Mistral without a window is a Llama, and is exported as one without its config.json.
 TWINS = {transformers.MistralForCausalLM: transformers.LlamaForCausalLM}
 LENGTH_P = np.asarray([17, 1, 40, 3], np.int32)
@@ -123,6 +138,36 @@ def test_log_probabilities(pair):
   found_PTV = jax.nn.log_softmax(hidden_PTD @ transformer.head(params).T, -1)
   expected_PTV = torch.log_softmax(logits_PTV, -1).numpy()
   oracles.close(found_PTV[real_PT], expected_PTV[real_PT], 256)
+
+
+def test_gradients_of_all_parameters(pair, tmp_path):
+  """Their gradients are saved as a model, which is read as any other."""
+  theirs, spec, params = pair
+  theirs = copy.deepcopy(theirs)
+  tokens_PT, real_PT = batch()
+  weight_PTV = np.random.default_rng(1).normal(size=(*real_PT.shape, spec.vocab))
+  weight_PTV = np.float32(weight_PTV * real_PT[..., None])
+  logits_PTV = theirs(
+    torch.tensor(tokens_PT, dtype=torch.long), attention_mask=torch.tensor(real_PT)
+  ).logits
+  (torch.log_softmax(logits_PTV, -1) * torch.tensor(weight_PTV)).sum().backward()
+  with torch.no_grad():
+    for parameter in theirs.parameters():
+      parameter.copy_(parameter.grad)
+  theirs.save_pretrained(tmp_path)
+  expected = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
+
+  def loss(params):
+    logits_PTV = layers.forward(params, tokens_PT, spec) @ transformer.head(params).T
+    return (jax.nn.log_softmax(logits_PTV) * weight_PTV).sum()
+
+  found = transformer.flatten(jax.jit(jax.grad(loss))(params))
+  for name, x in transformer.flatten(expected).items():
+    x = np.asarray(x)
+    assert np.abs(x).max() > 0.01, name
+    np.testing.assert_allclose(
+      found[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name
+    )
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
