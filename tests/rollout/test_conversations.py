@@ -434,8 +434,9 @@ def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, cap
   k = Environment(
     rule=rule, custom=custom, max_turns=TURNS, timeout=0.2, deadline=0.2, workers=2
   )
-  engine = dataclasses.replace(LONG, group_size=4 if how in ('hangs', 'loops') else 8)
-  ids = [0] if how in ('hangs', 'loops') else IDS
+  is_slow = how in ('hangs', 'loops', 'megabyte')
+  engine = dataclasses.replace(LONG, group_size=4 if is_slow else 8)
+  ids = [0] if is_slow else IDS
   verifier = Verifier(Verification(rule='exact'), k)
   sampled = sample(verifier, engine=engine, ids=ids)
   g = jax.tree.map(np.asarray, sampled.groups)
