@@ -82,14 +82,14 @@ def arrange(chosen_NK: Array, experts: int, block: int) -> Rows:
   copies = chosen_NK.size
   expert_C = chosen_NK.ravel()
   count_E = jnp.bincount(expert_C, length=experts + 1)
-  size_E = (-(-count_E[:experts] // block) * block).astype(jnp.int32)
+  size_E = -(-count_E[:experts] // block) * block
   R = row_count(copies, experts, block)
   before_E = jnp.cumsum(count_E) - count_E  # copies of earlier experts
   start_E = jnp.append(jnp.cumsum(size_E) - size_E, R)
   order_C = jnp.argsort(expert_C, stable=True)
   sorted_C = expert_C[order_C]
   row_C = start_E[sorted_C] + jnp.arange(copies) - before_E[sorted_C]
-  row_C = jnp.minimum(row_C, R).astype(jnp.int32)
+  row_C = jnp.minimum(row_C, R)
   place_C = jnp.zeros_like(row_C).at[order_C].set(row_C)
   copy_R = (
     jnp.full(R, copies, jnp.int32).at[row_C].set(order_C.astype(jnp.int32), mode='drop')

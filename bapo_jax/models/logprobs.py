@@ -126,8 +126,10 @@ def packed_stats(
   )
   back_SX = jnp.argsort(order_SX, axis=1)
   packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats[:3])
-  scored = TokenStats(*packed, agree_BT=agree_RT)
-  return jax.tree.map(lambda x_RT: jnp.where(cells.wanted_RT, x_RT, 0), scored)
+  scored = TokenStats(*(jnp.where(cells.wanted_RT, x_RT, 0) for x_RT in packed))
+  if agree_RT is None:
+    return scored
+  return scored._replace(agree_BT=jnp.where(cells.wanted_RT, agree_RT, 0))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -194,7 +194,7 @@ def admit(
     done_S=put(slots.done_S, False),
   )
   rows = tokens_RT, None, pictures, spec
-  slots, shift_R = _prefilled(params, slots, slot_A, from_A, *rows)
+  slots, shift_R = _prefilled(params, slots, slot_A, *rows, from_A)
   if slots.shift_S is not None:
     slots = slots._replace(shift_S=put(slots.shift_S, shift_R[from_A]))
   return _constrain(slots)
@@ -204,21 +204,22 @@ def _prefilled(
   params: Tree,
   slots: Slots,
   slot_A: Array,
-  from_A: Array,
   tokens_RT: Array,
   routes_RTX: Array | None,
   pictures: Pictures | None,
   spec: ModelSpec,
+  from_A: Array | None = None,
 ) -> tuple[Slots, Array]:
   """Prefills rows, with pictures or with recorded routes; returns also shift_R.
 
-  Cache and routes of row from_A[a] go to slot slot_A[a].
+  Cache and routes of row from_A[a], by default a, go to slot slot_A[a].
   """
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
     prefilled = decoder.prefill(params, tokens_RT, spec, routes_RTX)
   else:
     prefilled, shift_R = sequence.prefill(params, tokens_RT, pictures, spec)
+  from_A = jnp.arange(slot_A.shape[0]) if from_A is None else from_A
   cache = decoder.store(slots.cache, prefilled.cache, slot_A, from_A)
   slots = slots._replace(cache=cache)
   if slots.routes_STX is None or prefilled.routes_RTX is None:
@@ -256,8 +257,7 @@ def refresh(
     # The newest token has not been read yet.
     routes_AtX = _read(slots.routes_STX[at_A, :columns], slots.position_S[at_A] - 1)
   rows = slots.tokens_ST[at_A, :columns], routes_AtX, pictures, spec
-  from_A = jnp.arange(slot_A.shape[0])
-  return _constrain(_prefilled(params, slots, slot_A, from_A, *rows)[0])
+  return _constrain(_prefilled(params, slots, slot_A, *rows)[0])
 
 
 def _read(routes_BTX: Array, end_B: Array) -> Array:
@@ -316,8 +316,7 @@ def resume(
   if rows.routes_BTX is not None:
     routes_AtX = rows.routes_BTX[row_A, :columns]
   of_rows = tokens_AT[:, :columns], routes_AtX, pictures, spec
-  from_A = jnp.arange(slot_A.shape[0])
-  slots, shift_A = _prefilled(params, slots, slot_A, from_A, *of_rows)
+  slots, shift_A = _prefilled(params, slots, slot_A, *of_rows)
   if slots.shift_S is not None:
     slots = slots._replace(shift_S=put(slots.shift_S, shift_A))
   return _constrain(slots)
@@ -414,8 +413,8 @@ def _step(
   live_S = ~s.done_S & (s.row_S >= 0)
   at_S = jnp.where(live_S, s.position_S, s.tokens_ST.shape[1])
   version_S = jnp.full_like(at_S, policy_version)
-  read_S = jnp.where(live_S, s.position_S - 1, s.tokens_ST.shape[1])
   if s.routes_STX is not None and routes_SX is not None:
+    read_S = jnp.where(live_S, s.position_S - 1, s.tokens_ST.shape[1])
     s = s._replace(routes_STX=put(s.routes_STX, routes_SX, read_S))
   position_S = s.position_S + live_S
   ended_S = (token_S[:, None] == ends[None]).any(1)
