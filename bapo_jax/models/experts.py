@@ -185,7 +185,7 @@ def _backward(block, saved, d_RO):
 _by_blocks.defvjp(_forward, _backward)
 
 
-def _native(x_RI: Array, w_EIO: Array, size_E: Array, multiply: Callable) -> Array:
+def _native(multiply: Callable, x_RI: Array, w_EIO: Array, size_E: Array) -> Array:
   """Multiplies with a kernel whose rows past the last expert's are undefined."""
   y_RO = multiply(x_RI, w_EIO.astype(x_RI.dtype), size_E)
   return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
@@ -193,7 +193,7 @@ def _native(x_RI: Array, w_EIO: Array, size_E: Array, multiply: Callable) -> Arr
 
 def _ragged(*arrays: Array) -> Array:
   """Multiplies with `lax.ragged_dot`, which a TPU runs natively."""
-  return _native(*arrays, lax.ragged_dot)
+  return _native(lax.ragged_dot, *arrays)
 
 
 def _tokamax(*arrays: Array) -> Array:
@@ -202,7 +202,7 @@ def _tokamax(*arrays: Array) -> Array:
 
   # Named: its autotuner could choose another one in a run that is resumed.
   multiply = functools.partial(tokamax.ragged_dot, implementation='triton')
-  return _native(*arrays, multiply)
+  return _native(multiply, *arrays)
 
 
 def _dense(x_RI: Array, w_EIO: Array, size_E: Array) -> Array:

@@ -217,7 +217,7 @@ def _language_model(c, implied: Architecture, compute):
   )
 
 
-def _experts(c):
+def _experts(c) -> tuple[Options, Options]:
   """Returns (options with num_experts, fields of the spec that are no sizes).
 
   transformers 5 writes num_local_experts. The loss of router_aux_loss_coef is left out
