@@ -436,7 +436,49 @@ def tables(results: Results, name: str) -> str:
     for check, (text, (holds, figures)) in checks(results, name).items()
   ]
   of_checks = markdown.table(rows, ('check', '', 'found', 'holds'), 'llll')
-  return '\n\n'.join((of_tests, of_checks, arms(results, name)))
+  return '\n\n'.join(
+    (of_tests, of_checks, untested(results, name), arms(results, name))
+  )
+
+
+def untested(results: Results, name: str) -> str:
+  """Returns a table of differences that the protocol reports without a test.
+
+  These are the comparisons by pairs of partners, at each level alone, on the seeds of
+  each kind of processor and at the end of the run; and the interaction of the bounds.
+  """
+  planned = [x for x in DIFFERENCES if x.experiment == name]
+  levels = sorted({level for x in planned for _, *rest in x.plus for level in rest})
+  processor = {run['seed']: run.get('processor', '') for run in results.values()}
+  kinds = sorted(set(processor.values()), key=[*processor.values()].count, reverse=True)
+  if name in FIXED:
+    (a, b), (c, d) = FIXED[name]
+    text = 'the effect of a higher upper bound at the higher lower bound, less that at '
+    plus, minus = (at(arms, levels) for arms in ((d, a), (c, b)))
+    text += 'the lower one'
+    planned.append(Difference('Interaction', text, name, plus, minus))
+  rows = []
+  for x in planned:
+    parts = {'pairs of seeds': by_seed(x, results, 'area').reshape(-1, 2).mean(1)}
+    for level in levels if len(levels) > 1 and name == R else ():
+      plus, minus = (
+        tuple(cell for cell in side if level in cell) for side in (x.plus, x.minus)
+      )
+      alone = x._replace(plus=plus, minus=minus)
+      parts[f'at {level[2:]}'] = by_seed(alone, results, 'area')
+    for kind in kinds if len(kinds) > 1 else ():
+      some = {run: y for run, y in results.items() if processor[y['seed']] == kind}
+      values_S = by_seed(x, some, 'area')
+      parts[f'{len(values_S)} seeds of one processor'] = values_S
+    parts['at the end'] = by_seed(x, results, 'final')
+    rows.append((f'{x.name}: {x.text}', *map(_mean_and_interval, parts.values())))
+  header = ['without a test: mean, 95 % interval', *parts]
+  return markdown.table(rows, header, 'l' + 'r' * len(parts))
+
+
+def _mean_and_interval(values_S: np.ndarray) -> str:
+  low, high = t_interval(values_S, 0.95)
+  return f'{values_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
 
 
 def arms(results: Results, name: str) -> str:

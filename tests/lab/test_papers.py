@@ -130,6 +130,7 @@ def test_every_result_names_a_commit_of_the_history():
     # Results were stored in folders named after the papers' numbers, a file per run.
     ('protocol.md', ['2*/results/*', 'b*_*/results/*']),
     ('protocol2.md', [f'bench/results/{x}[./]*' for x in PROTOCOL_2 if x != 'tuning']),
+    ('protocol3.md', ['bench/results/yoked*']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
