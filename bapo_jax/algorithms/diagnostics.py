@@ -45,13 +45,7 @@ OF_TOKENS = (
 _SURROGATE = bound_search.Share(contribution='surrogate')
 # nan if a minibatch has no token of the kind; a mean over updates skips nan.
 OF_SOME = frozenset(
-  {
-    *OF_TOKENS,
-    'moe/agree',
-    'advantage/positive',
-    'clip/fraction_positive',
-    'clip/fraction_negative',
-  }
+  {*OF_TOKENS, 'advantage/positive', 'clip/fraction_positive', 'clip/fraction_negative'}
   | {'clip/probability_positive', 'clip/probability_negative', 'clip/share'}
   | {'clip/share_start', 'clip/surrogate_share', 'clip/surrogate_share_start'}
   | {f'{name}_{source}' for name in OF_SOURCE for source in SOURCES}

@@ -159,7 +159,7 @@ def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
   for name in diagnostics.OF_TOKENS if computed.any() else ():
     series[name] = series[name][computed]
   mean = {name: float(series[name].mean()) for name in sorted(series)}
-  for name in diagnostics.OF_SOME & set(series):
+  for name in {*diagnostics.OF_SOME, 'moe/agree'} & set(series):
     present = series[name][~np.isnan(series[name])]
     mean[name] = float(present.mean()) if len(present) else math.nan
   for name in series:

@@ -92,7 +92,8 @@ def check(loss_rule, aggregate, tied=True, **knobs):
   if loss_rule in ('clipped', 'decoupled', 'sequence'):
     assert bounds.search_steps > 0
   teaches_BT = (batch.adv_BT != 0) & batch.loss_mask_BT
-  for name, x_BT in stats._asdict().items():
+  assert stats.agree_BT is None
+  for name, x_BT in zip(stats._fields[:3], stats[:3], strict=True):
     wanted_BT = np.where(teaches_BT, x_BT, 0)
     making.close(getattr(found_stats, name), wanted_BT, count=PRODUCTS)
   # The loss is the sum of all gains, scaled for the whole batch at once.
