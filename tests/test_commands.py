@@ -29,6 +29,7 @@ LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 SMALLEST = {
   'algorithms.clip_search': '--repeat=1 --shapes=8x16',
   'first_contact': '--small --out=RUNS.json',
+  'models.experts': '--tokens 16 --width=16 --ffn=8 --rounds=1',
   'models.load_weights': '--gb=0.1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
   'rollout.quantized': '--model=MODEL --data=PROBLEMS --prompts=2',

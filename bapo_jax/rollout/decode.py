@@ -224,7 +224,7 @@ def _prefilled(
   slots = slots._replace(cache=cache)
   if slots.routes_STX is None or prefilled.routes_RTX is None:
     return slots, shift_R
-  head = (slot_A, slice(0, tokens_RT.shape[1]))
+  head = slot_A, slice(0, tokens_RT.shape[1])
   routes_AtX = prefilled.routes_RTX[from_A]
   routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
   return slots._replace(routes_STX=routes_STX), shift_R

@@ -55,7 +55,7 @@ left() { echo $((TOTAL - SECONDS)); }
 limited() {
   # Eight files in all: f is logged in a.log, r and m in c.log, p in e.log.
   local log limit=$(($2 * SLOW))
-  log=$OUT/$(tr frmp acce <<<"$1").log
+  log=$OUT/$(sed 'y/frmp/acce/' <<<"$1").log
   shift 2
   ((limit > $(left) - 5)) && limit=$(($(left) - 5))
   if ((limit < 10)); then

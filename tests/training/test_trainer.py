@@ -68,7 +68,8 @@ class Script:
     patch.setattr(sampler, 'rollout', self.rollout)
     patch.setattr(sampler, 'PartialRollouts', lambda engine, places: None)
     patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
-    engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=None)
+    spec = making.SPEC
+    engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=spec)
     nothing: Any = None
     verifier: Any = python_types.SimpleNamespace(steps=False)
     timer = PhaseTimer()
@@ -77,6 +78,7 @@ class Script:
       'config': self.config,
       'problems': PROBLEMS,
       'engine': engine,
+      'spec': spec,
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': timer,
       'train_step': self.train_step,
