@@ -266,16 +266,11 @@ def learn(
   # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
-  agree = {}
-  if stats.agree_BT is not None:
-    mask_BT = computed.loss_mask_BT
-    agree = {'moe/agree': (stats.agree_BT * mask_BT).sum() / mask_BT.sum()}
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
   rule = objective.loss_rule
-  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | agree
-  metrics |= {
+  metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
@@ -284,6 +279,9 @@ def learn(
     'rollout/logp_diff': diff_BT.sum() / same_BT.sum(),
     'rollout/logp_diff_max': jnp.where(same_BT.any(), diff_BT.max(), jnp.nan),
   }
+  if stats.agree_BT is not None:
+    mask_BT = computed.loss_mask_BT
+    metrics['moe/agree'] = (stats.agree_BT * mask_BT).sum() / mask_BT.sum()
   tokens = diagnostics.updated_tokens(rule, stats.logp_BT, computed, bounds)
 
   def apply(state):

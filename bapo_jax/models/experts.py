@@ -226,14 +226,14 @@ def resolve(kind: str, platform: str) -> str:
   Raises:
     ValueError: tokamax is not installed, or the platform has no such kernel.
   """
-  has = importlib.util.find_spec('tokamax') is not None
+  is_gpu = platform in ('gpu', 'cuda')
+  has_tokamax = is_gpu and importlib.util.find_spec('tokamax') is not None
   if kind == 'auto':
-    gpu = 'tokamax' if has else 'blocks'
-    return {'tpu': 'ragged', 'gpu': gpu, 'cuda': gpu}.get(platform, 'blocks')
-  if kind == 'tokamax' and not (has and platform in ('gpu', 'cuda')):
+    return 'ragged' if platform == 'tpu' else 'tokamax' if has_tokamax else 'blocks'
+  if kind == 'tokamax' and not has_tokamax:
     raise ValueError(
-      f'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this is '
-      f'a {platform} {"with" if has else "without"} it; set it to auto'
+      'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this '
+      f'{platform} lacks one of them; set it to auto'
     )
   return kind
 

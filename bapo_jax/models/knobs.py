@@ -154,7 +154,7 @@ class ModelConfig(Section):
       raise ValueError(
         f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
       )
-    if not self.path and self.experts and self.active > self.experts:
+    if not self.path and 0 < self.experts < self.active:
       raise ValueError(
         f'active={self.active} is more than experts={self.experts}; lower active'
       )

@@ -414,8 +414,8 @@ def _step(
   at_S = jnp.where(live_S, s.position_S, s.tokens_ST.shape[1])
   version_S = jnp.full_like(at_S, policy_version)
   if s.routes_STX is not None and routes_SX is not None:
-    read_S = jnp.where(live_S, s.position_S - 1, s.tokens_ST.shape[1])
-    s = s._replace(routes_STX=put(s.routes_STX, routes_SX, read_S))
+    # Of the column before, which the model has read.
+    s = s._replace(routes_STX=put(s.routes_STX, routes_SX, at_S - live_S))
   position_S = s.position_S + live_S
   ended_S = (token_S[:, None] == ends[None]).any(1)
   return s._replace(

@@ -117,9 +117,12 @@ def warm_start_path(config: Config, workdir: str) -> str:
   recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
   if custom_code.is_path(source):  # its rows may have the solutions to imitate
     recipe['problems'] |= problems.custom.model_dump() | {'code': config.code}
-  del recipe['model']['train_tower']  # the warm start trains all weights
-  if not config.model.tower.layers:  # the recipe of a text-only policy has no tower
-    del recipe['model']['tower']
+  # The warm start trains all weights, and replays nothing. What a policy does not have
+  # is not in its recipe: names of directories outlive knobs that are new.
+  unused = {'train_tower', 'replay_routes'}
+  unused |= set() if config.model.tower.layers else {'tower'}
+  unused |= set() if config.model.experts else {'experts', 'active', 'experts_kernel'}
+  recipe['model'] = config.model.model_dump(exclude=unused)
   return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
 
 
