@@ -32,6 +32,10 @@ QWEN2 = transformer.ModelSpec(
 )
 QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
 
+MIXTURE = dataclasses.replace(  # called qwen3_moe
+  QWEN3, vocab=24, kv_heads=4, head_width=4, ffn=12, experts=8, active=2
+)
+
 TOWER = vision_spec.VisionSpec(
   width=32, layers=2, heads=4, ffn=24, out=16, full_layers=(1,), image_token=5
 )

@@ -67,7 +67,7 @@ def choose(
 
 
 class Rows(NamedTuple):
-  """Where the copies of N tokens are, sorted by expert."""
+  """Places the copies of N tokens in rows, sorted by expert."""
 
   place_NK: Array  # row of each copy; R: another device computes it
   copy_R: Array  # flat index of a row's copy, token * K + k; N K: padding

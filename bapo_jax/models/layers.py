@@ -280,8 +280,8 @@ def through(
   if routes_BTX is not None:
     recorded_LBTK = experts.by_layer(routes_BTX, spec)
 
-  def layer(x_BTD, layer):
-    w, recorded_BTK = layer
+  def layer(x_BTD, of_layer):
+    w, recorded_BTK = of_layer
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
     attended_BTHC = attention.attend(
       q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT

@@ -17,19 +17,8 @@ from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import Groups, Prompts, Routes
 
-SPEC = ModelSpec(
-  vocab=11,
-  width=16,
-  layers=2,
-  heads=2,
-  kv_heads=1,
-  head_width=8,
-  ffn=12,
-  qkv_bias=False,
-  qk_norm=True,
-  experts=8,
-  active=2,
-)
+SIZES = {'vocab': 11, 'heads': 2, 'kv_heads': 1, 'head_width': 8}
+SPEC = dataclasses.replace(making.MIXTURE, **SIZES)
 P, G, T = 4, 4, 12
 NONE = 255
 

@@ -14,19 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.models import decoder, experts, layers, transformer
 from bapo_jax.models.transformer import ModelSpec
 
-SPEC = ModelSpec(
-  vocab=24,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=4,
-  head_width=4,
-  ffn=12,
-  qkv_bias=False,
-  qk_norm=True,
-  experts=8,
-  active=2,
-)
+SPEC = making.MIXTURE
 KERNELS = ('blocks', 'ragged', 'dense')
 N = 40
 

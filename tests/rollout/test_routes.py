@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import oracles
 import pytest
@@ -17,19 +18,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.types import Prompts
 
-SPEC = ModelSpec(
-  vocab=24,
-  width=16,
-  layers=2,
-  heads=4,
-  kv_heads=4,
-  head_width=4,
-  ffn=12,
-  qkv_bias=False,
-  qk_norm=True,
-  experts=8,
-  active=2,
-)
+SPEC = making.MIXTURE
 NONE = 255
 G, P, WIDTH, NEW = 2, 4, 5, 7
 T = WIDTH + NEW
