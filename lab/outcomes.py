@@ -196,6 +196,9 @@ _OF_METRICS = {  # name -> (heading, function, metric)
   'filled': ('seats filled', mean_of, 'batch/filled'),
   'reevaluated': ('re-evaluated', mean_of, 'batch/reevaluated'),
   'reused': ('reused', mean_of, 'batch/reused'),
+  'agree': ('agreement of routes', mean_of, 'moe/agree'),
+  'load': ('load', mean_of, 'moe/load'),
+  'mismatch': ('mismatch, nats', mean_of, 'rollout/logp_diff'),
   'responses': ('responses', last_of, 'rollout/responses'),
   'updates': ('updates', last_of, 'learner/updates'),
 }

@@ -21,7 +21,7 @@ from lab.evidence import (
 )
 from lab.experiments import Result
 from lab.outcomes import stopped_between
-from papers.bench import feedback
+from papers.bench import feedback, routes
 
 FIXED = ('grpo', 'clip_higher', 'start', 'low85_high282', 'low90_high300')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
@@ -124,6 +124,7 @@ SHOWN = {
     )
     for name, arms in YOKED_ARMS.items()
   },
+  'routes': Shown((), whole=True, further=routes.tables),
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
     (Compared('int8', ('bfloat16',), 'final'),),

@@ -1,4 +1,4 @@
-"""The experiments of protocols 2 and 3: off-policy methods in settings that can tell.
+"""The experiments of protocols 2 to 4: off-policy methods in settings that can tell.
 
 Those of ../protocol2.md: `s1` has 256 responses per update, so that the search
 of Balanced PO stops between its ends; `control` is the setting of the first protocol at
@@ -9,6 +9,9 @@ them; `s3` trains SmolLM2-135M-Instruct, whose files are expected in models/.
 
 Those of ../protocol3.md: `yoked` (R), `yoked_s1` (B) and `yoked_depths` (D) give an arm
 the bounds that the search of another run chose, with the clip rules of bounds.py.
+
+Those of ../protocol4.md: `routes` trains a policy with experts, with and without replay
+of the sampler's routes.
 """
 
 import functools
@@ -37,10 +40,12 @@ NAMES = (
   'yoked',
   'yoked_s1',
   'yoked_depths',
+  'routes',
 )
 YOKED_SEEDS = tuple(range(600, 628))
 YOKED_S1_SEEDS = tuple(range(640, 656))
 YOKED_DEPTH_SEEDS = tuple(range(660, 668))
+ROUTES_SEEDS = tuple(range(700, 708))
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/notes/performance.md.
@@ -154,6 +159,16 @@ def depths() -> dict[str, Any]:
   return values
 
 
+def with_experts() -> dict[str, Any]:
+  """Returns S2 for 20 steps, with the policy of configs/experts.py."""
+  values = control()
+  values['steps'] = 20
+  values['model'] |= {'experts': 8, 'active': 2, 'ffn': 96}
+  values['optimizer']['lr'] = 6e-4
+  values['evaluate']['every'] = 5
+  return values
+
+
 def s3() -> dict[str, Any]:
   """Returns the setting S3: a published model whose weights are sent every 4 steps."""
   values = common()
@@ -237,6 +252,23 @@ YOKED_S1: dict[str, dict[str, Any]] = {
 }
 
 
+REPLAYED = {  # the arms of `routes`
+  f'{arm}_{routes}': overrides | {'model.replay_routes': routes}
+  for arm, overrides in (
+    ('grpo', CLIPPING['grpo']),
+    ('balanced', CLIPPING['balanced']),
+    ('gspo', PUBLISHED['gspo']),
+  )
+  for routes in ('on', 'measure')
+}
+COMPUTED = {x: {'model.compute': x} for x in ('float32', 'bfloat16')}
+STALENESS = {  # updates per step
+  'updates1': {'learner.minibatches': 1, 'learner.grad_accum_steps': 64},
+  'updates16': {'learner.minibatches': 16},
+  'updates64': {'learner.minibatches': 16, 'learner.epochs': 4},
+}
+
+
 def partner(seed: int) -> int:
   """Returns the other seed of a pair: 600 and 601 are partners."""
   return seed ^ 1
@@ -296,5 +328,12 @@ def get_experiment(name: str) -> Experiment:
     'yoked_s1': yoked('yoked_s1', s1(), YOKED_S1, YOKED_S1_SEEDS),
     'yoked_depths': yoked(
       'yoked_depths', deep, ahead, YOKED_DEPTH_SEEDS, {'depth': depth}
+    ),
+    'routes': Experiment(
+      with_experts(),
+      REPLAYED,
+      ROUTES_SEEDS,
+      {'precision': COMPUTED, 'staleness': STALENESS},
+      lambda arm, levels, seed: {'problems.seed': seed},
     ),
   }[name]

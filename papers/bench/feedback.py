@@ -1,36 +1,40 @@
 """The checks, tests and words of protocol 3, computed from its stored results.
 
-1. `DIFFERENCES` defines every comparison of ../protocol3.md, its margin and the checks
-   without which it shows nothing;
+1. `DIFFERENCES` defines every comparison of ../protocol3.md, and the checks without
+   which it shows nothing;
 2. `checks` computes C2 to C6;
-3. `word` turns a difference by seed into a word of the protocol;
+3. `verdicts` gives every comparison its word, see differences.py;
 4. `tables` has the verdicts, the checks and the arms of one experiment for its page.
-
-Results are read as lab.experiments.read_runs gives them: run -> result.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from bapo_jax.algorithms import clip
 from bapo_jax.runtime import markdown
 from bapo_jax.training.evaluate import mean_and_error
-from lab.evidence import PREMISE_ABSENT, relation
+from lab.evidence import relation
 from lab.experiments import Result, run_name
-from lab.outcomes import OUTCOMES, Cell, cells, contrast, friedman, holm
+from lab.outcomes import OUTCOMES, cells, friedman
 from papers.bench import bounds
+from papers.bench.differences import (
+  SIGNIFICANT,
+  Check,
+  Difference,
+  Results,
+  Verdict,
+  at,
+  by_seed,
+  check_table,
+  judged,
+  mean_and_interval,
+  table,
+)
 from papers.bench.experiments import partner
 
-Results = Mapping[str, Result]
-FLIPS = 999_999  # random sign flips; all of them where there are fewer
-SIGNIFICANT = 0.05
-SEEN, OPPOSITE = 'seen', 'opposite'
-NO_EFFECT, UNDECIDED = 'no effect of size', 'undecided'
 RATES = ('lr0.0006', 'lr0.0008')
 SEARCHING: dict[str, bounds.Search] = {
   'yoked': 'recipe',
@@ -48,28 +52,6 @@ FIXED = {  # experiment -> lower bound of an arm -> its arms, by upper bound
   ),
 }
 MARGIN = {'yoked': 0.02, 'yoked_s1': 0.01, 'yoked_depths': 0.0}
-
-
-class Difference(NamedTuple):
-  """A comparison: the mean over the cells `plus`, less the mean over `minus`."""
-
-  name: str
-  text: str
-  experiment: str
-  plus: tuple[Cell, ...]
-  minus: tuple[Cell, ...]
-  claimed: int = 1  # the sign that is claimed; 0 for none
-  checks: tuple[str, ...] = ()
-  family: str = ''  # comparisons of one family share Holm's correction
-
-
-def at(arms: Sequence[str], levels: Sequence[str]) -> tuple[Cell, ...]:
-  """Returns the cells of some arms at some levels; () of levels for no factor."""
-  return (
-    tuple((arm, level) for arm in arms for level in levels)
-    if levels
-    else tuple((arm,) for arm in arms)
-  )
 
 
 def legs(experiment: str, levels: Sequence[str], family: str) -> list[Difference]:
@@ -154,59 +136,6 @@ DIFFERENCES = (
 )
 
 
-class Tested(NamedTuple):
-  """A difference with its test."""
-
-  mean: float
-  interval: tuple[float, float]  # 95 %
-  inner: tuple[float, float]  # 90 %, for TOST
-  p: float  # of sign flips, before any correction
-  values_S: np.ndarray  # by seed
-
-
-def by_seed(difference: Difference, results: Results, outcome: str) -> np.ndarray:
-  """Returns the difference of the means over the cells, for each seed that has all."""
-  total_S = contrast(results, difference.plus, difference.minus, outcome)
-  return total_S / len(difference.plus)
-
-
-def tested(values_S: np.ndarray) -> Tested:
-  """Tests whether the mean of differences by seed is 0."""
-  values_S = np.round(values_S, 12)  # equal sums of signs are equal
-  flips = stats.permutation_test(
-    (values_S,),
-    np.mean,
-    permutation_type='samples',
-    n_resamples=FLIPS,
-    vectorized=True,
-    batch=20_000,
-    rng=np.random.default_rng(0),
-  )
-  return Tested(
-    float(values_S.mean()),
-    t_interval(values_S, 0.95),
-    t_interval(values_S, 0.90),
-    float(flips.pvalue),
-    values_S,
-  )
-
-
-def t_interval(values_S: np.ndarray, level: float) -> tuple[float, float]:
-  """Returns the t interval of the mean."""
-  test = stats.ttest_1samp(values_S, 0.0)
-  low, high = test.confidence_interval(level)
-  return float(low), float(high)
-
-
-def word(test: Tested, p: float, margin: float, claimed: int) -> str:
-  """Returns the protocol's word for a difference; p is corrected where it should be."""
-  inside = margin > 0 and -margin < test.inner[0] and test.inner[1] < margin
-  if p < SIGNIFICANT:
-    as_claimed = not claimed or claimed * test.mean > 0
-    return (SEEN if as_claimed else OPPOSITE) + ', inside the margin' * inside
-  return NO_EFFECT if inside else UNDECIDED
-
-
 @functools.cache
 def path(search: bounds.Search) -> list[tuple[float, float]]:
   """Returns the bounds at each point of a search's path, as results store them."""
@@ -273,9 +202,6 @@ def wide_share(runs: Sequence[Result], of_evidence: bool) -> float:
     wide_U = wide(applied_point(run, 'recipe'), 'recipe')
     shares.append(wide_U[evidence_of(run)].mean() if of_evidence else wide_U.mean())
   return float(np.mean(shares))
-
-
-Check = tuple[bool, str]  # whether it holds, and the figures that decide
 
 
 def states(results: Results) -> Check:
@@ -382,60 +308,18 @@ def checks(results: Results, name: str) -> dict[str, tuple[str, Check]]:
   return by_name
 
 
-class Verdict(NamedTuple):
-  """A comparison of the protocol with its test and its word."""
-
-  difference: Difference
-  test: Tested
-  adjusted: float  # p after Holm's correction in its family
-  word: str
-
-
 def verdicts(results: Results, name: str) -> list[Verdict]:
   """Returns the comparisons of an experiment in the order of the protocol."""
   holds = {check: result[0] for check, (_, result) in checks(results, name).items()}
   planned = [x for x in DIFFERENCES if x.experiment == name]
   compared = [where_they_differ(x, results) for x in planned]
-  tests = [tested(by_seed(x, results, 'area')) for x in compared]
-  adjusted = [test.p for test in tests]
-  for family in {x.family for x in compared} - {''}:
-    members = [i for i, x in enumerate(compared) if x.family == family]
-    corrected = holm([tests[i].p for i in members])
-    for i, p in zip(members, corrected, strict=True):
-      adjusted[i] = p
-  judged = []
-  for x, test, p in zip(compared, tests, adjusted, strict=True):
-    term = word(test, p, MARGIN[name], x.claimed)
-    if not all(holds[check] for check in x.checks):
-      term = PREMISE_ABSENT
-    judged.append(Verdict(x, test, p, term))
-  return judged
+  return judged(compared, results, {'area': MARGIN[name]}, holds)
 
 
 def tables(results: Results, name: str) -> str:
   """Returns the verdicts, the checks and the arms of an experiment as Markdown."""
-  rows = []
-  for verdict in verdicts(results, name):
-    x, test = verdict.difference, verdict.test
-    (low, high), inner = test.interval, test.inner
-    rows.append(
-      (
-        f'{x.name}: {x.text}',
-        f'**{verdict.word}**',
-        f'{test.mean:+.3f}',
-        f'{low:+.3f} to {high:+.3f}',
-        f'{inner[0]:+.3f} to {inner[1]:+.3f}',
-        relation(verdict.adjusted).removeprefix('= '),
-        f'{int((test.values_S > 0).sum())} of {len(test.values_S)}',
-      )
-    )
-  header = ['difference', 'word', 'mean', '95 % interval', '90 % interval']
-  of_tests = markdown.table(rows, [*header, 'p', 'seeds above 0'], 'llrrrrr')
-  rows = [
-    (check, text, figures, 'yes' if holds else 'no')
-    for check, (text, (holds, figures)) in checks(results, name).items()
-  ]
-  of_checks = markdown.table(rows, ('check', '', 'found', 'holds'), 'llll')
+  of_tests = table(verdicts(results, name))
+  of_checks = check_table(checks(results, name))
   return '\n\n'.join(
     (of_tests, of_checks, untested(results, name), arms(results, name))
   )
@@ -459,26 +343,21 @@ def untested(results: Results, name: str) -> str:
     planned.append(Difference('Interaction', text, name, plus, minus))
   rows = []
   for x in planned:
-    parts = {'pairs of seeds': by_seed(x, results, 'area').reshape(-1, 2).mean(1)}
+    parts = {'pairs of seeds': by_seed(x, results).reshape(-1, 2).mean(1)}
     for level in levels if len(levels) > 1 and name == R else ():
       plus, minus = (
         tuple(cell for cell in side if level in cell) for side in (x.plus, x.minus)
       )
       alone = x._replace(plus=plus, minus=minus)
-      parts[f'at {level[2:]}'] = by_seed(alone, results, 'area')
+      parts[f'at {level[2:]}'] = by_seed(alone, results)
     for kind in kinds if len(kinds) > 1 else ():
       some = {run: y for run, y in results.items() if processor[y['seed']] == kind}
-      values_S = by_seed(x, some, 'area')
+      values_S = by_seed(x, some)
       parts[f'{len(values_S)} seeds of one processor'] = values_S
     parts['at the end'] = by_seed(x, results, 'final')
-    rows.append((f'{x.name}: {x.text}', *map(_mean_and_interval, parts.values())))
+    rows.append((f'{x.name}: {x.text}', *map(mean_and_interval, parts.values())))
   header = ['without a test: mean, 95 % interval', *parts]
   return markdown.table(rows, header, 'l' + 'r' * len(parts))
-
-
-def _mean_and_interval(values_S: np.ndarray) -> str:
-  low, high = t_interval(values_S, 0.95)
-  return f'{values_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'
 
 
 def arms(results: Results, name: str) -> str:

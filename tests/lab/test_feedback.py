@@ -10,7 +10,7 @@ from scipy import stats
 
 from lab import figures
 from lab.evidence import Drawn
-from papers.bench import bounds, experiments, feedback
+from papers.bench import bounds, differences, experiments, feedback
 from papers.bench.feedback import B, D, R
 
 
@@ -66,7 +66,7 @@ def results():
 
 @pytest.fixture(autouse=True)
 def few_flips(monkeypatch):
-  monkeypatch.setattr(feedback, 'FLIPS', 9_999)
+  monkeypatch.setattr(differences, 'FLIPS', 9_999)
 
 
 def test_words_of_the_protocol_follow_from_the_effects(results):
@@ -140,16 +140,16 @@ def test_the_other_rate_decides_where_one_has_no_difference(results):
   ],
 )
 def test_a_word_is_one_of_the_protocol(p, inner, mean, claimed, word):
-  test = feedback.Tested(mean, inner, inner, p, np.zeros(2))
-  assert feedback.word(test, p, 0.02, claimed) == word
+  test = differences.Tested(mean, inner, inner, p, np.zeros(2))
+  assert differences.word(test, p, 0.02, claimed) == word
 
 
 def test_p_values_are_those_of_all_sign_flips():
   values = np.asarray([0.3, -0.1, 0.25, 0.4, 0.05, 0.2, -0.15, 0.1])
   signs = np.asarray([*itertools.product((1, -1), repeat=8)])
   exact = (np.abs(signs @ values) >= abs(values.sum()) - 1e-12).mean()
-  assert feedback.tested(values).p == pytest.approx(exact)
-  test = feedback.tested(values)
+  assert differences.tested(values).p == pytest.approx(exact)
+  test = differences.tested(values)
   half = stats.t.ppf(0.95, 7) * values.std(ddof=1) / math.sqrt(8)
   assert test.inner == pytest.approx((values.mean() - half, values.mean() + half))
 

@@ -1,0 +1,141 @@
+"""The check, tests and words of protocol 4, computed from its stored results.
+
+`DIFFERENCES` defines every comparison of ../protocol4.md, `routers_differ` its check,
+and `tables` has the verdicts, the check and all cells for the page.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from bapo_jax.runtime import markdown
+from bapo_jax.training.evaluate import mean_and_error
+from lab.experiments import Result
+from lab.outcomes import OUTCOMES, Cell, cells
+from papers.bench import differences, experiments
+from papers.bench.differences import Check, Difference, Results, Verdict
+
+METHODS = ('grpo', 'balanced', 'gspo')
+PRECISIONS = (*experiments.COMPUTED,)
+STALENESS = (*experiments.STALENESS,)
+AGREEING = 0.99  # C1: routers that agree this often agree anyway
+MARGIN = {'area': 0.03}
+
+
+def replay(
+  name: str,
+  methods: Sequence[str],
+  precision: str,
+  staleness: str,
+  checks: tuple[str, ...] = (),
+) -> Difference:
+  """Returns the effect of replay, mean over methods: on accuracy; of H2 on mismatch."""
+  of_mismatch = name == 'H2'
+  plus, minus = (
+    tuple((f'{method}_{routes}', precision, staleness) for method in methods)
+    for routes in ('on', 'measure')
+  )
+  text = 'mismatch, nats' if of_mismatch else 'accuracy, mean over the run'
+  updates = staleness.removeprefix('updates')
+  where = f'{", ".join(methods)}; {precision}, updates per step {updates}'
+  return Difference(
+    name,
+    f'{where}: {text}',
+    'routes',
+    plus,
+    minus,
+    claimed=-1 if of_mismatch else 1,
+    checks=checks,
+    family=name,
+    outcome='mismatch' if of_mismatch else 'area',
+  )
+
+
+DIFFERENCES = (
+  *(replay('H1', (method,), 'bfloat16', 'updates64', ('C1',)) for method in METHODS),
+  *(replay('H2', METHODS, 'bfloat16', staleness, ('C1',)) for staleness in STALENESS),
+  *(replay('H3', (method,), 'float32', 'updates64') for method in METHODS),
+)
+
+
+def routers_differ(results: Results) -> Check:
+  """C1: without replay the learner's router differs from the sampler's in bfloat16.
+
+  Measured where a step has one update: before it, both have the same weights.
+  """
+  of_cells = cells(results)
+  means = {
+    method: np.mean(
+      outcomes(
+        [*of_cells[f'{method}_measure', 'bfloat16', 'updates1'].values()], 'agree'
+      )
+    )
+    for method in METHODS
+  }
+  text = ', '.join(f'{mean:.4f} ({method})' for method, mean in means.items())
+  return bool(np.mean([*means.values()]) < AGREEING), text
+
+
+def outcomes(runs: Sequence[Result], name: str) -> list[float]:
+  """Returns an outcome of each run."""
+  return [OUTCOMES[name][1](run) for run in runs]
+
+
+def collapsed(result: Result) -> bool:
+  """Whether a run ended with less than half of its first accuracy, or diverged."""
+  first, last = (result['evaluations'][i][1] for i in (0, -1))
+  return result['diverged'] or last < first / 2
+
+
+def checks(results: Results) -> dict[str, tuple[str, Check]]:
+  """Returns check -> (sentence, (whether it holds, figures))."""
+  text = 'agreement of the routers below .99, bfloat16, first update of a step'
+  return {'C1': (text, routers_differ(results))}
+
+
+def verdicts(results: Results) -> list[Verdict]:
+  """Returns the comparisons in the order of the protocol."""
+  holds = {name: held for name, (_, (held, _)) in checks(results).items()}
+  return differences.judged(DIFFERENCES, results, MARGIN, holds)
+
+
+def tables(results: Results) -> str:
+  """Returns the verdicts, the check and the cells of the experiment as Markdown."""
+  parts = (
+    differences.table(verdicts(results)),
+    differences.check_table(checks(results)),
+  )
+  return '\n\n'.join((*parts, effects(results), cell_table(results)))
+
+
+def effects(results: Results) -> str:
+  """Returns the effect of replay on accuracy in every cell, without a test."""
+  rows = []
+  for precision in PRECISIONS:
+    for staleness in STALENESS:
+      for method in METHODS:
+        x = replay('', (method,), precision, staleness)
+        row = (
+          differences.by_seed(x, results, outcome) for outcome in ('area', 'final')
+        )
+        text = x.text.partition(':')[0]
+        rows.append((text, *map(differences.mean_and_interval, row)))
+  header = ['replay less none, without a test', 'mean over the run', 'at the end']
+  return markdown.table(rows, header, 'lrr')
+
+
+def cell_table(results: Results) -> str:
+  """Returns what was measured in every cell: mean and standard error over seeds."""
+  of_cells: Mapping[Cell, Mapping[int, Result]] = cells(results)
+  rows = []
+  for cell, of_seeds in of_cells.items():
+    runs = [*of_seeds.values()]
+    row = [', '.join(cell), str(len(runs))]
+    for name, digits in (('area', 3), ('final', 3), ('agree', 4), ('mismatch', 5)):
+      mean, error = mean_and_error(outcomes(runs, name))
+      row.append(f'{mean:.{digits}f} ± {error:.{digits}f}')
+    row.append(f'{np.mean(outcomes(runs, "load")):.2f}')
+    rows.append([*row, f'{sum(map(collapsed, runs))}'])
+  names = ('area', 'final', 'agree', 'mismatch', 'load')
+  header = ['cell', 'seeds', *(OUTCOMES[name][0] for name in names), 'collapsed']
+  return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
