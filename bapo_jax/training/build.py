@@ -129,12 +129,15 @@ def abstract_batch(
     fields[Batch._fields.index('reference_BT')] = None
   if pictures is not None:
     pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
-  routes_BTX: Any = None
-  if routes:
-    shape = size['B'], size['T'], routes.numbers
-    layout = sharding.over_routes(mesh, shape)
-    routes_BTX = jax.ShapeDtypeStruct(shape, routes.dtype, sharding=layout)
-  return Batch(*fields, pictures=pictures, routes_BTX=routes_BTX)
+  taken: Any = routes and abstract_routes(size['B'], size['T'], mesh, routes)
+  return Batch(*fields, pictures=pictures, routes_BTX=taken)
+
+
+def abstract_routes(B: int, T: int, mesh: Mesh, routes: Routes) -> jax.ShapeDtypeStruct:
+  """Returns the shape of recorded routes [B, T, X], placed on the mesh."""
+  shape = B, T, routes.numbers
+  layout = sharding.over_routes(mesh, shape)
+  return jax.ShapeDtypeStruct(shape, routes.dtype, sharding=layout)
 
 
 def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:

@@ -167,9 +167,7 @@ def score(job: Job) -> Program:
   seen = embedded(job, max(1, B // config.sampler.group_size))
   more: dict[str, Any] = {} if seen is None else {'pictures': seen}
   if routes := job.spec.routes:
-    layout = sharding.over_routes(job.mesh, (B, T, routes.numbers))
-    abstract = jax.eval_shape(lambda: routes.empty(B, T))
-    more['routes_BTX'] = sharding.abstract(abstract, layout)
+    more['routes_BTX'] = build.abstract_routes(B, T, job.mesh, routes)
   return Program(
     jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
     (weights, like((B, T), 'int32'), like((B, T), 'bool')),
