@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -200,6 +201,9 @@ def _tokamax(*arrays: Array) -> Array:
   """Multiplies with the kernels of tokamax, for a GPU."""
   import tokamax  # pyrefly: ignore[missing-import]
 
+  flags.FLAGS.mark_as_parsed()  # else tokamax parses the command line
+  # `resolve` has checked the platform; --mode=plan lowers for an absent GPU.
+  flags.FLAGS.tokamax_cross_compile = True
   # Named: its autotuner could choose another one in a run that is resumed.
   multiply = functools.partial(tokamax.ragged_dot, implementation='triton')
   return _native(multiply, *arrays)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import making
 import numpy as np
 import oracles
 import pytest
+from absl import flags
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, experts, layers, transformer
@@ -193,3 +196,23 @@ def test_kernels_of_other_platforms_are_refused():
     experts.resolve('tokamax', 'cpu')
   assert experts.resolve('auto', 'cpu') == 'blocks'
   assert experts.resolve('auto', 'tpu') == 'ragged'
+
+
+def test_tokamax_reads_no_command_line_and_looks_for_no_gpu(monkeypatch):
+  # As tokamax 0.0.12: it parses sys.argv if nobody has, and then asks its flag.
+  knobs = flags.FlagValues()
+  monkeypatch.setattr(flags, 'FLAGS', knobs)
+  flags.DEFINE_bool('tokamax_cross_compile', False, '', flag_values=knobs)
+  monkeypatch.setattr(sys, 'argv', ['train.py', '--unknown'])
+
+  def ragged_dot(*arrays, implementation):
+    if not knobs.is_parsed():
+      knobs(sys.argv)
+    assert knobs.tokamax_cross_compile and implementation == 'triton'
+    return jax.lax.ragged_dot(*arrays)
+
+  library = types.SimpleNamespace(ragged_dot=ragged_dot)
+  monkeypatch.setitem(sys.modules, 'tokamax', library)
+  out, _ = experts.mlp(layer(), tokens(), with_kernel('tokamax'))
+  wanted, _ = slow(layer(), np.asarray(tokens()), SPEC.norm_topk)
+  np.testing.assert_allclose(out, wanted, atol=1e-5)

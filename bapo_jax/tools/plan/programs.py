@@ -165,13 +165,12 @@ def score(job: Job) -> Program:
   knobs |= dict(micro_batches=1, spec=job.spec, schedule=job.schedule)
   like = functools.partial(jax.ShapeDtypeStruct, sharding=sharding.over_rows(job.mesh))
   seen = embedded(job, max(1, B // config.sampler.group_size))
-  more: dict[str, Any] = {} if seen is None else {'pictures': seen}
   if routes := job.spec.routes:
-    more['routes_BTX'] = build.abstract_routes(B, T, job.mesh, routes)
+    routes = build.abstract_routes(B, T, job.mesh, routes)
   return Program(
     jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
     (weights, like((B, T), 'int32'), like((B, T), 'bool')),
-    more,
+    {'pictures': seen, 'routes_BTX': routes},
     roofline.score(job.language, job.shape, B, T),
     [roofline.gathers(job.language, job.shape), sums(job, B * T)],
     rest,
