@@ -42,10 +42,10 @@ PANELS = (
 DPI = 90
 POINTS = 41  # of a curve
 PROMISED = (0.40, 0.33, 0.25)  # positive shares of the levels of imbalance
-# Arms: black is the method of a page.
+# Arms; black is Balanced PO.
 COLOUR_TABLE = """
   balanced #000000
-  adapted #000000
+  adapted #00796B
   grpo #D55E00
   clip_higher #E69F00
   start #56B4E9
@@ -57,7 +57,7 @@ COLOUR_TABLE = """
   coin #009E73
   low80_high120 #777777
   low80_high200 #CC79A7
-  low80_high300 #CC79A7
+  low80_high300 #009E73
   low95_high120 #E69F00
   low90_high120 #E69F00
   low95_high200 #56B4E9
