@@ -28,32 +28,34 @@ def replay(
   precision: str,
   staleness: str,
   checks: tuple[str, ...] = (),
+  outcome: str = 'area',
 ) -> Difference:
-  """Returns the effect of replay, mean over methods: on accuracy; of H2 on mismatch."""
-  of_mismatch = name == 'H2'
+  """Returns the effect of replay on an outcome, mean over methods."""
   plus, minus = (
     tuple((f'{method}_{routes}', precision, staleness) for method in methods)
     for routes in ('on', 'measure')
   )
-  text = 'mismatch, nats' if of_mismatch else 'accuracy, mean over the run'
   updates = staleness.removeprefix('updates')
   where = f'{", ".join(methods)}; {precision}, updates per step {updates}'
   return Difference(
     name,
-    f'{where}: {text}',
+    f'{where}: {OUTCOMES[outcome][0]}',
     'routes',
     plus,
     minus,
-    claimed=-1 if of_mismatch else 1,
+    claimed=-1 if outcome == 'mismatch' else 1,
     checks=checks,
     family=name,
-    outcome='mismatch' if of_mismatch else 'area',
+    outcome=outcome,
   )
 
 
 DIFFERENCES = (
   *(replay('H1', (method,), 'bfloat16', 'updates64', ('C1',)) for method in METHODS),
-  *(replay('H2', METHODS, 'bfloat16', staleness, ('C1',)) for staleness in STALENESS),
+  *(
+    replay('H2', METHODS, 'bfloat16', staleness, ('C1',), 'mismatch')
+    for staleness in STALENESS
+  ),
   *(replay('H3', (method,), 'float32', 'updates64') for method in METHODS),
 )
 
