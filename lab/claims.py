@@ -46,7 +46,7 @@ def read_page(module: Any, folder: str) -> dict[str, dict[str, Result]]:
   for name in module.NAMES:
     experiment = module.get_experiment(name)
     stored = experiments.read(experiment, f'{folder}/results/{name}')
-    partial = len(stored) < len(experiments.runs(experiment))
+    partial = len(stored) < len(experiments.labels(experiment))
     results[name] = {} if partial and module.SHOWN[name].whole else stored
   return results
 
@@ -63,7 +63,7 @@ def page(
   """
   text = between(text, 'claims', evidence.verdicts(module, results))
   for name, by_run in results.items():
-    planned = len(experiments.runs(module.get_experiment(name)))
+    planned = len(experiments.labels(module.get_experiment(name)))
     shown = module.SHOWN[name]
     content = WAITING if shown.whole else EMPTY
     if by_run:

@@ -76,6 +76,14 @@ class Experiment(NamedTuple):
   block: int = 1  # seeds that take turns, so that the last arm can read the first one
 
 
+class Label(NamedTuple):
+  """What a run of an experiment is called by."""
+
+  arm: str
+  levels: dict[str, str]  # factor -> level
+  seed: int
+
+
 class RunSpec(NamedTuple):
   """One run of an experiment."""
 
@@ -123,27 +131,33 @@ def load(description: str) -> Experiment:
     raise ValueError(f'{path} has no experiment {name!r}{names}') from None
 
 
+def labels(experiment: Experiment) -> dict[str, Label]:
+  """Returns run name -> label; runs of a block of seeds are adjacent."""
+  factors = experiment.factors
+  products = itertools.product(*factors.values())
+  combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
+  seeds, size = experiment.seeds, experiment.block
+  blocks = (seeds[i : i + size] for i in range(0, len(seeds), size))
+  every = itertools.chain.from_iterable(
+    itertools.product(combinations, experiment.arms, block) for block in blocks
+  )
+  named = (Label(arm, levels, seed) for levels, arm, seed in every)
+  return {run_name(*label): label for label in named}
+
+
 def runs(experiment: Experiment) -> dict[str, RunSpec]:
-  """Returns run name -> run; runs of a block of seeds are adjacent.
+  """Returns run name -> run, in the order of `labels`.
 
   Raises:
     ValueError: a config is invalid, or two runs have the same config.
   """
-  factors = experiment.factors
-  products = itertools.product(*factors.values())
-  combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
   specs: dict[str, RunSpec] = {}
   run_of: dict[str, str] = {}  # fingerprint -> run name
-  seeds, size = experiment.seeds, experiment.block
-  blocks = (seeds[i : i + size] for i in range(0, len(seeds), size))
-  for levels, arm, seed in itertools.chain.from_iterable(
-    itertools.product(combinations, experiment.arms, block) for block in blocks
-  ):
-    name = run_name(arm, levels, seed)
+  for name, (arm, levels, seed) in labels(experiment).items():
     values = experiment.values
     # Later knobs win: an arm overrides the levels, a run the arm, the seed all.
     for factor, level in levels.items():
-      values = config_lib.merged(values, factors[factor][level])
+      values = config_lib.merged(values, experiment.factors[factor][level])
     # A seed has a warm start of its own, made without the user's cache.
     of_run = experiment.of_run(arm, levels, seed)
     of_seed = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
@@ -354,12 +368,11 @@ def read(experiment: Experiment, results: str) -> dict[str, Result]:
   """
   stored = read_runs(results)
   matching: dict[str, Result] = {}
-  for name, run in runs(experiment).items():
+  for name, label in labels(experiment).items():
     if name not in stored:
       continue
     result = stored[name]
-    identity = result['arm'], result['levels'], result['seed']
-    if identity != (run.arm, run.levels, run.seed):
+    if (result['arm'], result['levels'], result['seed']) != label:
       raise ValueError(f'{results}: {name} is the result of another run; {WAY_OUT}')
     earlier = next(iter(matching.values()), result)
     if result['versions'] != earlier['versions']:

@@ -252,17 +252,22 @@ def by_seed(
   return {seed: [compute(x[seed]) for x in of_cells] for seed in sorted(shared)}
 
 
-def t_interval(difference_S: np.ndarray) -> tuple[float, float]:
-  """Returns the 95 % t interval of the mean over seeds."""
-  mean, half = interval(difference_S)
+def t_interval(difference_S: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+  """Returns the t interval of the mean over seeds."""
+  mean, half = interval(difference_S, level)
   return mean - half, mean + half
+
+
+@functools.cache
+def _signs(n: int) -> np.ndarray:
+  """Returns all 2^n patterns of n signs, [2^n, n]; the first has no minus."""
+  return np.asarray([*itertools.product((1.0, -1.0), repeat=n)])
 
 
 def sign_flip(difference_S: np.ndarray) -> float:
   """Returns the exact two-sided p-value of the mean over all 2^n sign patterns."""
-  sign_NS = np.asarray([*itertools.product((1, -1), repeat=len(difference_S))])
   # Rounded, so that patterns with equal sums are equal.
-  size_N = np.round(np.abs(sign_NS @ difference_S), DIGITS)
+  size_N = np.round(np.abs(_signs(len(difference_S)) @ difference_S), DIGITS)
   return float((size_N >= size_N[0]).mean())
 
 

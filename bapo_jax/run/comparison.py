@@ -91,13 +91,13 @@ def label(names: Sequence[str]) -> str:
   return os.path.join(directory, name.rstrip(SEED)).rstrip('/') or ', '.join(names)
 
 
-def interval(values: ArrayLike) -> tuple[float, float]:
+def interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
   """Returns (mean, half the length of the t interval of the mean); nan for one value.
 
-  The interval covers the mean of a normal distribution in LEVEL of all cases.
+  The interval covers the mean of a normal distribution in `level` of all cases.
   """
   middle, error = mean_and_error(values)
-  return middle, float(special.stdtrit(np.size(values) - 1, (1 + LEVEL) / 2)) * error
+  return middle, float(special.stdtrit(np.size(values) - 1, (1 + level) / 2)) * error
 
 
 def final(run: RunFiles, name: str) -> float:

@@ -18,7 +18,7 @@ from scipy import stats
 from bapo_jax.runtime import markdown
 from lab.evidence import PREMISE_ABSENT, relation
 from lab.experiments import Result
-from lab.outcomes import Cell, contrast, holm
+from lab.outcomes import Cell, contrast, holm, t_interval
 
 Results = Mapping[str, Result]
 FLIPS = 999_999  # random sign flips; all of them where there are fewer
@@ -86,18 +86,11 @@ def tested(values_S: np.ndarray) -> Tested:
   )
   return Tested(
     float(values_S.mean()),
-    t_interval(values_S, 0.95),
+    t_interval(values_S),
     t_interval(values_S, 0.90),
     float(flips.pvalue),
     values_S,
   )
-
-
-def t_interval(values_S: np.ndarray, level: float) -> tuple[float, float]:
-  """Returns the t interval of the mean."""
-  test = stats.ttest_1samp(values_S, 0.0)
-  low, high = test.confidence_interval(level)
-  return float(low), float(high)
 
 
 def word(test: Tested, p: float, margin: float, claimed: int) -> str:
@@ -178,5 +171,5 @@ def check_table(checks: Mapping[str, tuple[str, Check]]) -> str:
 
 def mean_and_interval(values_S: np.ndarray) -> str:
   """Returns a mean with its 95 % interval, as text."""
-  low, high = t_interval(values_S, 0.95)
+  low, high = t_interval(values_S)
   return f'{values_S.mean():+.3f} ({low:+.3f} to {high:+.3f})'

@@ -110,6 +110,9 @@ def test_the_t_interval_by_hand():
   # Mean .2, standard deviation .2160, error .1080; t of 3 degrees of freedom 3.1824.
   low, high = outcomes.t_interval(np.asarray([0.0, 0.1, 0.2, 0.5]))
   assert (low, high) == pytest.approx((0.2 - 0.3438, 0.2 + 0.3438), abs=1e-3)
+  # At 90 %, t is 2.3534.
+  low, high = outcomes.t_interval(np.asarray([0.0, 0.1, 0.2, 0.5]), 0.9)
+  assert (low, high) == pytest.approx((0.2 - 0.2542, 0.2 + 0.2542), abs=1e-3)
   assert outcomes.t_interval(np.full(4, 0.3)) == pytest.approx((0.3, 0.3))
 
 
