@@ -47,7 +47,7 @@ MAIN = """
   rollout/length_wrong rollout/truncated rollout/tokens_per_s rollout/logp_diff
   batch/filled batch/learnable batch/age clip/share_start clip/share clip/low clip/high
   clip/moved clip/target_met clip/fraction loss/entropy loss/kl learner/grad_norm
-  time/step
+  moe/agree moe/load time/step
 """
 
 
@@ -83,11 +83,13 @@ PANELS = (
   Panel('Largest ratio of a token', 'probability ratio', {'loss/ratio_max': ''}),
   Panel('Seconds of a step', 'seconds', {'time/step': ''}),
 )
-# With mesh.rollout, an environment, or a teacher.
+# With mesh.rollout, an environment, a teacher, or experts.
 OPTIONAL = (
   Panel('Time without work', 'share of the step', IDLE, compared=2),
   Panel('Turns of a response', 'turns', {'rollout/turns': ''}),
   Panel('KL to the teacher or first policy', 'nats per token', FAR),
+  Panel('Agreement of the routers', 'share of layers and tokens', {'moe/agree': ''}),
+  Panel('Tokens of the busiest expert', 'times the mean', {'moe/load': ''}),
 )
 
 
@@ -308,8 +310,7 @@ def _times(run: RunFiles):
   total = run.facts.get('wall_s', 0.0)
   if not spent:
     names = {name for row in run.rows for name in row if name.startswith('time/')}
-    names -= {'time/step'}
-    spent = {name[5:]: series(run.rows, name)[1].sum() for name in names}
+    spent = {x[5:]: series(run.rows, x)[1].sum() for x in names - {'time/step'}}
     total = series(run.rows, 'time/step')[1].sum()
   if not total:
     return

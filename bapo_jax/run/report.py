@@ -123,12 +123,7 @@ def write(
   Raises:
     OSError: the file cannot be written.
   """
-  facts = {
-    'eval_before': before,
-    'eval_after': after,
-    **{name: spent[name] for name in ('wall_s', 'peak_rss_bytes', 'phases')},
-    'steps': steps,
-  }
+  facts = {'eval_before': before, 'eval_after': after, **spent, 'steps': steps}
   files.write_json(os.path.join(workdir, 'report.json'), facts)
   return (
     f'{change_sentence(before, after)} The run took {steps} steps, '

@@ -11,7 +11,7 @@ from pages import Page, cells
 from recordings import response
 
 from bapo_jax.run import charts, report, series
-from bapo_jax.run.page import MAIN, PANELS, write
+from bapo_jax.run.page import MAIN, OPTIONAL, PANELS, write
 from bapo_jax.runtime import metrics
 from bapo_jax.training.config import parse
 
@@ -193,17 +193,34 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
   assert len(step_N) <= 2 * charts.STRIPS and step_N[value_N.argmax()] == 1234
 
 
-def test_idle_shares_are_drawn_where_others_sample(tmp_path):
-  title = '<b>Time without work</b>'
-  assert title not in made(workdir(tmp_path / 'here', [{'time/step': 2.0}])).text
-  shares = {'overlap/sampler_idle': 0.25, 'overlap/learner_idle': 0.5}
-  page = made(workdir(tmp_path / 'beside', [{'overlap/ended': 3.0, **shares}]))
+@pytest.mark.parametrize(
+  ('title', 'recorded', 'legend'),
+  [
+    (
+      'Time without work',
+      {'overlap/sampler_idle': 0.25, 'overlap/learner_idle': 0.5},
+      'sampler 0.25, learner 0.5',
+    ),
+    ('Turns of a response', {'rollout/turns': 1.5}, '1.5'),
+    ('KL to the teacher or first policy', {'teacher/kl': 0.5}, 'teacher 0.5'),
+    ('Agreement of the routers', {'moe/agree': 0.75}, '0.75'),
+    ('Tokens of the busiest expert', {'moe/load': 2.5}, '2.5'),
+  ],
+)
+def test_what_few_runs_record_is_drawn_where_it_is_recorded(
+  tmp_path, title, recorded, legend
+):
+  assert title in {panel.title for panel in OPTIONAL}
+  title = f'<b>{title}</b>'
+  assert title not in made(workdir(tmp_path / 'without', [{'time/step': 2.0}])).text
+  page = made(workdir(tmp_path / 'with', [recorded]))
   figure = page.text.partition(title)[2].partition('</figure>')[0]
-  assert 'step 1: sampler 0.25, learner 0.5' in figure
+  assert f'step 1: {legend}' in figure
 
 
 def test_every_panel_draws_metrics_of_the_glossary():
-  names = {name for panel in PANELS for name in panel.labels}
+  panels = *PANELS, *OPTIONAL
+  names = {name for panel in panels for name in panel.labels}
   assert names | set(MAIN.split()) <= set(metrics.GLOSSARY)
 
 

@@ -206,7 +206,7 @@ def test_devices_are_counted_without_a_compiler(topology, hosts):
   assert [d.id for d in found] == list(range(len(found)))
 
 
-@pytest.mark.parametrize(('name', 'shape'), itertools.product(GPUS, ['1', '2x4']))
+@pytest.mark.parametrize(('name', 'shape'), [*itertools.product(GPUS, ['1', '2x4'])])
 def test_the_compiler_has_the_devices_that_are_counted(topology, name, shape):
   found = topology(f'{name}:{shape}')
   chip, counted = devices.count(f'{name}:{shape}')
