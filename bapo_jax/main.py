@@ -267,7 +267,8 @@ NO_CONFIGS = (
 )
 
 # Settings for the compilers for TPUs and GPUs on a host that has none. On TPUs the two
-# efforts halve the compile time and do not change the memory.
+# efforts halve the compile time; the memory of a dense 7B stays, that of a 30B with
+# experts grows by 3 %.
 PLANNING = {
   'JAX_PLATFORMS': 'cpu',
   'TPU_SKIP_MDS_QUERY': '1',
