@@ -108,7 +108,7 @@ def write(workdir: str | os.PathLike[str]) -> str:
 def page(runs: Sequence[RunFiles]) -> str:
   """Returns the HTML page of the runs."""
   if len(runs) == 1:
-    title = str(runs[0].values.get('title', 'A run'))
+    title = runs[0].values.get('title', 'A run')
     return look.document(title, _report(runs[0]))
   return look.document('Runs compared', _comparison(comparison.grouped(runs)))
 

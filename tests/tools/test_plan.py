@@ -338,14 +338,17 @@ def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
   path.mkdir(parents=True)
   (path / 'config.json').write_text(json.dumps(SEVEN))
   assert plan.run_search(config, 'h100:8')
-  assert 'on h100:8: 8 devices of ' in capsys.readouterr().out
+  assert f'{path} on h100:8: 8 devices of ' in capsys.readouterr().out
 
 
 def test_knobs_of_this_machine_are_named(config):
-  assert plan.of_this_machine(config, 'h100:2x8') == ''
+  of = 'h100:2x8', CHIP, 16
+  name = f'{config.model.path or config.title} on h100:2x8: 16 devices of '
+  assert plan.heading(config, *of).startswith(name)
   derived = config.model_copy(update={'derived': ('prompts.count', 'optimizer.lr')})
-  text = plan.of_this_machine(derived, 'h100:2x8')
-  assert f'not from h100:2x8: prompts.count={config.prompts.count}; give' in text
+  warning, line = plan.heading(derived, *of).splitlines()
+  assert f'not from h100:2x8: prompts.count={config.prompts.count}; give' in warning
+  assert line.startswith(name)
 
 
 def test_what_does_not_divide_is_refused_with_its_reason(config):

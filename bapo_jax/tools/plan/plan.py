@@ -141,15 +141,13 @@ def run(config: Config, topology: str, mean_share: float) -> bool:
   ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = devices_lib.attach(topology)
-  if text := of_this_machine(config, topology):
-    print(text)
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   routed = f', experts {job.spec.experts_kernel}' * bool(job.spec.experts)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   print(
-    f'{config.title} on {topology}: {mesh.size} devices of {chip.hbm:.4g} GiB, '
-    f'{sizes}, attention {job.spec.attention}{routed}'
+    f'{heading(config, topology, chip, mesh.size)}, {sizes}, '
+    f'attention {job.spec.attention}{routed}'
   )
   print(machine.CONFIRMED)
   needed = budget.count(*job).update
@@ -187,31 +185,31 @@ def of_routes(job: Job) -> str:
   )
 
 
-def of_this_machine(config: Config, topology: str) -> str:
-  """Warns of knobs that were derived from the devices here; '' without any."""
+def heading(config: Config, topology: str, chip: Chip, count: int) -> str:
+  """Names what is planned, after a warning of knobs that were derived here."""
   sections = ('mesh', 'prompts', 'sampler', 'learner', 'model')
   values = [
     f'{name}={operator.attrgetter(name)(config)}'
     for name in config.derived
     if name.split('.')[0] in sections
   ]
-  if not values:
-    return ''
-  return (
+  text = (
     f'warning: derived from the devices of this machine and not from {topology}: '
     f'{", ".join(values)}; give those that should differ, such as '
-    '--config.model.compute=bfloat16 and --config.prompts.count=64'
+    '--config.model.compute=bfloat16 and --config.prompts.count=64\n'
+  ) * bool(values)
+  return (
+    f'{text}{config.model.path or config.title} on {topology}: {count} devices of '
+    f'{chip.hbm:.4g} GiB'
   )
 
 
 def run_search(config: Config, topology: str) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = devices_lib.count(topology)
-  if text := of_this_machine(config, topology):
-    print(text)
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search.search(config, spec, chip, devices, room(chip))
-  print(f'{config.title} on {topology}: {len(devices)} devices of {chip.hbm:.4g} GiB')
+  print(heading(config, topology, chip, len(devices)))
   print(search.table(found, refused))
   return bool(found)
 
