@@ -160,15 +160,21 @@ def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
   assert {call.dtype for call in calls} == {jnp.uint8.dtype}
 
 
-def learned(groups: Groups, spec: ModelSpec, seed: int = 0):
-  """Returns (gradient, metrics) of an update of weights that may be newer."""
+@functools.cache
+def compiled(spec):
+  """Returns (optimiser, its update with this spec)."""
   objective = making.objective(clip.Fixed(), spec=spec, temperature=1.0)
   tx = optimizer.adamw(lr=1e-3)
+  return tx, jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
+
+
+def learned(groups: Groups, spec: ModelSpec, seed: int = 0):
+  """Returns (gradient, metrics) of an update of weights that may be newer."""
   batch = learner.flatten(
     groups, jnp.zeros(P, jnp.int32), advantage.GroupRelative(), version=5
   )
   params = oracles.noisy(SPEC, seed)
-  step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
+  tx, step = compiled(spec)
   new, _, metrics, _ = step(params, tx.init(params), batch)
   return new, {name: float(x) for name, x in metrics.items()}
 
