@@ -76,14 +76,6 @@ class Experiment(NamedTuple):
   block: int = 1  # seeds that take turns, so that the last arm can read the first one
 
 
-class Label(NamedTuple):
-  """What a run of an experiment is called by."""
-
-  arm: str
-  levels: dict[str, str]  # factor -> level
-  seed: int
-
-
 class RunSpec(NamedTuple):
   """One run of an experiment."""
 
@@ -131,8 +123,8 @@ def load(description: str) -> Experiment:
     raise ValueError(f'{path} has no experiment {name!r}{names}') from None
 
 
-def labels(experiment: Experiment) -> dict[str, Label]:
-  """Returns run name -> label; runs of a block of seeds are adjacent."""
+def labels(experiment: Experiment) -> dict[str, tuple[str, dict[str, str], int]]:
+  """Returns run name -> (arm, factor -> level, seed); blocks of seeds are adjacent."""
   factors = experiment.factors
   products = itertools.product(*factors.values())
   combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
@@ -141,7 +133,7 @@ def labels(experiment: Experiment) -> dict[str, Label]:
   every = itertools.chain.from_iterable(
     itertools.product(combinations, experiment.arms, block) for block in blocks
   )
-  named = (Label(arm, levels, seed) for levels, arm, seed in every)
+  named = ((arm, levels, seed) for levels, arm, seed in every)
   return {run_name(*label): label for label in named}
 
 

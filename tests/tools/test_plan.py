@@ -342,7 +342,7 @@ def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
 
 
 def test_knobs_of_this_machine_are_named(config):
-  of = 'h100:2x8', CHIP, 16
+  of = 'h100:2x8', CHIP, range(16)
   name = f'{config.model.path or config.title} on h100:2x8: 16 devices of '
   assert plan.heading(config, *of).startswith(name)
   derived = config.model_copy(update={'derived': ('prompts.count', 'optimizer.lr')})

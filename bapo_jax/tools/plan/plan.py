@@ -6,7 +6,7 @@ No weight is loaded and no program runs: a config.json is enough.
 import math
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -141,17 +141,14 @@ def run(config: Config, topology: str, mean_share: float) -> bool:
   ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = devices_lib.attach(topology)
+  print(heading(config, topology, chip, devices))
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   routed = f', experts {job.spec.experts_kernel}' * bool(job.spec.experts)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
-  print(
-    f'{heading(config, topology, chip, mesh.size)}, {sizes}, '
-    f'attention {job.spec.attention}{routed}'
-  )
+  print(f'mesh {sizes}, attention {job.spec.attention}{routed}')
   print(machine.CONFIRMED)
-  needed = budget.count(*job).update
-  print(budget.sentence(config, job.schedule, needed, room(chip)))
+  print(budget.sentence(config, job.schedule, budget.count(*job).update, room(chip)))
   if text := of_routes(job):
     print(text)
   rows = {}
@@ -185,13 +182,12 @@ def of_routes(job: Job) -> str:
   )
 
 
-def heading(config: Config, topology: str, chip: Chip, count: int) -> str:
+def heading(config: Config, topology: str, chip: Chip, devices: Sequence) -> str:
   """Names what is planned, after a warning of knobs that were derived here."""
-  sections = ('mesh', 'prompts', 'sampler', 'learner', 'model')
   values = [
     f'{name}={operator.attrgetter(name)(config)}'
     for name in config.derived
-    if name.split('.')[0] in sections
+    if name.split('.')[0] in ('mesh', 'prompts', 'sampler', 'learner', 'model')
   ]
   text = (
     f'warning: derived from the devices of this machine and not from {topology}: '
@@ -199,17 +195,17 @@ def heading(config: Config, topology: str, chip: Chip, count: int) -> str:
     '--config.model.compute=bfloat16 and --config.prompts.count=64\n'
   ) * bool(values)
   return (
-    f'{text}{config.model.path or config.title} on {topology}: {count} devices of '
-    f'{chip.hbm:.4g} GiB'
+    f'{text}{config.model.path or config.title} on {topology}: {len(devices)} devices '
+    f'of {chip.hbm:.4g} GiB'
   )
 
 
 def run_search(config: Config, topology: str) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = devices_lib.count(topology)
+  print(heading(config, topology, chip, devices))
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search.search(config, spec, chip, devices, room(chip))
-  print(heading(config, topology, chip, len(devices)))
   print(search.table(found, refused))
   return bool(found)
 
