@@ -133,6 +133,7 @@ def test_every_result_names_a_commit_of_the_history():
     ('protocol.md', ['2*/results/*', 'b*_*/results/*']),
     ('protocol2.md', [f'bench/results/{x}[./]*' for x in PROTOCOL_2 if x != 'tuning']),
     ('protocol3.md', ['bench/results/yoked*']),
+    ('protocol4.md', ['bench/results/routes*']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
