@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bapo_jax import custom_code
 from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
@@ -52,8 +53,14 @@ BOUNDS = {  # field of a result's `updates` -> metric
   'met': 'clip/target_met',
   'no_evidence': 'clip/no_evidence',
 }
-DETAILS = ('right', 'steps', 'updates', 'versions')  # fields of a result in details.zip
-WAY_OUT = 'remove the file and run the experiment again'
+DETAILS = (
+  'right',
+  'steps',
+  'updates',
+  'versions',
+  'sources',
+)  # fields of a result in details.zip
+WAY_OUT = 'restore it, or give another --results'
 
 
 def command(main: Callable[[], int]) -> None:
@@ -83,6 +90,7 @@ class RunSpec(NamedTuple):
   levels: dict[str, str]  # factor -> level
   seed: int
   config: Config
+  knobs: Knobs  # in which the run differs from the shared config
 
 
 def run_file(path: str) -> types.SimpleNamespace:
@@ -146,22 +154,21 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
   specs: dict[str, RunSpec] = {}
   run_of: dict[str, str] = {}  # fingerprint -> run name
   for name, (arm, levels, seed) in labels(experiment).items():
-    values = experiment.values
     # Later knobs win: an arm overrides the levels, a run the arm, the seed all.
+    knobs: dict[str, Any] = {}
     for factor, level in levels.items():
-      values = config_lib.merged(values, experiment.factors[factor][level])
+      knobs |= experiment.factors[factor][level]
+    knobs |= {**experiment.arms[arm], **experiment.of_run(arm, levels, seed)}
     # A seed has a warm start of its own, made without the user's cache.
-    of_run = experiment.of_run(arm, levels, seed)
     of_seed = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
-    values = config_lib.merged(values, {**experiment.arms[arm], **of_run, **of_seed})
     try:
-      config = config_lib.parse(values)
+      config = config_lib.parse(config_lib.merged(experiment.values, knobs | of_seed))
     except ValueError as error:
       raise ValueError(f'run {name}: {error}') from None
     twin = run_of.setdefault(fingerprint(config), name)
     if twin != name:
       raise ValueError(f'runs {twin} and {name} have the same config; change an arm')
-    specs[name] = RunSpec(arm, levels, seed, config)
+    specs[name] = RunSpec(arm, levels, seed, config, knobs)
   return specs
 
 
@@ -215,8 +222,20 @@ def outcome(
       for name in STEP_METRICS
     },
     'updates': _updates(metrics.read(workdir, metrics.UPDATES)),
+    'overrides': dict(run.knobs),
+    'sources': sources(run.config),
     'processor': machine.processor(),
     'seconds': _short(sum(row.get('time/step', 0.0) for row in trained)),
+  }
+
+
+def sources(config: Config) -> dict[str, str]:
+  """Returns the file -> text of every custom function that a config names."""
+  named = (entry.rpartition(' ')[0] for entry in config.code)
+  return {
+    path: pathlib.Path(path).read_text(encoding='utf-8')
+    for path in named
+    if not custom_code.is_registered(path)
   }
 
 
@@ -341,10 +360,11 @@ def undone(
       if result['versions'] != dict(versions):
         raise ValueError(
           f'{results}: {name} is of other code or packages, at commit '
-          f'{result["commit"]}; continue at this commit, or remove its results'
+          f'{result["commit"]}; continue at this commit, or give another --results'
         )
     elif config in by_config:
       identity = {'arm': run.arm, 'levels': run.levels, 'seed': run.seed}
+      identity['overrides'] = dict(run.knobs)
       write(results, name, by_config[config] | identity)
     else:
       missing[name] = run
@@ -370,8 +390,8 @@ def read(experiment: Experiment, results: str) -> dict[str, Result]:
     if result['versions'] != earlier['versions']:
       raise ValueError(
         f'{results}: {name} (commit {result["commit"][:12]}) is of other code or '
-        f'packages than commit {earlier["commit"][:12]}; remove the results of one '
-        'commit'
+        f'packages than commit {earlier["commit"][:12]}; give --results with '
+        'those of one commit'
       )
     matching[name] = result
   return matching

@@ -18,7 +18,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bapo_jax.run import experiment
 from bapo_jax.runtime import machine
@@ -30,19 +30,25 @@ from bapo_jax.training.config import OVERRIDE, merged, overrides
 from lab import evidence, experiments
 from lab.experiments import Experiment, RunSpec
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCE = ('bapo_jax', 'lab', 'configs', 'papers/*.py')
-COMPARED = ('final', 'accuracy_of_failed', 'newly_solved')  # with the first arm
+# Compared with the first arm.
+COMPARED = ('area', 'final', 'accuracy_of_failed', 'newly_solved')
 TABLES = (('before', *COMPARED), ('responses', 'steps', 'updates', 'seconds'))
 
 
-def commit() -> str:
+def commit(custom: Iterable[str] = ()) -> str:
   """Returns the commit of the source.
+
+  Args:
+    custom: files of custom functions; those in the repository must be committed too.
 
   Raises:
     ValueError: there is no commit, or the source has uncommitted changes.
   """
-  command = ['git', 'status', '--porcelain=v2', '--branch', '--', *SOURCE]
+  paths = map(os.path.realpath, custom)
+  inside = [path for path in paths if pathlib.Path(path).is_relative_to(ROOT)]
+  command = ['git', 'status', '--porcelain=v2', '--branch', '--', *SOURCE, *inside]
   call = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   lines = call.stdout.splitlines()
   changed = [line for line in lines if not line.startswith('# ')]
@@ -76,7 +82,7 @@ def table(made: Experiment, results: str) -> str:
     pairs = {}
     for arm in others:
       pairs |= evidence.differences_of(stored, arm, [first], outcome)
-    parts.append(evidence.difference_table(pairs, outcome))
+    parts.append(evidence.difference_table(pairs, outcome, tested=True))
   return '\n\n'.join(filter(None, parts))
 
 
@@ -91,7 +97,7 @@ def train_all(
 
   Run r is a process of the command with --only=r, and logs to <folder>/<r>.log.
   """
-  commit()
+  commit({path for spec in specs.values() for path in experiments.sources(spec.config)})
   undone = experiments.undone(results, specs, machine.versions())
   waiting = {run: runner.warm_start(spec.config) for run, spec in undone.items()}
   log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')

@@ -38,7 +38,7 @@ def train(workdir, **knobs):
 def donor(tmp_path_factory):
   """A searching run, whose result is stored; returns (workdir, folder of results)."""
   folder = tmp_path_factory.mktemp('donor')
-  run = RunSpec('recipe', {}, 3, train(folder / 'run'))
+  run = RunSpec('recipe', {}, 3, train(folder / 'run'), {})
   made = experiments.outcome(run, str(folder / 'run'), 'c0ffee', {}, False)
   experiments.write(str(folder / 'results'), 'recipe-seed3', made)
   return folder / 'run', folder / 'results'

@@ -62,7 +62,7 @@ def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
   undone = experiments.undone(folder, runs, {'code': 'a'})
   assert [*undone] == ['base-seed1', 'base-seed2']
   assert experiments.read(other, folder) == {
-    'base-seed0': making.result(runs['base-seed0'])
+    'base-seed0': making.result(runs['base-seed0']) | {'overrides': ARMS['grpo']}
   }
 
 

@@ -48,7 +48,7 @@ def write_results(folder, arms, accuracies):
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
   description = write_results(tmp_path, 'ab', accuracies)
-  monkeypatch.setattr(sweep, 'commit', lambda: 'c0ffee')
+  monkeypatch.setattr(sweep, 'commit', lambda *_: 'c0ffee')
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', '')  # restored at the end
   monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '')
   commands = []
@@ -76,9 +76,9 @@ def test_a_run_writes_its_result(tmp_path, monkeypatch, whole_run):
     shutil.copytree(whole_run.workdir, workdir)
     return 0
 
-  monkeypatch.setattr(sweep, 'commit', lambda: 'c0ffee')
+  monkeypatch.setattr(sweep, 'commit', lambda *_: 'c0ffee')
   monkeypatch.setattr(sweep.experiment, 'train', train)
-  run, results = RunSpec('both', {}, 3, whole_run.config), str(tmp_path / 'results')
+  run, results = RunSpec('both', {}, 3, whole_run.config, {}), str(tmp_path / 'results')
   assert sweep.train(run, 'name', str(tmp_path / 'runs'), results) == 0
   stored = json.loads((tmp_path / 'results' / 'name.json').read_text())
   # The accuracy of the last evaluation is that of its verdicts.
