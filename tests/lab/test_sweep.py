@@ -63,7 +63,9 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   assert sweep.main(call) == 0
   assert commands == [[*call, '--only=b-seed1']]
   text = capsys.readouterr().out
-  assert '3 of 4 runs are done' in text and '| b | 2 | 0.250 | 0.650 ± 0.150' in text
+  assert '3 of 4 runs are done' in text
+  # Over the run (.25 + .5) / 2 and (.25 + .8) / 2.
+  assert '| b | 2 | 0.250 | 0.450 ± 0.075 | 0.650 ± 0.150' in text
   files = {path.name for path in (tmp_path / 'results').iterdir()}
   assert files == {'main.jsonl', 'details.zip'}, 'a complete experiment is packed'
   # An override makes other runs, which the stored results are not mixed with.
