@@ -76,7 +76,6 @@ FLAGS: list[tuple[str, str, Any, str]] = [
   ('views', 'show', '', 'p: token probabilities, c: clip status, a: texts in full'),
   ('topology', 'plan', 'v5p:2x2x4', 'devices to plan for'),
   ('mean_share', 'plan', 1.0, 'mean row length over the longest, in (0, 1]'),
-  ('search', 'plan', False, 'compares all meshes by counting, without compiling'),
 ]
 
 
@@ -363,8 +362,6 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
-    if args.search:
-      return int(not plan.run_search(config, args.topology))
     if not 0 < args.mean_share <= 1:
       raise ValueError(f'--mean_share={args.mean_share:g}: give a number in (0, 1]')
     return int(not plan.run(config, args.topology, args.mean_share))

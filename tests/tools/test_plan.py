@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
-from bapo_jax.tools.plan import devices, hlo, plan, programs, roofline, search
+from bapo_jax.tools.plan import devices, hlo, plan, programs, roofline
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
+from benchmarks import meshes
 from configs import aime
 
 SMALL = {  # Qwen2.5-1.5B in all but depth
@@ -323,7 +324,7 @@ def mesh_of(*shape):
 def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
   spec = programs.device_spec(config, 'tpu')
-  return search.search(config, spec, CHIP, jax.devices(), memory)
+  return meshes.search(config, spec, CHIP, jax.devices(), memory)
 
 
 def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
@@ -331,13 +332,13 @@ def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
   written = aime.seven()
   config, path = config_lib.parse(written.to_dict()), pathlib.Path(written.model.path)
   with pytest.raises(ValueError) as error:
-    plan.run_search(config, 'h100:8')
+    meshes.run(config, 'h100:8')
   assert str(error.value).startswith(f'--config.model.path={path}: found no config.jso')
   assert f'`hf download <name> config.json --local-dir {path}`' in str(error.value)
   assert 'again' not in str(error.value) and 'hub:' not in str(error.value)
   path.mkdir(parents=True)
   (path / 'config.json').write_text(json.dumps(SEVEN))
-  assert plan.run_search(config, 'h100:8')
+  assert meshes.run(config, 'h100:8')
   assert f'{path} on h100:8: 8 devices of ' in capsys.readouterr().out
 
 
@@ -367,7 +368,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
-  best = search.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
+  best = meshes.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
   times = []
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
@@ -394,7 +395,7 @@ def test_bytes_from_other_hosts_take_the_network(config):
   spec = programs.device_spec(config, 'gpu')
   mesh = Mesh(np.asarray(found).reshape(1, 8, 1), sharding.AXES)
   job = programs.Job(config, spec, Schedule(), mesh)
-  update = search.judge(job, chip, 2.0**60).update
+  update = meshes.judge(job, chip, 2.0**60).update
   assert update['links'] * chip.links == pytest.approx(
     6 * update['network'] * chip.network
   )

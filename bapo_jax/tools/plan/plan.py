@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import hlo, programs, roofline, search
+from bapo_jax.tools.plan import hlo, programs, roofline
 from bapo_jax.tools.plan.programs import Job, Program
 from bapo_jax.tools.plan.roofline import GIB, Chip, Cost
 from bapo_jax.training import budget, resolve
@@ -198,16 +198,6 @@ def heading(config: Config, topology: str, chip: Chip, devices: Sequence) -> str
     f'{text}{config.model.path or config.title} on {topology}: {len(devices)} devices '
     f'of {chip.hbm:.4g} GiB'
   )
-
-
-def run_search(config: Config, topology: str) -> bool:
-  """Prints the meshes of the topology, fastest first; returns whether one fits."""
-  chip, devices = devices_lib.count(topology)
-  print(heading(config, topology, chip, devices))
-  spec = programs.device_spec(config, devices[0].platform)
-  found, refused = search.search(config, spec, chip, devices, room(chip))
-  print(search.table(found, refused))
-  return bool(found)
 
 
 def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
