@@ -22,8 +22,8 @@ PO (arXiv:2602.20722), each with its place in the paper beside it. Ours are the 
 tower and the mesh: 16 devices (v5e for the 3B, v5p for the 7B), counted by
 benchmarks.meshes and compiled with shorter responses (log/2026-11-23.md). A training
 prompt of more than 1024 tokens, pictures among them, is dropped, a longer held-out one
-ends the run before it begins; a smaller max_pixels in the model's preprocessor_config.json makes
-pictures smaller. They need an accelerator pod and
+ends the run before it begins; a smaller max_pixels in the model's
+preprocessor_config.json makes pictures smaller. They need an accelerator pod and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
 """
