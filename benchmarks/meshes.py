@@ -25,11 +25,12 @@ from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import plan, programs, roofline
+from bapo_jax.tools.plan import plan, programs
+from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.tools.plan.programs import Job
-from bapo_jax.tools.plan.roofline import GIB, Chip
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
+from benchmarks import roofline
 
 BEST = 5
 Seconds = dict[str, float]  # resource -> lower bound
@@ -236,14 +237,17 @@ def run(config: Config, topology: str) -> bool:
   return bool(found)
 
 
+def to_plan(arguments: Sequence[str]) -> tuple[Config, str]:
+  """Returns the config and the topology of the flags of `bapo plan`."""
+  os.environ.update(command.PLANNING)
+  args = command.parse(['bapo', 'plan', *arguments])
+  config = command.config_of(args)
+  return derive.decide(config, '') if config.derived else config, args.topology
+
+
 def main() -> int:
   """Runs the command; returns 1 if no mesh fits, else 0."""
-  os.environ.update(command.PLANNING)
-  args = command.parse([sys.argv[0], 'plan', *sys.argv[1:]])
-  config = command.config_of(args)
-  if config.derived:
-    config = derive.decide(config, '')
-  return int(not run(config, args.topology))
+  return int(not run(*to_plan(sys.argv[1:])))
 
 
 if __name__ == '__main__':

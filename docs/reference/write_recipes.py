@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bapo_jax.runtime import markdown
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import programs
-from bapo_jax.tools.plan.roofline import GIB, Chip
+from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from benchmarks import meshes
