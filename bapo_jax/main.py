@@ -38,7 +38,7 @@ MODES = {
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
   'sweep': 'trains a grid of knobs and seeds, a process per core, and compares them',
-  'plan': 'computes whether a run fits the memory of GPUs or TPUs that are not attached',
+  'plan': 'says whether a run fits the memory of GPUs or TPUs that are not attached',
 }
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
 # Read the config of the run, if --config is missing.
