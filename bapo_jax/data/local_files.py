@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from bapo_jax.data import layouts
+from bapo_jax.runtime.files import first_line
 
 TEXT = ('.jsonl', '.json', '.csv')
 SUFFIXES = ('.parquet', *TEXT, *(f'{suffix}.gz' for suffix in TEXT))
@@ -45,7 +46,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     for item in _items(path, whole):
       yield item
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-    reason = getattr(error, 'strerror', None) or str(error).strip().splitlines()[0]
+    reason = getattr(error, 'strerror', None) or first_line(error)
     raise ValueError(
       f'{path} cannot be read ({reason}); write or download it again, text as UTF-8, '
       'or set problems.source and problems.test_source to other files'

@@ -81,7 +81,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
     found = topologies.get_topology_desc(topology, kind, **options)
   except Exception as error:  # the plugins raise exception types of their own
     reason = str(error).partition('=== Source')[0]
-    raise ValueError(f'--topology={topology}: {reason}') from None
+    raise ValueError(f'--topology={topology}: {reason}') from error
   return chip, found.devices
 
 
