@@ -38,7 +38,7 @@ MODES = {
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
   'sweep': 'trains a grid of knobs and seeds, a process per core, and compares them',
-  'plan': 'computes memory and time on GPUs or TPUs that are not attached',
+  'plan': 'says whether a run fits the memory of GPUs or TPUs that are not attached',
 }
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
 # Read the config of the run, if --config is missing.
@@ -75,8 +75,6 @@ FLAGS: list[tuple[str, str, Any, str]] = [
   ('group', 'show', None, 'prints this group, from 1; not given: lists the groups'),
   ('views', 'show', '', 'p: token probabilities, c: clip status, a: texts in full'),
   ('topology', 'plan', 'v5p:2x2x4', 'devices to plan for'),
-  ('mean_share', 'plan', 1.0, 'mean row length over the longest, in (0, 1]'),
-  ('search', 'plan', False, 'compares all meshes by counting, without compiling'),
 ]
 
 
@@ -363,11 +361,7 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
-    if args.search:
-      return int(not plan.run_search(config, args.topology))
-    if not 0 < args.mean_share <= 1:
-      raise ValueError(f'--mean_share={args.mean_share:g}: give a number in (0, 1]')
-    return int(not plan.run(config, args.topology, args.mean_share))
+    return int(not plan.run(config, args.topology))
   hosts.initialise(args.coordinator, args.process, args.processes, args.start_s)
   if hosts.processes() > 1:
     hosts.same_everywhere({'config': config.model_dump()} | machine.versions())

@@ -19,11 +19,11 @@ pictures it is .07 and .10 then.
 `:3b` and `:7b` are Qwen2.5-VL-3B-Instruct and -7B-Instruct on Geometry3K
 (hub:hiyouga/geometry3k), the paper's kind of run, with the settings of Batch Adaptation
 PO (arXiv:2602.20722), each with its place in the paper beside it. Ours are the frozen
-tower and the mesh: 16 devices (v5e for the 3B, v5p for the 7B), counted by --mode=plan
---search and compiled with shorter responses (log/2026-11-23.md). A training prompt of
-more than 1024 tokens, pictures among them, is dropped, a longer held-out one ends the
-run before it begins; a smaller max_pixels in the model's preprocessor_config.json makes
-pictures smaller. They need an accelerator pod and
+tower and the mesh: 16 devices (v5e for the 3B, v5p for the 7B), counted by
+benchmarks.meshes and compiled with shorter responses (log/2026-11-23.md). A training
+prompt of more than 1024 tokens, pictures among them, is dropped, a longer held-out one
+ends the run before it begins; a smaller max_pixels in the model's
+preprocessor_config.json makes pictures smaller. They need an accelerator pod and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
 """

@@ -5,7 +5,7 @@ import pytest
 from making import QWEN2 as SPEC
 
 from bapo_jax import main
-from bapo_jax.tools.plan import roofline
+from benchmarks import roofline
 from benchmarks.training import (
   learner,
   our_step,

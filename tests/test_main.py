@@ -44,7 +44,6 @@ CASES = [  # flags, what the sentence must say
   (['export'], 'has no run with a config.json; train there first'),
   ([GOOD, '--config.problems.source=x.jsonl'], "test_source='synthetic'"),
   ([GOOD, '--mode=exprt'], "invalid choice: 'exprt'"),
-  (['plan', GOOD, '--mean_share=2'], '--mean_share=2: give a number in (0, 1]'),
   (['eval', GOOD, '--processes=2'], 'bapo eval has no flag --processes'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),

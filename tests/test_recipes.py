@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from bapo_jax.methods import METHODS
-from bapo_jax.tools.plan import devices, plan, programs, search
+from bapo_jax.tools.plan import devices, plan, programs
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import resolve
 from bapo_jax.training.config import PARTS, Config, merged, parse
+from benchmarks import meshes
 from docs.reference import write_algorithms, write_recipes
 from docs.reference.write_algorithms import PAGE, ROWS
 
@@ -44,7 +45,7 @@ def test_the_excess_is_the_memory_that_is_missing(tmp_path, lora):
   spec = programs.device_spec(config, 'gpu')
   for memory, fits in ((-(2**20), False), (2**20, True)):
     memory += write_recipes.room(chip) + excess
-    assert bool(search.search(config, spec, chip, found, memory)[0]) == fits
+    assert bool(meshes.search(config, spec, chip, found, memory)[0]) == fits
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bapo_jax.autosetup import derive_sizes, derive_text, facts
 from bapo_jax.autosetup.facts import Facts
-from bapo_jax.runtime import hosts
+from bapo_jax.runtime import hosts, jax_options
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
@@ -85,9 +85,10 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
 
   If a run has begun in the workdir, its config.json gives the derived values; an empty
   `workdir` stands for no run. With trains=False (an evaluation), held-out problems
-  replace the training problems. Raises ValueError if files are missing or knobs do not
-  fit together.
+  replace the training problems. Raises ValueError if files are missing, knobs do not
+  fit together, or JAX has options that a run cannot work with.
   """
+  jax_options.check()
   undecided = bool(config.derived) and not workdir_lib.has_begun(workdir)
   held_out = {} if trains else {'source': config.problems.test_source}
   if not undecided:

@@ -8,7 +8,6 @@ a `tfds.core.GeneratorBasedBuilder` with fields of a layout, such as question, a
 import contextlib
 import importlib
 import io
-import logging
 import os
 import pathlib
 import re
@@ -19,6 +18,7 @@ from typing import Any
 
 from bapo_jax.data import local_files
 from bapo_jax.data.local_files import Item
+from bapo_jax.runtime.files import first_line
 
 
 def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def find_files(name: str, split: str, knob: str) -> tuple[str, ...]:
       )
     except (OSError, ValueError) as error:
       # The first line names the failure, later lines give advice on Python calls.
-      reason = f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+      reason = f' ({first_line(error)})'
       continue
     if files := _of_split(folder, split, knob):
       return files
@@ -106,7 +106,7 @@ def tfds_items(name: str, split: str, knob: str) -> Iterator[Item]:
       builder.download_and_prepare()
   except Exception as error:  # of the library, requests or the data set
     raise ValueError(
-      f'{source} cannot be prepared ({str(error).splitlines()[0]}); give another data '
+      f'{source} cannot be prepared ({first_line(error)}); give another data '
       'set or a file'
     ) from error
   if split not in builder.info.splits:
@@ -138,8 +138,7 @@ def _builder(name, knob) -> Any:
   try:
     return tfds.builder(name, file_format='array_record')
   except (tfds.core.DatasetNotFoundError, ValueError, ImportError) as error:
-    logging.debug('%s', error)
     raise ValueError(
       f'--config.{knob}=tfds:{name}: tensorflow-datasets has no data set {name!r} that '
-      'works without TensorFlow; give a file or a hub name'
+      f'works without TensorFlow ({first_line(error)}); give a file or a hub name'
     ) from error

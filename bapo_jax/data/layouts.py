@@ -56,7 +56,7 @@ VERIFIERS = (
   ('math|numina|olympiad|amc', 'math'),
 )
 LONGEST_BARE = 100  # characters of a solution that is only an answer
-EXACT = 2**53  # a larger float may stand for several integers
+EXACT = 2**53  # from here on, a float may stand for several integers
 OPENER = r'\boxed{'
 
 
@@ -310,7 +310,7 @@ def _answer(value):
     value = value[0]
   if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
     return countdown.row(value['numbers'], value['target'], 'sentence').answer
-  if isinstance(value, float) and abs(value) <= EXACT:  # false if it is not a number
+  if isinstance(value, float) and abs(value) < EXACT:  # false if it is not a number
     value = int(value) if value.is_integer() else str(value)  # 204.0 means 204
   if isinstance(value, bool) or not isinstance(value, str | int):
     raise ValueError(
@@ -319,7 +319,9 @@ def _answer(value):
     )
   # Checks before stripping spaces: a form feed is a \frac that lost its backslash.
   text = _readable(str(value), r'\0-\x08\x0b\x0c\x0e-\x1f\x7f').strip()
-  if not text or '####' in text:
+  if not text:
+    raise ValueError(f'{shown(value)} is not a bare answer but empty; give the answer')
+  if '####' in text:
     raise ValueError(f'{shown(value)} is not a bare answer; give the text after ####')
   return text
 

@@ -11,15 +11,17 @@ turns the answers 2024-01-01, 007 and 12345678901234567890123 into a time, 7 and
 float, and rejects a file with the answers 5 and "5".
 """
 
+import collections
 import csv
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from bapo_jax.data import layouts
+from bapo_jax.runtime.files import first_line
 
 TEXT = ('.jsonl', '.json', '.csv')
 SUFFIXES = ('.parquet', *TEXT, *(f'{suffix}.gz' for suffix in TEXT))
@@ -44,7 +46,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     for item in _items(path, whole):
       yield item
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-    reason = getattr(error, 'strerror', None) or str(error).strip().splitlines()[0]
+    reason = getattr(error, 'strerror', None) or first_line(error)
     raise ValueError(
       f'{path} cannot be read ({reason}); write or download it again, text as UTF-8, '
       'or set problems.source and problems.test_source to other files'
@@ -90,19 +92,32 @@ def _json_list(path, text):
 def _loads(path, text, line):
   """Parses JSON text that starts in a line of the file; an error names its line."""
   try:
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_object)
   except (ValueError, RecursionError) as error:  # too many digits, too deep
     reason = str(error)
     if isinstance(error, json.JSONDecodeError):
       line += error.lineno - 1
-      reason = f'{error.msg}, column {error.colno}'
-    raise ValueError(f'{path}, line {line}: not JSON ({reason}); correct it') from error
+      reason = f'not JSON ({error.msg}, column {error.colno})'
+    raise ValueError(f'{path}, line {line}: {reason}; correct it') from error
+
+
+def _object(pairs: list[tuple[str, Any]]):
+  _check_names([name for name, _ in pairs])
+  return dict(pairs)
+
+
+def _check_names(names: Sequence[str], place: str = ''):
+  """Raises ValueError for a name that occurs twice: one of its values would be lost."""
+  if len(set(names)) < len(names):
+    ((name, _),) = collections.Counter(names).most_common(1)
+    raise ValueError(f'{place}the field {name!r} occurs twice; keep one')
 
 
 def _csv(path, file: IO[str]):
   """Yields the rows below the header, all values as text; skips blank lines."""
   reader = csv.DictReader(file, strict=True)
   try:
+    _check_names([*filter(None, reader.fieldnames or ())], f'{path}: ')
     for row in reader:
       if not any(value and str(value).strip() for value in row.values()):
         continue  # a blank line
@@ -127,6 +142,7 @@ def _parquet(path, whole):
   try:
     with pyarrow.parquet.ParquetFile(path) as file:
       names = file.schema_arrow.names
+      _check_names(names, f'{path}: ')
       # A column without a meaning may have a type that Python cannot represent.
       columns = names if whole else [name for name in names if layouts.known(name)]
       batches = file.iter_batches(BATCH, columns=columns)

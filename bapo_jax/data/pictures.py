@@ -19,6 +19,7 @@ from jaxtyping import UInt8
 
 from bapo_jax.data.row import Row
 from bapo_jax.models.vision.spec import VisionSpec
+from bapo_jax.runtime.files import first_line
 
 Grid = tuple[int, int]  # patches along height and width
 PLACEHOLDER = '<image>'  # stands for a picture in the text of a problem
@@ -57,9 +58,8 @@ def read(data: bytes) -> PIL.Image.Image:
       'convert or remove it'
     ) from None
   except Exception as error:  # Pillow raises many types on damaged bytes
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise ValueError(
-      f'the picture cannot be decoded ({reason.rstrip(".")[:100]}); write the file '
+      f'the picture cannot be decoded ({first_line(error)}); write the file '
       'again or remove it'
     ) from error
 

@@ -20,6 +20,7 @@ from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime import files
+from bapo_jax.runtime.files import first_line
 
 # Silences the warning that torch is missing: tokenizers do not need it.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
@@ -107,11 +108,10 @@ def load(path: str, template: str) -> Tokenizer:
     # replaces the splitting rules of tokenizer.json with Qwen's.
     backend: Any = transformers.PreTrainedTokenizerFast.from_pretrained(path)
   except Exception as error:  # transformers raises many types
-    reason = (' '.join(str(error).split()) or type(error).__name__)[:200]
     raise ValueError(
-      f'tokenizer.path: cannot load {path!r} ({reason.rstrip(".: ")}); give a '
-      'directory with tokenizer.json'
-    ) from None
+      f'tokenizer.path: cannot load {path!r} ({first_line(error)}); give a '
+      'directory with a complete tokenizer.json that this version of transformers reads'
+    ) from error
   if template.startswith('chat:') and not backend.chat_template:
     raise ValueError(
       f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
@@ -266,7 +266,7 @@ def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> lis
       f'tokenizer.template: the chat template of {backend.name_or_path!r} fails '
       f'({reason}); correct the chat template, or write the whole prompt in '
       "tokenizer.template without the prefix 'chat:'"
-    ) from None
+    ) from error
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:

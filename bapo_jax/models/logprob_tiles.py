@@ -189,22 +189,23 @@ def _combine(tiles: tuple[Array, ...], sharded):
   """
   peak_bBT, sum_bBT, spread_bBT, square_bBT, square_spread_bBT, chosen_bBT = tiles
   top_BT = peak_bBT.max(0)
-  top_BT = lax.pmax(top_BT, 'tensor') if sharded else top_BT
+  chosen_BT = chosen_bBT.max(0)  # -inf if the token is outside the vocabulary
+  if sharded:
+    top_BT, chosen_BT = lax.pmax((top_BT, chosen_BT), 'tensor')
   # Rescale the sums of each block from its maximum to the maximum of all blocks.
   fall_bBT = peak_bBT - top_BT[None]
-  chosen_bBT = jnp.where(jnp.isinf(chosen_bBT), 0, chosen_bBT - top_BT[None])
   scale_bBT = jnp.exp(fall_bBT)
   spread_bBT = scale_bBT * (spread_bBT + fall_bBT * sum_bBT)
   square_spread_bBT = scale_bBT**2 * (square_spread_bBT + fall_bBT * square_bBT)
   parts = scale_bBT * sum_bBT, spread_bBT, scale_bBT**2 * square_bBT, square_spread_bBT
-  sums = tuple(x.sum(0) for x in (*parts, chosen_bBT))
+  sums = tuple(x.sum(0) for x in parts)
   sums = lax.psum(sums, 'tensor') if sharded else sums
-  sum_BT, spread_BT, square_BT, square_spread_BT, chosen_BT = sums
+  sum_BT, spread_BT, square_BT, square_spread_BT = sums
   log_sum_BT = jnp.log(sum_BT)
   mean_BT = spread_BT / sum_BT
   # log pi + H of a token is (logit - top) - mean, so no second pass is needed.
   covariance_BT = (square_spread_BT - mean_BT * square_BT) / sum_BT**2
-  logp_BT = chosen_BT - log_sum_BT
+  logp_BT = chosen_BT - top_BT - log_sum_BT
   entropy_BT = log_sum_BT - mean_BT
   return logp_BT, entropy_BT, covariance_BT, top_BT + log_sum_BT
 

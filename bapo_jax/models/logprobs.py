@@ -34,7 +34,7 @@ def token_stats(
 
   Log-probability and entropy propagate exact gradients to hidden states and head. A
   loss without the entropy does not pay for its gradient. The covariance and the
-  temperature have no gradient.
+  temperature have no gradient. A token outside the vocabulary has log-probability -inf.
 
   Args:
     hidden_BTD: final hidden states; the one in column t predicts the token in column t.

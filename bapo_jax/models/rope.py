@@ -122,5 +122,5 @@ def table(
     raise ValueError(
       f'rope_type={rule!r} with rope_theta={theta} and {dict(knobs)!r:.200}: {error}; '
       'correct config.json'
-    ) from None
+    ) from error
   return frequency.astype(np.float32), float(factor)

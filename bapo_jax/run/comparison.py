@@ -49,6 +49,12 @@ def seeds_of(run: RunFiles) -> tuple[Any, ...]:
   return tuple(value for name, value in sorted(run.knobs.items()) if is_seed(name))
 
 
+def settings_of(run: RunFiles) -> tuple[Any, ...]:
+  """Returns the knobs that change what the results of an evaluation mean."""
+  names = 'evaluate.group_size', 'evaluate.sampling'
+  return tuple(x for name, x in sorted(run.knobs.items()) if name.startswith(names))
+
+
 def is_seed(name: str) -> bool:
   """Returns whether a knob is a seed."""
   return name.split('.')[-1] == 'seed'
@@ -127,16 +133,25 @@ def cell(group: Group, name: str) -> str:
 
 
 def by_seed(group: Group, name: str) -> Values:
-  """Returns seeds -> final value of a metric."""
-  values = {seeds_of(run): final(run, name) for run in group.runs}
-  return {seeds: value for seeds, value in values.items() if math.isfinite(value)}
+  """Returns seeds -> final value of a metric; those of evaluations with their settings.
+
+  So values of different settings are never paired.
+  """
+  evaluated = name.startswith('eval/')
+  values = {
+    seeds_of(run) + settings_of(run) * evaluated: final(run, name) for run in group.runs
+  }
+  return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
 def by_problem(run: RunFiles) -> dict[str, Values]:
-  """Returns metric -> held-out problem -> mean over the responses to the problem."""
+  """Returns metric -> held-out problem -> mean over the responses to the problem.
+
+  A problem is named with the settings of the evaluation, see `by_seed`.
+  """
   problems = defaultdict(list)
   for sample in run.after['samples'] if run.after else ():
-    problems[sample.get('id'), sample['problem']].append(sample)
+    problems[sample.get('id'), sample['problem'], settings_of(run)].append(sample)
   means = defaultdict(dict)
   for problem, samples in problems.items():
     for name, field in {'eval/accuracy': 'correct', 'eval/length': 'tokens'}.items():
@@ -180,6 +195,11 @@ def results(groups: Sequence[Group]) -> Iterator[str]:
         'interval '
         f'{"excludes 0" if abs(middle) > half else "includes 0, so this may be chance"}'
         f'{"" if unit == "seed" else "; it lacks the variation between seeds"}.'
+      )
+    elif settings_of(group.runs[0]) != settings_of(groups[0].runs[0]):
+      yield (
+        f'{group.label} and {groups[0].label} were evaluated with different settings '
+        '(section `evaluate`), so their evaluations are not compared.'
       )
 
 

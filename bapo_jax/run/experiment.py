@@ -27,7 +27,16 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.run import page, report, step_record
 from bapo_jax.run.resume import Spent, resume, same_problems, snapshot
-from bapo_jax.runtime import ahead, cache, exchange, files, hosts, machine, metrics
+from bapo_jax.runtime import (
+  ahead,
+  cache,
+  exchange,
+  files,
+  hosts,
+  jax_options,
+  machine,
+  metrics,
+)
 from bapo_jax.runtime import workdir as workdirs
 from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
@@ -103,7 +112,8 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
   identity = [digest(problems) for digest in digests for problems in material]
   if hosts.processes() > 1:  # each read its own copy of the files
     model = hf_directory.identity(r.model.directory)
-    hosts.same_everywhere({'problems (fingerprints)': identity, 'model': model})
+    inputs = {'problems (fingerprints)': identity, 'model': model}
+    hosts.same_everywhere(inputs | jax_options.generator())
   log(first_screen(r, material, workdir))
   hosts.divide(processes_of(r.own_mesh))
   with contextlib.ExitStack() as stack:
@@ -116,7 +126,8 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
       stop = stack.enter_context(stoppable())
       return serve(sampler, build.links(r), stop)
     knobs = r.config.checkpoint
-    checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best)
+    settings = evaluate.settings(r.config.evaluate, material.held_out)
+    checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best, settings)
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
     begun = checkpoints.latest_step() is not None
@@ -251,6 +262,7 @@ class Run:
       'base': self.base,
       'peak_rss_bytes': max(self.spent['peak_rss_bytes'], machine.peak_rss()),
       'mesh': dict(self.t.mesh.shape),
+      'generator': jax_options.generator(),
     }
 
   def start(self, s: TrainState, early: Future[list[Lowered]] | None) -> None:
@@ -387,8 +399,14 @@ class Run:
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
         step_record.write(self.t, self.workdir, record)
-        accuracy = row.get('eval/accuracy')
-        checkpoint.save(self.checkpoints, s.step, arrays, meta | self.cost(), accuracy)
+        checkpoint.save(
+          self.checkpoints,
+          s.step,
+          arrays,
+          meta | self.cost(),
+          accuracy=row.get('eval/accuracy'),
+          settings=row.get(metrics.SETTINGS),
+        )
       if last:
         checkpoint.wait(self.checkpoints)
 
@@ -459,6 +477,7 @@ def record_evaluation(t: Trainer, workdir: str, s: TrainState) -> files.Object:
   """Evaluates the state, writes eval/<step>.json and returns the result."""
   with t.timer('eval'):
     result, samples = evaluation(t, s.params, s.step)
+  result['settings'] = evaluate.settings(t.config.evaluate, t.held_out)
   if hosts.is_first():
     evaluate.record(workdir, s.step, result, samples, t.held_out)
   return result

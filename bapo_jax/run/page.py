@@ -124,7 +124,8 @@ def _report(run: RunFiles):
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
   clip = values.get('clip', {})
   target = clip.get('target') if clip.get('rule') == 'balanced' else None
-  sentences = [report.target_sentence(rows, target), report.idle_sentence(rows)]
+  sentences = [report.settings_sentence(rows)]
+  sentences += [report.target_sentence(rows, target), report.idle_sentence(rows)]
   if before and after:
     sentences.insert(0, report.change_sentence(before, after))
   yield from (element('p', text) for text in sentences if text)

@@ -10,14 +10,32 @@ from collections.abc import Iterator, Sequence
 
 from bapo_jax.run.series import mean, series
 from bapo_jax.runtime import files
-from bapo_jax.runtime.metrics import Row
+from bapo_jax.runtime.metrics import SETTINGS, Row
 from bapo_jax.training import evaluate
 
 IDLE = 10  # steps in a row without anything to learn that have a cause to look for
 
 
+def settings_sentence(rows: Sequence[Row]) -> str:
+  """Says when the settings of the evaluation changed; '' if they did not."""
+  evaluated = [row for row in rows if SETTINGS in row]
+  other = [row['step'] for row in evaluated if 'eval/accuracy' not in row]
+  if not other:
+    return ''
+  return (
+    f'The settings of the evaluation changed after step {max(other)}: the evaluations '
+    'up to there are not compared with the later ones, and left out here.'
+  )
+
+
 def change_sentence(before: files.Object, after: files.Object) -> str:
   """Compares the results of two evaluations, and their errors."""
+  if not evaluate.comparable(before, after):
+    return (
+      f'Accuracy is {after["accuracy"]:.3f} ± {after["stderr"]:.3f} (one standard '
+      f'error) on {after["n"]} held-out problems. The settings of the evaluation have '
+      'changed since the accuracy before training, so the two are not compared.'
+    )
   change = after['accuracy'] - before['accuracy']
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))

@@ -2,7 +2,7 @@
 
 from bapo_jax import sharding
 from bapo_jax.rollout import decode
-from bapo_jax.runtime import exchange, files
+from bapo_jax.runtime import exchange, files, jax_options
 from bapo_jax.runtime.lane import at_once
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import checkpoint, policy
@@ -121,6 +121,14 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
       '(checkpoint.final=weights), so training cannot resume; export the weights '
       '(python -m bapo_jax export) and start in another --workdir with model.path set '
       'to the export'
+    )
+  drew = meta.get('generator', jax_options.GENERATOR)
+  draws = jax_options.generator()
+  if drew != draws:
+    raise ValueError(
+      f'the random numbers of JAX have changed since step {s.step} ({drew} then, '
+      f'{draws} now); restore these options, which environment variables with their '
+      'names in capitals set, or start in another --workdir'
     )
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
   if now and now != meta['base']:

@@ -26,7 +26,7 @@ class RunFiles(NamedTuple):
   # Dotted name -> value; knobs that the version of the run lacked have their defaults.
   knobs: files.Object
   rows: list[Row]  # of metrics.jsonl
-  before: files.Object | None  # the evaluation of step 0
+  before: files.Object | None  # that of step 0, if its settings are those of the last
   after: files.Object | None  # the last evaluation
   groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
@@ -51,14 +51,18 @@ def read(workdir: str, name: str = '') -> RunFiles:
   recorded = step_record.newest(workdir)
   path = os.path.join(workdir, 'report.json')
   facts = files.read_object(path, 'remove it') if os.path.exists(path) else {}
+  before = _evaluation(workdir, 0)
+  after = _evaluation(workdir, last) if last else None
+  if before and after and not evaluate.comparable(before['result'], after['result']):
+    before = None
   run = RunFiles(
     name or os.path.basename(os.path.abspath(workdir)),
     workdir,
     values,
     flat(Config().model_dump(mode='json')) | flat(values),
     rows,
-    before=_evaluation(workdir, 0),
-    after=_evaluation(workdir, last) if last else None,
+    before=before,
+    after=after,
     groups=[] if recorded is None else step_record.read(workdir, recorded),
     facts=facts,
   )

@@ -74,6 +74,12 @@ def read_object(path: str, way_out: str = 'download it again') -> Object:
   return value
 
 
+def first_line(error: BaseException) -> str:
+  """Returns the first line of a library's error message, or the name of its type."""
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  return lines[0].rstrip('.: ')[:200]
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
   """Adds the path to an OSError that has no filename, such as one of file.write()."""

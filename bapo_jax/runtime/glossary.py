@@ -95,6 +95,7 @@ _SENTENCES = {
   'theory/stale_{s}': 'Estimate of the third term of Theorem 3.2 for {s} groups, 2 TV(pi_t, alpha), times their share of the filled seats: the policy before the first update of the step against the one that sampled them, by the first update with a token of theirs; 0 without a group of both verdicts.',
   'theory/estimate': 'Estimate of the gain by Theorem 3.2, the first terms minus the second and third ones; total variation is estimated token by token, so it bounds nothing and is comparable only with itself.',
   'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1].',
+  'eval/settings': 'A number that stands for the settings of the evaluation: evaluate.group_size, evaluate.sampling and the held-out problems. Evaluations with different numbers are not compared.',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
   'eval/reward': 'Mean reward of the responses to the held-out problems, before shaping; eval/accuracy unless a custom function gives the reward.',
   'eval/reward_stderr': 'Standard error of eval/reward over the problems.',

@@ -23,6 +23,7 @@ from bapo_jax.runtime.glossary import GLOSSARY
 PARTS = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
 Write = Callable[[int, Row], None]  # step, metrics
+SETTINGS = 'eval/settings'
 STEPS = 'metrics.jsonl'
 UPDATES = 'updates.jsonl'
 OF_UPDATE = (  # what updates.jsonl has of each optimiser update
@@ -47,7 +48,9 @@ def to_json(row: Mapping[str, float]) -> str:
 def read(workdir: Path, name: str = STEPS) -> list[Row]:
   """Reads the rows of a file of a workdir, oldest first; [] if the file is missing.
 
-  null is nan. Skips a last line that is incomplete, as a killed run leaves it.
+  null is nan. Skips a last line that is incomplete, as a killed run leaves it. Leaves
+  out the results of evaluations with other settings than the last: only SETTINGS is
+  left of them. Results of old versions, without settings, are kept.
 
   Raises:
     ValueError: a line before the last is not a row of metrics.
@@ -66,6 +69,11 @@ def read(workdir: Path, name: str = STEPS) -> list[Row]:
           f'{path}, line {i} of {len(lines)} is not a row of metrics: {line[:60]!r}; '
           'delete the line, or give another --workdir'
         ) from error
+  last = [row[SETTINGS] for row in rows if SETTINGS in row][-1:]
+  for row in rows:
+    if SETTINGS in row and [row[SETTINGS]] != last:
+      for result in [x for x in row if x.startswith('eval/') and x != SETTINGS]:
+        del row[result]
   return rows
 
 

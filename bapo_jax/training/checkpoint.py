@@ -11,7 +11,6 @@ import contextlib
 import glob
 import itertools
 import json
-import operator
 import os
 import re
 import shutil
@@ -40,26 +39,32 @@ def home(workdir: str) -> str:
   return os.path.join(os.path.abspath(workdir), 'checkpoints')
 
 
-def manager(workdir: str, keep: int, best: int = 0) -> CheckpointManager:
+def manager(
+  workdir: str, keep: int, best: int = 0, settings: float | None = None
+) -> CheckpointManager:
   """Opens the checkpoints; removes incomplete checkpoints and renames damaged ones.
 
   The manager keeps the `keep` newest checkpoints and the `best` evaluated checkpoints
-  with the highest accuracy; in a tie, the newest. Raises ValueError if all existing
+  with the highest accuracy; in a tie, the newest. Accuracies of evaluations with other
+  `settings` than those of this start count less. Raises ValueError if all existing
   checkpoints are damaged.
   """
+
+  def rank(measured: Meta) -> float:
+    return measured['accuracy'] + 2 * (measured.get('settings') in (None, settings))
+
   with hosts.together():
     if hosts.is_first():
       _set_damaged_aside(workdir)
       os.makedirs(home(workdir), exist_ok=True)
   policies = ocp.checkpoint_managers
-  accuracy = operator.itemgetter('accuracy')
   ranked = policies.BestN(
-    get_metric_fn=accuracy, n=best, keep_checkpoints_without_metrics=False
+    get_metric_fn=rank, n=best, keep_checkpoints_without_metrics=False
   )
   kept = policies.AnyPreservationPolicy([policies.LatestN(keep), ranked])
   options = ocp.CheckpointManagerOptions(
     preservation_policy=kept,
-    best_fn=accuracy,  # or the accuracies are not written
+    best_fn=rank,  # or the accuracies are not written
     create=False,
     cleanup_tmp_directories=True,
     multiprocessing_options=_processes(),
@@ -97,13 +102,15 @@ def save(
   arrays: Tree,
   meta: Meta,
   accuracy: float | None = None,
+  settings: float | None = None,
 ) -> None:
   """Starts to write the checkpoint of `step`; `wait` waits until the write is complete.
 
   Waits for the previous write first. After the return, the arrays may be donated and
   `meta` (plain values) may change. `accuracy` is the accuracy on the held-out problems,
-  or None if this step was not evaluated. Raises OSError if this checkpoint or the
-  previous one could not be written.
+  or None if this step was not evaluated, and `settings` are those of the evaluation
+  (see evaluate.settings). Raises OSError if this checkpoint or the previous one could
+  not be written.
   """
   wait(checkpoints)
   # JAX keeps the arrays that the background thread reads: a donated buffer is copied.
@@ -112,7 +119,7 @@ def save(
   content = ocp.args.Composite(
     arrays=ocp.args.StandardSave(_saveable(arrays)), meta=ocp.args.JsonSave(meta)
   )
-  metrics = None if accuracy is None else {'accuracy': accuracy}
+  metrics = None if accuracy is None else {'accuracy': accuracy, 'settings': settings}
   with _refusing(checkpoints, step):
     checkpoints.save(step, args=content, metrics=metrics, force=True)
 
@@ -230,16 +237,21 @@ def read_meta(directory: str, step: int) -> Meta:
 def choose(workdir: str, which: str = 'newest') -> int | None:
   """Returns the step of the requested checkpoint, or None if there are no checkpoints.
 
-  `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems;
-  in a tie, the newest). Raises ValueError if there are only other checkpoints.
+  `which` is 'newest', a step, or 'best' (the highest accuracy on the held-out problems
+  with the settings of the last evaluation; in a tie, the newest). Raises ValueError if
+  there are only other checkpoints.
   """
   steps = checkpoint_steps(workdir)
   accuracies = {}
-  for step in steps:
+  settings = None  # of the last evaluation
+  for step in reversed(steps):
     path = os.path.join(home(workdir), str(step), 'metrics', 'metrics')
     refusals = contextlib.suppress(OSError, ValueError, TypeError, KeyError)
     with refusals, open(path, encoding='utf-8') as file:
-      accuracies[step] = float(json.load(file)['accuracy'])
+      measured = json.load(file)
+      settings = settings or measured.get('settings')
+      if measured.get('settings') in (None, settings):
+        accuracies[step] = float(measured['accuracy'])
   if not steps or which == 'newest':
     return max(steps, default=None)
   if which == 'best' and accuracies:
@@ -248,7 +260,7 @@ def choose(workdir: str, which: str = 'newest') -> int | None:
     return int(which)
   raise ValueError(
     f'--checkpoint={which} does not exist: {workdir} has the checkpoints {steps} '
-    f'(evaluated: {list(accuracies) or "none"}); give newest, best or a step'
+    f'(evaluated: {sorted(accuracies) or "none"}); give newest, best or a step'
   )
 
 

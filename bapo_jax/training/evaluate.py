@@ -26,6 +26,8 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training.config import fingerprint
+from bapo_jax.training.knobs import EvaluateConfig
 from bapo_jax.types import Tree, ended
 
 ROUNDING = 1e-9  # a smaller interval is a rounding error
@@ -255,6 +257,22 @@ def record(
     names = [files.write_pictures(workdir, each) for each in problems.pictures]
     samples = [sample | {'pictures': names[sample['id']]} for sample in samples]
   files.write_json(path, {'result': result, 'samples': samples})
+
+
+def settings(knobs: EvaluateConfig, problems: Problems) -> float:
+  """Returns a number that changes with everything but the policy that is evaluated.
+
+  The section `evaluate` may change when a run resumes, and the held-out problems with
+  problems.changed='accept'. Only evaluations with equal numbers are compared.
+  """
+  values = knobs.model_dump(exclude={'every', 'k'})
+  digests = prompts.fingerprint(problems), prompts.prompt_fingerprint(problems)
+  return float(int(fingerprint(values | {'': digests})[:6], 16))  # exact in float32 too
+
+
+def comparable(before: dict[str, Any], after: dict[str, Any]) -> bool:
+  """Returns whether two results have equal settings, as far as records have them."""
+  return before.get('settings') in (None, after.get('settings'))
 
 
 def read_recorded(workdir: str, step: int) -> dict[str, Any]:

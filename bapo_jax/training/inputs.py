@@ -119,6 +119,11 @@ def open_teacher(config: Config, policy: Model) -> Model | None:
       f"not {len(policy.tokenizer.backend)}), so it cannot score the policy's tokens; "
       'give a model of the same family'
     )
+  if spec.vocab < policy.spec.vocab:
+    raise ValueError(
+      f'{name} has {spec.vocab} tokens (vocab_size in its config.json), fewer than the '
+      f'policy, which can sample {policy.spec.vocab}; give a teacher with as many'
+    )
   if spec.vision or policy.spec.vision:
     raise ValueError(f'{name}: policy and teacher must be text models')
   if config.row_length > spec.positions:

@@ -14,7 +14,7 @@ from bapo_jax import custom_code, sharding
 from bapo_jax.data import sources
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.runtime import cache, exchange, hosts, machine
+from bapo_jax.runtime import cache, exchange, hosts, jax_options, machine
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.sharding import path_name
@@ -142,6 +142,7 @@ def _shared_path(r: Resolved) -> str:
     'spec': dataclasses.asdict(r.spec) | {'actor_dtype': None},  # not sampled from
     'schedule': r.schedule._replace(bounds_pass=''),
   }
+  made_by |= dict(jax_options.generator().items() - jax_options.GENERATOR.items())
   recipe = os.path.basename(warm_start_path(r.config, ''))
   return os.path.join(folder, 'warmstart', config_lib.fingerprint(made_by), recipe)
 

@@ -112,12 +112,14 @@ def resolve(
 def use_precision(compute: str, platform: str) -> None:
   """Sets the precision of all float32 products of this process, in every thread.
 
-  Sampler, learner, SFT and evaluation then compute with the same precision. A CPU
-  always multiplies in float32: nothing is set, and tf32 raises a ValueError.
+  Sampler, learner, SFT and evaluation then compute with the same precision, whatever
+  JAX_DEFAULT_MATMUL_PRECISION is. A CPU always multiplies in float32, which is JAX's
+  default there: tf32 raises a ValueError.
   """
-  if platform != 'cpu':
-    jax.config.update('jax_default_matmul_precision', PRECISION[compute])
-  elif compute == 'tf32':
+  on_cpu = platform == 'cpu'
+  precision = None if on_cpu else PRECISION[compute]
+  jax.config.update('jax_default_matmul_precision', precision)
+  if on_cpu and compute == 'tf32':
     raise ValueError(
       'model.compute=tf32 needs a GPU or a TPU, but this is a CPU, which multiplies in '
       'float32; set model.compute=float32'

@@ -11,13 +11,13 @@ import jax
 
 from bapo_jax import sharding
 from bapo_jax.runtime import machine as host
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.chips import CHIPS, Chip
 from benchmarks import machine
 from benchmarks.first_contact.figures import Context, Figure
 from benchmarks.training import collectives
 
 GIB = 2**30
-# What JAX calls a device -> its name in roofline.CHIPS. Cards of the same name with
+# What JAX calls a device -> its name in chips.CHIPS. Cards of the same name with
 # other figures, such as an H100 on PCIe, have no data sheet there.
 KINDS = {
   'TPU v4': 'v4',
@@ -27,12 +27,12 @@ KINDS = {
   'TPU7x': 'tpu7x',
   'NVIDIA RTX PRO 6000 Blackwell Server Edition': 'rtx6000',
   'NVIDIA RTX PRO 6000 Blackwell Workstation Edition': 'rtx6000',
-} | {chip.gpu.name: name for name, chip in roofline.CHIPS.items() if chip.gpu}
+} | {chip.gpu.name: name for name, chip in CHIPS.items() if chip.gpu}
 
 
-def chip_of(kind: str) -> roofline.Chip | None:
+def chip_of(kind: str) -> Chip | None:
   """Returns the data sheet of a device kind; None if the table has none."""
-  return roofline.CHIPS.get(KINDS.get(kind, ''))
+  return CHIPS.get(KINDS.get(kind, ''))
 
 
 def describe() -> dict[str, Any]:

@@ -18,11 +18,11 @@ from bapo_jax import sharding
 from bapo_jax.models import decoder, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import programs, roofline
+from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.programs import Job, Program
 from bapo_jax.training import budget, inputs
 from bapo_jax.training.config import Config
-from benchmarks import machine
+from benchmarks import machine, roofline, seconds
 from benchmarks.first_contact.figures import Context, Figure, Skip
 from benchmarks.first_contact.rates import GIB, chip_of
 from benchmarks.rollout import bound
@@ -147,7 +147,8 @@ def decode(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
   before = peak()
   slots, length = config.sampler.max_num_seqs, config.row_length
   took, _ = bound.step_seconds(actor, spec, slots, length, greedy=False, n=n)
-  least = least_seconds(*program.cost[1:], spec.compute, context.rates)
+  cost = seconds.works(job)['decode'].cost
+  least = least_seconds(*cost[1:], spec.compute, context.rates)
   yield Figure('step', 1e3 * took, 'ms')
   yield per_second(f'{slots} slots of {length}', slots, took, least, 'tokens/s')
   yield from memory(before, compiled, size.actor + size.cache)
@@ -174,7 +175,8 @@ def train(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
   times = 3 if context.small else 8
   took = statistics.median([update(batch) for _ in range(times)][1:])
   flops = rates.useful_flops(spec, [rates.teaching(batch)])
-  least = least_seconds(flops, program.cost.bytes, spec.compute, context.rates)
+  moved = seconds.works(job)['train step'].cost.bytes
+  least = least_seconds(flops, moved, spec.compute, context.rates)
   yield Figure('update', 1e3 * took, 'ms')
   yield per_second(f'{rows} rows of {length}', rows * length, took, least, 'tokens/s')
   best = least_seconds(flops, 0.0, spec.compute, context.rates)

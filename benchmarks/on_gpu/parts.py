@@ -43,7 +43,7 @@ from bapo_jax.models import (
 )
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import sampling
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.chips import CHIPS
 from bapo_jax.training import build
 from bapo_jax.types import Batch
 from benchmarks.on_gpu import traces
@@ -125,7 +125,7 @@ def report(
     figures['each_ms'] = [round(1e3 * x, 3) for x in seconds]
   if flops:
     figures['tflops'] = round(flops / took / 1e12, 1)
-    figures['mfu'] = round(flops / took / roofline.CHIPS['h100'].flops, 3)
+    figures['mfu'] = round(flops / took / CHIPS['h100'].flops, 3)
   say(what, **figures)
   return results
 

@@ -23,9 +23,10 @@ import jax
 from bapo_jax import main as command_line
 from bapo_jax.models import logprob_tiles
 from bapo_jax.rollout import decode
-from bapo_jax.tools.plan import devices, hlo, plan, programs
+from bapo_jax.tools.plan import devices, plan, programs
 from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import budget, resolve
+from benchmarks import hlo
 from benchmarks.on_gpu import models, ours
 
 OPCODE = re.compile(r' = (.*?) ([a-z][\w\-]*)\(')

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.sampling import SamplingParams
-from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Tree
-from benchmarks import machine
+from benchmarks import machine, roofline
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 

@@ -28,13 +28,14 @@ from bapo_jax.models import decoder, logprobs
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan.chips import CHIPS as ALL_CHIPS
 from bapo_jax.training import budget, build, policy
 from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.types import Tree
+from benchmarks import roofline
 
 ACTORS = ('compute', 'int8', 'float8_e4m3fn')
-CHIPS = [name for name in ('v5e', 'h100') if name in roofline.CHIPS]
+CHIPS = [name for name in ('v5e', 'h100') if name in ALL_CHIPS]
 SCORED = 16  # rows scored at once
 COLUMNS = {
   'mean': 'mean',
@@ -67,7 +68,7 @@ def bounds(spec: ModelSpec, slots: int, length: int) -> dict[str, float]:
   cache = slots * budget.cache_bytes(spec, length, 1)
   cost = roofline.decode(spec, alone, slots, length, cache)
   return {'bytes': budget.actor_bytes(spec)} | {
-    f'{name}_tps': slots / max(cost.seconds(roofline.CHIPS[name], 0).values())
+    f'{name}_tps': slots / max(cost.seconds(ALL_CHIPS[name], 0).values())
     for name in CHIPS
   }
 

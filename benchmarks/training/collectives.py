@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 from bapo_jax import main as main_lib
 from bapo_jax import sharding
 from bapo_jax.runtime import hosts
-from bapo_jax.tools.plan import hlo, programs
+from bapo_jax.tools.plan import programs
 from bapo_jax.training import budget, inputs
 from bapo_jax.training.config import Config
-from benchmarks import machine
+from benchmarks import hlo, machine
 
 SIZES = (1, 1000, 100_000)
 COUNTED = ('train step', 'prefill', 'decode')

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import roofline
 from bapo_jax.types import Batch
+from benchmarks import roofline
 
 PASSES = 3  # forward, and twice as much backward
 

@@ -2,7 +2,7 @@
 
 python -m docs.reference.write_recipes > docs/reference/recipes.md
 
-Searches all meshes of a machine by hand counts, as --mode=plan --search does. Nothing
+Searches all meshes of a machine by hand counts, as benchmarks/meshes.py does. Nothing
 is compiled, and no model is needed.
 """
 
@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from bapo_jax.runtime import markdown
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import programs, search
-from bapo_jax.tools.plan.roofline import GIB, Chip
-from bapo_jax.tools.plan.search import Choice
+from bapo_jax.tools.plan import programs
+from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
+from benchmarks import meshes
+from benchmarks.meshes import Choice
 from configs import aime
 
 # Topology -> heading. Names of v5e and v6e count chips, those of v5p count cores.
@@ -71,7 +72,7 @@ INTRODUCTION = """\
 # Recipes per machine
 
 Written by `python -m docs.reference.write_recipes > docs/reference/recipes.md` from the
-counts of `--mode=plan --search` ([scaling.md](../system/scaling.md#which-mesh)).
+counts of `python -m benchmarks.meshes` ([scaling.md](../system/scaling.md#which-mesh)).
 **Nothing here was measured on these machines:** memory is counted by hand, and times
 are bounds by the roofline.
 
@@ -150,10 +151,10 @@ def searched(topology: str, model: str, lora: bool, length: int) -> Recipe:
   chip, found = devices_lib.count(topology)
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.device_spec(with_model(config, model, directory), found[0].platform)
-  choices, refused = search.search(config, spec, chip, found, room(chip))
+  choices, refused = meshes.search(config, spec, chip, found, room(chip))
   if choices:
     return Recipe(config, choices[0])
-  excess = [e.excess for e in refused.values() if isinstance(e, search.TooLarge)]
+  excess = [e.excess for e in refused.values() if isinstance(e, meshes.TooLarge)]
   return Recipe(config, None, min(excess))
 
 
@@ -238,10 +239,11 @@ def command(topology: str, model: str, lora: bool) -> str:
       split = 'on' if choice.schedule.sequence_sharding else 'off'
       knobs['model.sequence_sharding'] = split
   flags = ' '.join(f'--config.{name}={value}' for name, value in knobs.items())
-  setting = choice.flags if choice else '--search'
+  program = 'bapo_jax.main --mode=plan' if choice else 'benchmarks.meshes'
+  mesh = f' {choice.flags}' if choice else ''
   return (
-    '.venv/bin/python -m bapo_jax.main --config=configs/aime.py:balanced_paper '
-    f'--mode=plan --topology={topology} {flags} {setting}'
+    f'.venv/bin/python -m {program} --config=configs/aime.py:balanced_paper '
+    f'--topology={topology} {flags}{mesh}'
   )
 
 

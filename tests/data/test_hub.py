@@ -208,8 +208,22 @@ def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
   def fail(self):
     raise RuntimeError('the server refused\nat length')
 
+  # The reason is the library's: it need not be the lack of TensorFlow.
+  with pytest.raises(ValueError, match=r'without TensorFlow \(Dataset sums not found'):
+    sources.read(problems('tfds:sums'))
   monkeypatch.setattr(Gsm8kLike, '_generate_examples', fail)
   with pytest.raises(ValueError, match=r'cannot be prepared \(.*the server refused\)'):
+    sources.read(problems('tfds:gsm8k_like'))
+
+
+def test_an_error_without_a_message_is_named_by_its_type(network, monkeypatch):
+  def fail(self):
+    raise EOFError
+
+  monkeypatch.setattr(Gsm8kLike, 'download_and_prepare', fail)
+  with pytest.raises(
+    ValueError, match=r'cannot be prepared \(EOFError\); give another'
+  ):
     sources.read(problems('tfds:gsm8k_like'))
 
 

@@ -350,3 +350,51 @@ def test_fields_of_no_layout_and_long_values_are_shown_short():
   with pytest.raises(ValueError, match='match no layout') as error:
     layouts.detect({f'{i}' + 'x' * 1000: i for i in range(99)})
   assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+  ('name', 'text'),
+  [
+    ('a.jsonl', '{"problem": "1+1", "answer": "2", "answer": "3"}'),
+    ('a.jsonl', '{"problem": "1+1", "answer": "2", "x": {"answer": 1, "answer": 2}}'),
+    ('a.json', '[{"problem": "1+1", "answer": "2", "answer": "3"}]'),
+    ('a.csv', 'problem,answer,answer\n1+1,2,3'),
+  ],
+)
+def test_a_field_that_occurs_twice_is_refused(tmp_path, name, text):
+  # Only the last of its values would be read.
+  path = file_with(tmp_path, text, name=name)
+  with pytest.raises(ValueError) as error:
+    read(path)
+  assert str(error.value).startswith(path)
+  assert "the field 'answer' occurs twice; keep one" in str(error.value)
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path):
+  names = ['problem', 'answer', 'answer']
+  twice = pa.table([pa.array([x]) for x in ('1+1', '2', '3')], names=names)
+  pa.parquet.write_table(twice, tmp_path / 'twice.parquet')
+  with pytest.raises(
+    ValueError, match=r"twice\.parquet: the field 'answer' occurs twice"
+  ):
+    read(str(tmp_path / 'twice.parquet'))
+  # Columns without a name have no meaning.
+  spare = file_with(tmp_path, 'problem,answer,,', '1+1,2,,', name='spare.csv')
+  assert read(spare) == [Row('1+1', '2')]
+
+
+@pytest.mark.parametrize('number', ['9007199254740992.0', '9007199254740993.0', '1e22'])
+def test_a_number_that_may_be_another_is_no_answer(tmp_path, number):
+  # 2^53 + 1 is 2^53 as a float; an integer has all its digits.
+  line = '{"problem": "x", "answer": %s}'
+  with pytest.raises(ValueError, match='give a string, an exact number'):
+    read(file_with(tmp_path, line % number))
+  exact = file_with(tmp_path, line % '9007199254740993', line % '9007199254740991.0')
+  assert [row.answer for row in read(exact)] == ['9007199254740993', '9007199254740991']
+
+
+@pytest.mark.parametrize('answer', ['', ' ', [' '], 'so it is #### '])
+def test_an_empty_answer_is_called_empty(tmp_path, answer):
+  path = file_with(tmp_path, json.dumps({'problem': 'x', 'answer': answer}))
+  with pytest.raises(ValueError, match='answer but empty; give the answer'):
+    read(path)

@@ -179,6 +179,21 @@ def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused(tmp_path, lla
   assert 'teacher.path' in judged(tiny(**{'teacher.path': str(tmp_path / 'none')}))
 
 
+def test_a_teacher_with_fewer_embedding_rows_than_the_policy_is_refused(tmp_path):
+  few = pathlib.Path(runs.source(tmp_path / 'few'))
+  config = tiny(**{'teacher.path': str(few)})
+  policy = inputs.open_model(config)
+  # A row for every token of the tokenizer, but not for the padding of the policy's
+  # embedding, which the policy can sample as well.
+  rows = len(policy.tokenizer.backend)
+  assert rows < policy.spec.vocab
+  sizes = json.loads((few / 'config.json').read_text()) | {'vocab_size': rows}
+  (few / 'config.json').write_text(json.dumps(sizes))
+  sentence = judged(config)
+  assert sentence.startswith(f'teacher.path={few} has {rows} tokens')
+  assert f'can sample {policy.spec.vocab}' in sentence
+
+
 @pytest.mark.parametrize(
   ('knobs', 'words'),
   [

@@ -46,6 +46,26 @@ def test_values_equal_the_oracle(variant, chunk, block):
 
 
 @CHUNKS
+def test_a_token_outside_the_vocabulary_has_probability_0(variant, chunk, block):
+  hidden_BTD, head_VD, token_BT = example()
+  outside_BT = np.zeros((B, T), bool)
+  outside_BT[1::2, 2:5] = True
+  outsiders_BT = np.resize([-1, V, V + 9], (B, T)).astype(np.int32)
+  moved_BT = np.where(outside_BT, outsiders_BT, token_BT)
+
+  def score(hidden_BTD, token_BT):
+    return logprobs.token_stats(
+      hidden_BTD, head_VD, token_BT, 0.6, tile=Tile(chunk, block)
+    )
+
+  inside = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
+  found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(moved_BT))
+  expected_BT = np.where(outside_BT, -np.inf, inside.logp_BT)
+  np.testing.assert_array_equal(found.logp_BT, expected_BT)
+  np.testing.assert_array_equal(found.entropy_BT, inside.entropy_BT)
+
+
+@CHUNKS
 def test_gradients_equal_the_oracle(chunk, block):
   hidden_BTD, head_VD, token_BT = example()
   weight_2BT = np.random.default_rng(1).standard_normal((2, B, T), np.float32)

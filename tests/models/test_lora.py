@@ -367,6 +367,17 @@ def test_adapters_of_other_frozen_weights_are_refused(adapter_run, resumed):
     resume.resume(checkpoints, t, s)
 
 
+def test_a_run_resumes_only_with_the_random_numbers_of_its_start(adapter_run, resumed):
+  t, s, _ = resumed
+  words = r"partitionable': True.* then, .*partitionable': False.* now.*--workdir"
+  with (
+    checkpoint.manager(str(adapter_run.workdir), 9, 1) as checkpoints,
+    jax.threefry_partitionable(False),
+    pytest.raises(ValueError, match=words),
+  ):
+    resume.resume(checkpoints, t, s)
+
+
 def test_a_fingerprint_is_of_the_numbers_and_their_places():
   rng = np.random.default_rng(0)
   a, b = jnp.asarray(rng.normal(size=(4, 8, 6)), jnp.float32), jnp.ones(3)

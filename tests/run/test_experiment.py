@@ -24,9 +24,10 @@ from safetensors.numpy import load_file, save_file
 import bapo_jax
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.run import experiment, page, report, resume, step_record
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import jax_options, metrics
 from bapo_jax.runtime import workdir as workdir_lib
-from bapo_jax.training import checkpoint
+from bapo_jax.tools import sweep
+from bapo_jax.training import checkpoint, evaluate
 from lab import counterfactual
 
 
@@ -160,6 +161,31 @@ def test_other_problems_are_refused_on_resume_and_can_be_accepted(
   run = last_run(workdir)
   parts = [run.arrays[f'buffer/{x}/completed_step_P'] for x in ('hard', 'reusable')]
   assert set(np.concatenate(parts).tolist()) <= {-1, 2}, 'no group of an earlier step'
+
+
+def test_evaluations_of_other_settings_are_compared_nowhere(
+  whole_run, tmp_path, capsys
+):
+  workdir = runs.truncated(whole_run, tmp_path / 'run', 2)
+  meta = workdir / 'checkpoints' / '2' / 'meta' / 'metadata'
+  assert json.loads(meta.read_text())['generator'] == jax_options.GENERATOR
+  knobs = runs.RECORDED['whole'] | {'steps': 3, 'evaluate.sampling.temperature': 0.0}
+  assert runs.train(tiny(**knobs), workdir) == 0
+  last = evaluate.read_recorded(str(workdir), 3)['result']
+  out = capsys.readouterr().out
+  assert f'Accuracy is {last["accuracy"]:.3f} ± ' in out
+  assert 'so the two are not compared' in out
+  assert 'Accuracy went from' not in out
+  # The steps 0 and 2 were sampled at temperature 1.
+  rows = {row['step']: row for row in metrics.read(workdir)}
+  assert [n for n, row in rows.items() if 'eval/accuracy' in row] == [3]
+  assert rows[0][metrics.SETTINGS] == rows[2][metrics.SETTINGS]
+  assert rows[0][metrics.SETTINGS] != rows[3][metrics.SETTINGS]
+  text = (workdir / 'report.html').read_text()
+  assert 'The settings of the evaluation changed after step 2' in text
+  assert 'held-out accuracy before' not in text and 'wrong before' not in text
+  assert sweep.accuracy(str(workdir), 0).endswith(f'-> {last["accuracy"]:.3f}')
+  assert checkpoint.choose(str(workdir), 'best') == 3
 
 
 def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):

@@ -248,6 +248,17 @@ def test_facts_of_a_run(tmp_path):
   assert facts['eval_after'] == AFTER and facts['phases'] == {'verify': 10.0}
 
 
+def test_evaluations_are_compared_only_if_their_settings_are_equal():
+  unknown, one, two = (AFTER | x for x in ({}, {'settings': 1.0}, {'settings': 2.0}))
+  for before, after in ((BEFORE, unknown), (BEFORE, two), (one, one)):
+    assert 'Accuracy went from' in report.change_sentence(before, after)
+  assert report.change_sentence(BEFORE | {'settings': 1.0}, two) == (
+    'Accuracy is 0.500 ± 0.040 (one standard error) on 200 held-out problems. The '
+    'settings of the evaluation have changed since the accuracy before training, so '
+    'the two are not compared.'
+  )
+
+
 def test_graded_rewards_are_compared_with_their_errors():
   def result(reward, fit):
     parts = {'fit': {'mean': fit, 'stderr': 0.04}, 'a|b': {'mean': 1, 'stderr': 0}}

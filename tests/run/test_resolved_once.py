@@ -12,7 +12,7 @@ import recordings
 from bapo_jax import main
 from bapo_jax.autosetup import check, derive
 from bapo_jax.run import experiment
-from bapo_jax.tools.plan import plan
+from benchmarks import meshes
 
 PACKAGE = pathlib.Path(main.__file__).parent
 OPENED: list[tuple[str, str]] = []  # (path, module of the package that opens it)
@@ -84,7 +84,7 @@ def test_each_file_is_opened_by_one_place(tmp_path, one_device):
   calls = {
     'check': lambda: check.check(config, ''),
     'train': lambda: experiment.train(config, workdir),
-    'plan': lambda: plan.run_search(decided, 'h100:2'),
+    'plan': lambda: meshes.run(decided, 'h100:2'),
   }
   for mode, call in calls.items():
     opened = readers(files, call)

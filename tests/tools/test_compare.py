@@ -54,6 +54,28 @@ def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
     assert f'<code>{name}</code>' not in page.text
 
 
+def test_evaluations_of_other_settings_are_not_compared(tmp_path):
+  cold = {'evaluate': {'sampling': {'temperature': 0.0}}}
+  paths = [
+    run(
+      tmp_path, f'{name}/seed-{seed}', accuracy(0.2, 0.4, entropy=seed), seed=seed, **x
+    )
+    for name, x in (('warm', {}), ('cold', cold), ('often', {'evaluate': {'every': 7}}))
+    for seed in (1, 2, 3)
+  ]
+  page = page_of(paths, tmp_path / 'c.html')
+  said = [text for text in page.texts['p'] if 'held-out accuracy' in text]
+  other = [text for text in page.texts['p'] if 'not compared' in text]
+  assert len(said) == 1 and said[0].startswith('often/seed equals warm/seed')
+  assert other == [
+    'cold/seed and warm/seed were evaluated with different settings (section '
+    '`evaluate`), so their evaluations are not compared.'
+  ]
+  *_, cold_difference, often_difference = cells(page.text, 'eval/accuracy')
+  assert not cold_difference and '(n=3)' in often_difference
+  assert '(n=3)' in cells(page.text, 'loss/entropy')[3]
+
+
 def test_a_knob_is_shown_for_the_rules_that_have_it(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
   assert cells(page.text, 'clip.rule')[:2] == ['fixed', 'balanced']

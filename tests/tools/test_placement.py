@@ -17,8 +17,10 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.rollout import decode
-from bapo_jax.tools.plan import devices, hlo, programs, roofline
+from bapo_jax.tools.plan import devices, programs
+from bapo_jax.tools.plan.chips import CHIPS
 from bapo_jax.types import empty_groups
+from benchmarks import hlo
 from tests.tools.test_plan import SEEING, small
 
 LARGE = 2**19  # bytes; smaller arrays may be replicated
@@ -187,7 +189,7 @@ def test_adapters_keep_their_shards(topology, where, tmp_path):
 # ----------- devices that are not attached are described as their makers describe them
 
 
-GPUS = [name for name, chip in roofline.CHIPS.items() if chip.gpu]
+GPUS = [name for name, chip in CHIPS.items() if chip.gpu]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,6 @@ def test_the_compiler_has_the_devices_that_are_counted(topology, name, shape):
 def test_the_peak_of_a_gpu_is_that_of_its_cores():
   # Dense bfloat16 products per core and clock, from the architectures' white papers.
   for name, per_clock in {'a100-80': 2048, 'rtx6000': 1024, 'rtx4090': 512}.items():
-    chip = roofline.CHIPS[name]
+    chip = CHIPS[name]
     peak = per_clock * chip.gpu.cores * chip.gpu.clock * 1e9
     assert chip.flops == pytest.approx(peak, rel=0.005)

@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models.layers import Schedule
-from bapo_jax.tools.plan import devices, hlo, plan, programs, roofline, search
+from bapo_jax.tools.plan import devices, plan, programs
+from bapo_jax.tools.plan.chips import CHIPS
 from bapo_jax.training import budget, resolve
 from bapo_jax.training import config as config_lib
+from benchmarks import hlo, meshes, roofline, seconds
 from configs import aime
 
 SMALL = {  # Qwen2.5-1.5B in all but depth
@@ -178,8 +180,7 @@ def test_the_compiler_is_told_a_single_device_too():
 
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
   args = (jax.ShapeDtypeStruct((2,), 'float32'),)
-  cost = roofline.Cost(0, 0, 0)
-  plan.compiled(programs.Program(jax.jit(function), args, {}, cost, [], 0), mesh)
+  plan.compiled(programs.Program(jax.jit(function), args, {}, 0), mesh)
   assert seen == [mesh.abstract_mesh]
 
 
@@ -250,7 +251,7 @@ def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
     text = traced.lower(lowering_platforms=('tpu',)).as_text()
   assert 'tpu_custom_call' in text, 'no kernel of a TPU'
   assert ('ragged_dot' in text) == (kind == 'mixture')
-  assert program.cost.flops > 0
+  assert seconds.works(job)[name].cost.flops > 0
 
 
 UNKNOWN = ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', '', 'h100', 'h100:2x2x2', 'h100:0']
@@ -284,36 +285,33 @@ def test_what_a_pass_moves_between_devices(config, mesh):
   n = config.minibatch_rows // config.learner.grad_accum_steps
   size = 2 * sum(x.size for x in jax.tree.leaves(programs.learner_state(job)[0]))
   sums = 2 * 2 * 1536 * 2
-  for make, columns, gathered in (
-    (programs.score, n * 2048, size / 2 * 3 / 4),
-    (programs.prefill, 8 * 128, 0),
-    (programs.decode, 64, 0),
+  for name, columns, gathered in (
+    ('log-prob pass', n * 2048, size / 2 * 3 / 4),
+    ('prefill', 8 * 128, 0),
+    ('decode', 64, 0),
   ):
-    received = sum(t.received(job.shape) for t in make(job).traffic)
+    received = sum(t.received(job.shape) for t in seconds.works(job)[name].traffic)
     assert received == gathered + columns / 4 * sums
 
 
 def test_the_links_are_those_of_the_compiled_program(config, mesh):
   job = job_of(config, mesh)
-  chip = roofline.CHIPS['v5p']
-  rows = {
-    name: plan.Row(make(job), *[0] * 4) for name, make in programs.PROGRAMS.items()
-  }
+  chip = CHIPS['v5p']
 
-  def link_seconds():
-    text = plan.roofline_table(rows, chip, job, 1.0)
+  def link_seconds(prefill):
+    linked = dict.fromkeys(programs.PROGRAMS) | {'prefill': prefill}
+    text = seconds.table(linked, chip, job)
     return float(re.search(r'^prefill(?: +\S+){2} +(\S+)', text, re.M)[1])
 
-  counted = sum(t.received(job.shape) for t in rows['prefill'].program.traffic)
-  assert link_seconds() == pytest.approx(counted / chip.links, rel=1e-3)
-  rows['prefill'] = rows['prefill']._replace(linked=3 * counted)
-  assert link_seconds() == pytest.approx(3 * counted / chip.links, rel=1e-3)
+  counted = sum(t.received(job.shape) for t in seconds.works(job)['prefill'].traffic)
+  assert link_seconds(None) == pytest.approx(counted / chip.links, rel=1e-3)
+  assert link_seconds(3 * counted) == pytest.approx(3 * counted / chip.links, rel=1e-3)
 
 
 # ----- the search tries all meshes, refuses with a reason, and counts as the plan does
 
 
-CHIP = roofline.CHIPS['v5p']
+CHIP = CHIPS['v5p']
 
 
 def mesh_of(*shape):
@@ -323,7 +321,7 @@ def mesh_of(*shape):
 def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
   spec = programs.device_spec(config, 'tpu')
-  return search.search(config, spec, CHIP, jax.devices(), memory)
+  return meshes.search(config, spec, CHIP, jax.devices(), memory)
 
 
 def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
@@ -331,13 +329,13 @@ def test_a_plan_needs_config_json_alone(monkeypatch, tmp_path, capsys):
   written = aime.seven()
   config, path = config_lib.parse(written.to_dict()), pathlib.Path(written.model.path)
   with pytest.raises(ValueError) as error:
-    plan.run_search(config, 'h100:8')
+    meshes.run(config, 'h100:8')
   assert str(error.value).startswith(f'--config.model.path={path}: found no config.jso')
   assert f'`hf download <name> config.json --local-dir {path}`' in str(error.value)
   assert 'again' not in str(error.value) and 'hub:' not in str(error.value)
   path.mkdir(parents=True)
   (path / 'config.json').write_text(json.dumps(SEVEN))
-  assert plan.run_search(config, 'h100:8')
+  assert meshes.run(config, 'h100:8')
   assert f'{path} on h100:8: 8 devices of ' in capsys.readouterr().out
 
 
@@ -367,7 +365,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
-  best = search.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
+  best = meshes.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
   times = []
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
@@ -394,7 +392,7 @@ def test_bytes_from_other_hosts_take_the_network(config):
   spec = programs.device_spec(config, 'gpu')
   mesh = Mesh(np.asarray(found).reshape(1, 8, 1), sharding.AXES)
   job = programs.Job(config, spec, Schedule(), mesh)
-  update = search.judge(job, chip, 2.0**60).update
+  update = meshes.judge(job, chip, 2.0**60).update
   assert update['links'] * chip.links == pytest.approx(
     6 * update['network'] * chip.network
   )

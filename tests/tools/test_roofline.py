@@ -15,8 +15,9 @@ from bapo_jax import sharding
 from bapo_jax.models import ragged, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.vision import spec as vision_spec
-from bapo_jax.tools.plan import hlo, roofline
-from bapo_jax.tools.plan.roofline import Traffic
+from bapo_jax.tools.plan import chips
+from benchmarks import hlo, roofline
+from benchmarks.roofline import Traffic
 
 ALONE = {'data': 1, 'fsdp': 1, 'tensor': 1}
 
@@ -135,7 +136,7 @@ def test_links_by_hand():
 
 
 def test_the_slowest_of_four_is_the_bound():
-  chip = roofline.Chip(hbm=1, flops=10.0, memory=5.0, links=2.0)
+  chip = chips.Chip(hbm=1, flops=10.0, memory=5.0, links=2.0)
   cost = roofline.Cost(model_flops=10, flops=20, bytes=20)
   found = {'products': 2.0, 'memory': 4.0, 'links': 5.0, 'network': 0.0}
   # A TPU's links join hosts, too; bytes over the network of a GPU spare its links.

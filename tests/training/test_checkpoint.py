@@ -100,6 +100,26 @@ def test_the_newest_and_the_best_stay(tmp_path):
   assert choose(str(tmp_path / 'none'), 'best') is None
 
 
+def test_accuracies_of_other_settings_are_not_ranked_together(tmp_path):
+  def save(checkpoints, step, accuracy, settings):
+    checkpoint.save(checkpoints, step, {'x': jnp.ones(3)}, {}, accuracy, settings)
+    checkpoint.wait(checkpoints)
+
+  with checkpoint.manager(str(tmp_path), keep=1, best=1, settings=7.0) as checkpoints:
+    save(checkpoints, 1, 0.9, 7.0)
+    save(checkpoints, 2, 0.8, 7.0)
+  with checkpoint.manager(str(tmp_path), keep=1, best=1, settings=8.0) as checkpoints:
+    save(checkpoints, 3, 0.3, 8.0)
+    save(checkpoints, 4, 0.2, 8.0)
+    # 3 is the best with these settings, though 1 has a higher accuracy.
+    assert checkpoints.all_steps() == [3, 4]
+  assert checkpoint.choose(str(tmp_path), 'best') == 3
+  with checkpoint.manager(str(tmp_path), keep=9, best=1) as checkpoints:
+    checkpoint.save(checkpoints, 5, {'x': jnp.ones(3)}, {}, 0.25)  # of an old version
+    checkpoint.wait(checkpoints)
+  assert checkpoint.choose(str(tmp_path), 'best') == 3
+
+
 def started(sizes, workdir, monkeypatch) -> tuple[Trainer, TrainState]:
   """A trainer and its state at step 0, on a mesh of these sizes."""
   devices = jax.devices()[: math.prod(sizes)]

@@ -124,6 +124,8 @@ def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared, monkeypatch
     assert policy._shared_path(r) != here, knobs
   two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
   assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
+  with jax.threefry_partitionable(False):  # other random numbers, and shuffles
+    assert policy._shared_path(resolve(made)) != here
   monkeypatch.setenv('XLA_FLAGS', '')
   flags = policy._shared_path(resolve(made))
   monkeypatch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})

@@ -133,7 +133,7 @@ def read_spec(path: str, compute: str) -> ModelSpec:
     raise ValueError(
       f'{path}: an option of config.json or {PIXELS} has a value of the wrong type '
       f'({type(error).__name__}: {error}); download the files again'
-    ) from None
+    ) from error
 
 
 def read_pixels(path: str) -> Options:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from bapo_jax.models.hf import safetensors_io
 from bapo_jax.runtime import digests
+from bapo_jax.runtime.files import first_line
 
 # A name without 'hub:' is a local path, so a mistyped path is never downloaded.
 NAME = re.compile(r'hub:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?', re.ASCII)
@@ -113,7 +114,7 @@ def find(name: str, knob: str, needs: Sequence[str] = MODEL_FILES) -> str:
         path = _snapshot(hub, local=False, weights='*.safetensors' in needs)
       except (OSError, ValueError) as error:
         # The first line states the failure; the other lines suggest an import.
-        where += f' ({str(error).strip().splitlines()[0].rstrip(".: ")})'
+        where += f' ({first_line(error)})'
   lacking = missing(path, needs)
   if not lacking:
     return path

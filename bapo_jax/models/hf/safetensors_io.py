@@ -99,7 +99,7 @@ def _header(path):
   except (OSError, safetensors.SafetensorError) as error:
     raise ValueError(
       f'{path} is missing, truncated or damaged ({error}); download the file again'
-    ) from None
+    ) from error
   with open(path, 'rb') as file:
     length = int.from_bytes(file.read(8), 'little')
     entries = json.loads(file.read(length))

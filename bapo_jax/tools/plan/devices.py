@@ -16,8 +16,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from bapo_jax.runtime import machine
-from bapo_jax.tools.plan import roofline
-from bapo_jax.tools.plan.roofline import GIB, Chip
+from bapo_jax.tools.plan.chips import CHIPS, GIB, Chip
 
 TPU_HOST = 4  # chips per host of a slice; v5e and v6e hosts may have 1 or 8
 INSTALL = (
@@ -43,13 +42,13 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
     ValueError: the chip or the form of the shape is unknown.
   """
   name, _, shape = topology.partition(':')
-  chip = roofline.CHIPS.get(name)
+  chip = CHIPS.get(name)
   form = r'\d+(x\d+)?' if chip and chip.gpu else r'\d+(x\d+)+'
   sizes = tuple(int(n) for n in re.findall(r'\d+', shape))
   if chip is None or not re.fullmatch(form, shape) or not all(sizes):
     raise ValueError(
       f'--topology={topology!r} is not a topology; give one of '
-      f'{sorted(roofline.CHIPS)} with its shape, for instance h100:8 (one host of '
+      f'{sorted(CHIPS)} with its shape, for instance h100:8 (one host of '
       'eight GPUs), h100:4x8 (four such hosts), v5p:2x2x4 or v6e:4x4'
     )
   return chip, (1, *sizes)[-2:] if chip.gpu else sizes
@@ -81,7 +80,7 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
     found = topologies.get_topology_desc(topology, kind, **options)
   except Exception as error:  # the plugins raise exception types of their own
     reason = str(error).partition('=== Source')[0]
-    raise ValueError(f'--topology={topology}: {reason}') from None
+    raise ValueError(f'--topology={topology}: {reason}') from error
   return chip, found.devices
 
 

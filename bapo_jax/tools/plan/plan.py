@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import hlo, programs, roofline, search
+from bapo_jax.tools.plan import programs
+from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.tools.plan.roofline import GIB, Chip, Cost
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
 
@@ -33,7 +33,7 @@ class Row(NamedTuple):
   output: float  # beyond donated arguments
   temporaries: float
   total: float  # of the whole run while this program runs
-  linked: float | None = None  # received per call, or per token; None: not compiled
+  executable: Any = None  # None: not compiled
 
   def left(self, chip: Chip) -> float:
     """Returns the GiB of a chip that stay free; negative if the run cannot fit."""
@@ -57,9 +57,7 @@ def compiled(program: Program, mesh: Mesh) -> Row:
   assert m is not None, 'every TPU and GPU reports it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
   parts = m.argument_size_in_bytes, output, m.temp_size_in_bytes
-  runs = hlo.in_loops(executable.as_text() or '', program.micro_batches)
-  linked = sum(run.received for run in runs) / program.tokens
-  return Row(program, *parts, sum(parts) + program.resident, linked)
+  return Row(program, *parts, sum(parts) + program.resident, executable)
 
 
 def bytes_needed(message: str, program: Program) -> float:
@@ -134,11 +132,10 @@ def remedy(name: str, job: Job, chip: Chip) -> str:
   return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
-def run(config: Config, topology: str, mean_share: float) -> bool:
+def run(config: Config, topology: str) -> bool:
   """Plans the run and prints the plan; returns whether every program fits.
 
-  `mean_share` is the mean row length divided by the longest, in (0, 1]. Raises
-  ValueError if topology, model and knobs do not fit together.
+  Raises ValueError if topology, model and knobs do not fit together.
   """
   chip, devices = devices_lib.attach(topology)
   print(heading(config, topology, chip, devices))
@@ -164,7 +161,6 @@ def run(config: Config, topology: str, mean_share: float) -> bool:
       found = remedy(name, job, chip)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   print(f'\n{memory_table(rows, verdicts)}')
-  print(f'\n{roofline_table(rows, chip, job, mean_share)}')
   return all(verdict.startswith('fits') for verdict in verdicts.values())
 
 
@@ -200,16 +196,6 @@ def heading(config: Config, topology: str, chip: Chip, devices: Sequence) -> str
   )
 
 
-def run_search(config: Config, topology: str) -> bool:
-  """Prints the meshes of the topology, fastest first; returns whether one fits."""
-  chip, devices = devices_lib.count(topology)
-  print(heading(config, topology, chip, devices))
-  spec = programs.device_spec(config, devices[0].platform)
-  found, refused = search.search(config, spec, chip, devices, room(chip))
-  print(search.table(found, refused))
-  return bool(found)
-
-
 def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
   """Formats the memory of each program, in GiB per device."""
   lines = [f'{"GiB on a device":16}' + ''.join(f'{c:>12}' for c in COLUMNS)]
@@ -221,58 +207,5 @@ def memory_table(rows: dict[str, Row], verdicts: dict[str, str]) -> str:
   lines.append(
     'cache is part of the arguments; resident is memory of the run that the '
     'program does not take (the learner, the actor, the buffer)'
-  )
-  return '\n'.join(lines)
-
-
-def roofline_table(
-  rows: dict[str, Row], chip: Chip, job: Job, mean_share: float
-) -> str:
-  """Formats lower bounds on the seconds of each program and of a step.
-
-  The bytes on links are those of the compiled program, or counted if there is none.
-  """
-  lines = [
-    f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}'
-    f'{"network":>12}  of one'
-  ]
-  took = {}
-
-  def bounds(row: Row, cost: Cost):
-    return roofline.bounds(cost, chip, job.mesh, row.program.traffic, row.linked)
-
-  for name, row in rows.items():
-    cost = row.program.cost
-    seconds = bounds(row, cost).values()
-    took[name] = max(seconds)
-    cells = ''.join(f'{s:12.4g}' for s in seconds)
-    share = cost.model_flops / chip.flops / took[name]
-    lines.append(
-      f'{name:18}{cells}  {programs.UNIT[name]}: {cost.model_flops / 1e12:.4g} TFLOP '
-      f'of the model per device, {cost.flops / 1e12:.4g} computed, '
-      f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
-    )
-  config = job.config
-  sampler = config.sampler
-  rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
-  hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
-  cost, share = programs.decode_cost(job, mean_share)
-  live = max(bounds(rows['decode'], cost).values())
-  lines.append(
-    f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
-    f'slots are full; a rollout of responses of {sampler.max_new_tokens} tokens at '
-    f'least {hours:.2f} h\n'
-    f'  by the assumption --mean_share={mean_share:g} a step reads {share:.1%} of '
-    f'the cache: at most {sampler.max_num_seqs / live:.0f} tokens/s'
-  )
-  updates = config.updates_per_step
-  hours = updates * took['train step'] / 3600
-  columns = updates * config.minibatch_rows * config.row_length
-  lines.append(
-    f'learning: {updates} updates per step on {columns / 1e6:.4g} M columns, padded: '
-    f'at least {hours:.3g} h\n'
-    f'  packed, by the assumption --mean_share={mean_share:g} (mean row over the '
-    f'longest): {mean_share * columns / 1e6:.4g} M of them hold a token, at least '
-    f'{mean_share * hours:.3g} h'
   )
   return '\n'.join(lines)

@@ -8,7 +8,7 @@ that fills the remaining tokens.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +20,12 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, decoder, experts, lora, ragged
+from bapo_jax.models import attention, experts, lora
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
-from bapo_jax.rollout import shapes
-from bapo_jax.tools.plan import roofline
-from bapo_jax.tools.plan.roofline import Cost, Traffic
 from bapo_jax.training import budget, build, inputs, policy
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
@@ -45,24 +42,17 @@ class Job(NamedTuple):
   mesh: Mesh
 
   @property
-  def language(self) -> ModelSpec:
-    """The spec without the vision tower, for counts from formulas."""
-    return dataclasses.replace(self.spec, vision=None)
-
-  @property
-  def shape(self) -> roofline.MeshShape:
+  def shape(self) -> dict[str, int]:
     """The number of devices along each axis of the mesh."""
     return dict(self.mesh.shape)
 
 
 class Program(NamedTuple):
-  """A jitted function with its arguments, its cost and its bytes per device."""
+  """A jitted function with its arguments, and its bytes per device."""
 
   function: Wrapped
   args: tuple[Any, ...]  # abstract, placed
   static: dict[str, Any]  # static keyword arguments
-  cost: Cost  # of a call, or of a token in every slot
-  traffic: Sequence[Traffic]  # likewise
   resident: float  # other bytes of the run, not arguments of the program
   cache: float = 0.0  # bytes of the arguments that are keys and values
   tokens: int = 1  # that a call decodes in every slot
@@ -129,20 +119,15 @@ def train_step(job: Job) -> Program:
   """Builds the program of one optimiser update on one minibatch."""
   config, spec, schedule, mesh = job
   B = config.minibatch_rows
-  T = config.row_length
-  n = config.learner.grad_accum_steps
   params, opt, base = learner_state(job)
   seen = embedded(job, B // config.sampler.group_size)
   batch = build.abstract_batch(config, mesh, seen, spec.routes)
-  adapters = budget.adapters(config, spec)
   return Program(
     build.make_train_step(config, spec, schedule),
     (params, opt, batch, base),
     {},
-    roofline.train(job.language, schedule, job.shape, B, T, n, adapters),
-    roofline.train_traffic(job.language, schedule, job.shape, B, T, n),
     beside_update(job),
-    micro_batches=n,
+    micro_batches=config.learner.grad_accum_steps,
   )
 
 
@@ -171,15 +156,8 @@ def score(job: Job) -> Program:
     jax.jit(functools.partial(scoring.packed_logprobs, **knobs)),
     (weights, like((B, T), 'int32'), like((B, T), 'bool')),
     {'pictures': seen, 'routes_BTX': routes},
-    roofline.score(job.language, job.shape, B, T),
-    [roofline.gathers(job.language, job.shape), sums(job, B * T)],
     rest,
   )
-
-
-def sums(job: Job, tokens: float) -> Traffic:
-  """Counts the sums over axis tensor in a forward pass of `tokens` tokens."""
-  return roofline.hidden_sums(job.language, tokens / sharding.row_shards(job.mesh))
 
 
 def slots_of(job: Job) -> decode_lib.Slots:
@@ -205,47 +183,13 @@ def prefill(job: Job) -> Program:
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
   numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
   seen = [pixels_of(job, R)] if spec.vision else []
-  cost = roofline.score(job.language, job.shape, R, width, logits=False)
-  for pictures in seen:
-    more = roofline.tower(spec, job.shape, R, pictures.pixels_PZE.shape[1])
-    cost = Cost(*map(sum, zip(cost, more, strict=True)))
   return Program(
     decode_lib.admit,
     (actor(job), slots, tokens, *numbers, *seen),
     {'spec': spec},
-    cost,
-    [sums(job, R * width)],
     beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
   )
-
-
-def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
-  """Counts a token in every slot; returns (cost, share of the cache that is read).
-
-  `mean_share` is the mean live length of a slot divided by the longest row. With
-  geometric response lengths and refilled slots, it is the mean row length divided by
-  the longest; it is smaller if the response lengths vary less.
-  """
-  config = job.config
-  spec = job.spec
-  shape = job.shape
-  # Of two key heads on three devices, every device has both.
-  heads = spec.kv_heads // (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
-  live = mean_share * config.row_length
-  share = 1.0
-  columns = config.row_length
-  if decoder.is_ragged(spec):
-    (columns,) = shapes.cache_columns(spec, config.row_length, 1)
-    block = ragged.BLOCK  # of the GPU's kernel
-    if spec.attention != 'flash':
-      size = budget.itemsize(spec.compute)
-      block = ragged.block_columns(heads, spec.head_width, columns, size)
-    share = roofline.columns_read(columns, block, live) / columns
-  S = config.sampler.max_num_seqs
-  each = budget.cache_bytes(spec, columns, shape['tensor'])
-  cache = S / sharding.row_shards(job.mesh) * each
-  return roofline.decode(job.language, shape, S, live, share * cache), share
 
 
 def decode(job: Job) -> Program:
@@ -258,8 +202,6 @@ def decode(job: Job) -> Program:
     decode_lib.run,
     (actor(job), slots, key, sampler.temperature, n, 0),
     {'spec': job.spec, 'eos': (0,), 'live': len(slots.cache[0])},
-    decode_cost(job)[0],
-    [sums(job, sampler.max_num_seqs)],
     beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
     tokens=n,
@@ -300,8 +242,6 @@ def tower(job: Job) -> Program:
     jax.jit(sequence.embedded, static_argnames=('spec', 'schedule')),
     ({policy.TOWER: (base or params)[policy.TOWER]}, pixels),
     {'spec': job.spec, 'schedule': job.schedule},
-    roofline.tower(job.spec, job.shape, *pixels.pixels_PZE.shape[:2]),
-    [],
     bytes_per_device((rest, opt)) + beside_update(job),
   )
 
@@ -312,13 +252,6 @@ PROGRAMS: Programs = {
   'log-prob pass': score,
   'prefill': prefill,
   'decode': decode,
-}
-UNIT = {  # what a cost counts
-  'train step': 'update',
-  'log-prob pass': 'micro-batch',
-  'prefill': 'batch of prompts',
-  'decode': 'token per slot',
-  'tower': 'block of prompts',
 }
 
 

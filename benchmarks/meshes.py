@@ -1,26 +1,36 @@
-"""Compares all meshes of a topology by hand counts, without compiling anything.
+r"""Compares all meshes of a topology by hand counts, without compiling anything.
 
-Memory comes from training/budget.py, time from the roofline. Bytes on links come from
+  python -m benchmarks.meshes --config=configs/aime.py:7b --topology=v5p:4x4x4 \
+    --config.model.path=models/DeepSeek-R1-Distill-Qwen-7B
+
+Takes the flags of `bapo plan`. Memory comes from training/budget.py, time from the
+roofline: no time was compared with a machine of several chips. Bytes on links come from
 formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
 import itertools
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
+from bapo_jax import main as command
 from bapo_jax import sharding
+from bapo_jax.autosetup import derive
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.tools.plan import roofline
+from bapo_jax.tools.plan import devices as devices_lib
+from bapo_jax.tools.plan import plan, programs
+from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.tools.plan.programs import Job
-from bapo_jax.tools.plan.roofline import GIB, Chip
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
+from benchmarks import roofline
 
 BEST = 5
 Seconds = dict[str, float]  # resource -> lower bound
@@ -215,3 +225,33 @@ def _bound(seconds: Seconds, scale):
   """Formats the largest of several lower bounds, with the name of its resource."""
   what = max(seconds, key=lambda key: seconds[key])
   return f'{scale * seconds[what]:.4g} {what}'
+
+
+def run(config: Config, topology: str) -> bool:
+  """Prints the meshes of the topology, fastest first; returns whether one fits."""
+  chip, devices = devices_lib.count(topology)
+  print(plan.heading(config, topology, chip, devices))
+  spec = programs.device_spec(config, devices[0].platform)
+  found, refused = search(config, spec, chip, devices, plan.room(chip))
+  print(table(found, refused))
+  return bool(found)
+
+
+def to_plan(arguments: Sequence[str]) -> tuple[Config, str]:
+  """Returns the config and the topology of the flags of `bapo plan`."""
+  os.environ.update(command.PLANNING)
+  args = command.parse(['bapo', 'plan', *arguments])
+  config = command.config_of(args)
+  return derive.decide(config, '') if config.derived else config, args.topology
+
+
+def main() -> int:
+  """Runs the command; returns 1 if no mesh fits, else 0."""
+  return int(not run(*to_plan(sys.argv[1:])))
+
+
+if __name__ == '__main__':
+  try:
+    sys.exit(main())
+  except ValueError as error:
+    command.fail(error)

@@ -1,0 +1,77 @@
+"""Options of JAX that the environment sets: which of them a run refuses, and how."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from bapo_jax.runtime import jax_options
+
+CHECK = 'from bapo_jax.runtime import jax_options; jax_options.check(); print("fine")'
+
+
+@pytest.fixture
+def option():
+  """Returns a function that sets an option of JAX until the test ends."""
+  before = {}
+
+  def change(name, value):
+    before.setdefault(name, jax.config.values[name])
+    jax.config.update(name, value)
+
+  yield change
+  for name, value in before.items():
+    jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+  ('name', 'value', 'words'),
+  [
+    ('jax_debug_nans', True, "JAX_DEBUG_NANS=True: nan stands for 'no data'"),
+    ('jax_enable_x64', True, 'JAX_ENABLE_X64=True: a run computes in float32'),
+    ('jax_disable_jit', True, 'JAX_DISABLE_JIT=True: the programs of a run'),
+    ('jax_numpy_dtype_promotion', 'strict', 'PROMOTION=strict: a run relies on'),
+    ('jax_transfer_guard', 'disallow', 'JAX_TRANSFER_GUARD=disallow: a run copies'),
+  ],
+)
+def test_an_option_that_would_end_a_healthy_run_is_refused(name, value, words, option):
+  jax_options.check()
+  option(name, value)
+  with pytest.raises(ValueError, match=rf'{re.escape(words)}.*; unset it$'):
+    jax_options.check()
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [('jax_transfer_guard', 'log'), ('jax_debug_infs', True), ('jax_log_compiles', True)],
+)
+def test_an_option_that_a_run_can_work_with_is_accepted(name, value, option):
+  option(name, value)
+  jax_options.check()
+
+
+def test_a_platform_that_is_missing_is_named_with_jaxs_own_words():
+  environment = os.environ | {'JAX_PLATFORMS': 'nonesuch'}
+  command = [sys.executable, '-c', CHECK]
+  ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+  last = ended.stderr.strip().splitlines()[-1]
+  assert last.startswith(
+    'ValueError: JAX cannot start its devices with JAX_PLATFORMS=nonesuch (Unable to '
+  )
+
+
+def test_the_generator_is_told_by_its_options(option):
+  assert jax_options.generator() == jax_options.GENERATOR
+  first = jax.random.bits(jax.random.key(0), (3,)).tolist()
+  for name, value in (
+    ('jax_default_prng_impl', 'rbg'),
+    ('jax_threefry_partitionable', False),
+    ('jax_random_seed_offset', 1),
+  ):
+    option(name, value)
+    assert jax.random.bits(jax.random.key(0), (3,)).tolist() != first
+    assert jax_options.generator() == jax_options.GENERATOR | {name: value}
+    option(name, jax_options.GENERATOR[name])
