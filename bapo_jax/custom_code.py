@@ -205,9 +205,7 @@ class _Neighbours(SourceFileLoader):
 
     def find(name, globals=None, locals=None, fromlist=(), level=0):
       first = f'{package}.{name.partition(".")[0]}'
-      spec = (
-        None if level else PathFinder.find_spec(first, sys.modules[package].__path__)
-      )
+      spec = None if level else importlib.util.find_spec(first)
       # A folder without __init__.py is no neighbour: anything installed comes first.
       if not spec or not spec.origin or first.endswith('.bapo_jax'):
         return __import__(name, globals, locals, fromlist, level)
