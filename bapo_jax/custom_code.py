@@ -1,7 +1,8 @@
 """Loads a user's functions by their paths, and makes knobs of their arguments.
 
 1. A path is `path/to/file.py:function`. `load` runs the file once, and returns the
-   function; `register` gives a function of a running Python program a path.
+   function; `register` gives a function of a running Python program a path. `run` runs
+   a file as `python file.py` would: its imports find the files of its folder first.
 2. `declare` states what a custom rule needs, such as `bounds='ignored'`.
 3. `section` makes a section of the config from the keyword-only arguments of a
    function. These knobs are set and validated like all others.
@@ -9,6 +10,7 @@
    digest.
 """
 
+import builtins
 import functools
 import hashlib
 import importlib.util
@@ -20,6 +22,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder, SourceFileLoader
 from typing import Any, ClassVar, TypeVar
 
 import pydantic
@@ -33,9 +36,9 @@ AnyFunction = TypeVar('AnyFunction', bound=Function)
 PATH = re.compile(rf'({knobs_lib.PATH})')
 OBJECTS = 'python'  # the "file" of functions that a Python program registers
 EXAMPLE = 'path/to/file.py:function'
+FOLDER = 'custom_'  # begins the name of a package that stands for a folder
 _registered: dict[str, Function] = {}
 _sections: dict[Any, type[Any]] = {}
-_modules: dict[tuple[str, str], types.ModuleType] = {}  # by path and digest
 
 
 class CustomKnobs(Section):
@@ -120,9 +123,6 @@ def is_registered(path: str) -> bool:
 def load(path: str) -> Function:
   """Returns the function at a path. Runs its file unless it has run before.
 
-  The folder of the file is added to the end of sys.path, so that the file can import
-  its neighbours.
-
   Raises:
     ValueError: the file or the function does not exist, or the file raises an error.
   """
@@ -134,7 +134,12 @@ def load(path: str) -> Function:
         'again by bapo_jax.train from that program'
       )
     return _registered[name]
-  module = _module(file_of(path), digest(path))
+  file = file_of(path)
+  version = digest(path)
+  try:
+    module = _run_once(os.path.abspath(file), version)
+  except (Exception, SystemExit) as error:  # a user's file may raise anything
+    raise ValueError(f'{file} raises {described(error, file)}') from error
   function = getattr(module, name, None)
   if not callable(function):
     has = [n for n, x in vars(module).items() if inspect.isfunction(x)]
@@ -150,25 +155,68 @@ def bind(path: str, knobs: CustomKnobs) -> Function:
   return functools.partial(function, **{x: values[x] for x in values if x in own})
 
 
-def _module(path: str, of_text: str) -> types.ModuleType:
-  """Runs a file, or returns the module of an earlier run of the same text."""
-  key = os.path.abspath(path), of_text
-  if key not in _modules:
-    name = f'custom_{os.path.basename(path)[:-3]}_{of_text}'
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # PATH demands .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
-    folder = os.path.dirname(key[0])
-    if folder not in sys.path:
-      sys.path.append(folder)
-    try:
-      spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
-      del sys.modules[name]
-      raise ValueError(f'{path} raises {described(error, path)}') from error
-    _modules[key] = module
-  return _modules[key]
+def run(path: str, version: str = '') -> types.ModuleType:
+  """Runs a file and returns its module; raises what the file raises.
+
+  The folder of the file becomes a package with a name of its own, whose submodules are
+  the file and its neighbours. So two folders may both have a helper.py. `version` is
+  part of the module's name; functions of another version keep their module.
+  """
+  path = os.path.abspath(path)
+  # Python looks in the folder of the real file; a link may have neighbours as well.
+  folders = [os.path.dirname(os.path.realpath(path)), os.path.dirname(path)]
+  package = FOLDER + hashlib.sha256(repr(folders).encode()).hexdigest()[:12]
+  if package not in sys.modules:
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = folders
+    sys.path.extend(folders)  # for importlib.import_module
+  name = f'{package}.{os.path.basename(path)[:-3]}{version}'
+  loader = _Neighbours(name, path)
+  spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+  assert spec
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # dataclasses and pickle look their module up
+  loader.exec_module(module)
+  return module
+
+
+_run_once = functools.cache(run)
+
+
+class _Neighbours(SourceFileLoader):
+  """Loads a user's file with an `import` that finds the files of its folder first.
+
+  Other modules import as always. A function may import when it is called, in any
+  thread, because the `import` belongs to the file.
+  """
+
+  @classmethod
+  def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+    """Finds the neighbours of a file, as submodules of the package of its folder."""
+    del target
+    spec = PathFinder.find_spec(name, path) if name.startswith(FOLDER) else None
+    if spec and isinstance(spec.loader, SourceFileLoader):
+      spec.loader = cls(name, spec.loader.path)
+    return spec
+
+  def exec_module(self, module: types.ModuleType) -> None:
+    """Runs the file, whose built-in `__import__` is its own."""
+    package = module.__name__.partition('.')[0]
+
+    def find(name, globals=None, locals=None, fromlist=(), level=0):
+      first = f'{package}.{name.partition(".")[0]}'
+      spec = None if level else importlib.util.find_spec(first)
+      # A folder without __init__.py is no neighbour: anything installed comes first.
+      if not spec or not spec.origin or first.endswith('.bapo_jax'):
+        return __import__(name, globals, locals, fromlist, level)
+      found = __import__(f'{package}.{name}', globals, locals, fromlist)
+      return found if fromlist else sys.modules[first]
+
+    vars(module)['__builtins__'] = vars(builtins) | {'__import__': find}
+    super().exec_module(module)
+
+
+sys.meta_path.insert(0, _Neighbours)
 
 
 def file_of(path: str) -> str:

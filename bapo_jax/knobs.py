@@ -108,15 +108,15 @@ def restore(section: type[AnySection], values: Any) -> AnySection:
   """Rebuilds a section from values of JSON, in which tuples have become lists.
 
   Raises:
-    pydantic.ValidationError: a value is invalid.
+    ValueError: one sentence with the knob, its value and its range.
   """
 
-  def tuples(value: Any):
+  def tuples(value: Any) -> Any:
     if isinstance(value, dict):
       return {key: tuples(x) for key, x in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-  return section.model_validate(tuples(values))
+  return validate(section, tuples(values))
 
 
 def fields_of(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, Any]]:

@@ -16,14 +16,13 @@ import argparse
 import os
 import pathlib
 import re
-import runpy
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import app, flags, logging
 
-from bapo_jax import knobs
+from bapo_jax import custom_code, knobs
 from bapo_jax.runtime import hosts, machine, signals
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def config_files() -> list[str]:
   listed = []
   for path in sorted(pathlib.Path('configs').glob('*.py')):
     try:
-      names = runpy.run_path(str(path))
+      names = vars(custom_code.run(str(path)))
       variants = '|'.join(f':{name}' for name in names.get('VARIANTS', ()))
     except (Exception, SystemExit):  # a user's file may raise anything
       continue
@@ -286,8 +285,12 @@ def start(args: argparse.Namespace) -> int:
     os.environ.update(PLANNING)
   if args.mode == 'sweep':
     return sweep(args)
+  if args.mode == 'train':  # before a config or a custom file uses JAX
+    hosts.initialise(args.coordinator, args.process, args.processes, args.start_s)
   if args.mode not in READERS:
-    return run(args, config_of(args))
+    with hosts.together():
+      config = config_of(args)
+    return run(args, config)
   if args.config or args.knobs:
     config_of(args)  # a misspelt knob is refused in every mode
   try:
@@ -362,7 +365,6 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     from bapo_jax.tools.plan import plan
 
     return int(not plan.run(config, args.topology))
-  hosts.initialise(args.coordinator, args.process, args.processes, args.start_s)
   if hosts.processes() > 1:
     hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
   from bapo_jax.run import experiment

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from runs import plain, tiny
 
+import bapo_jax
 from bapo_jax import custom_code
 from bapo_jax.training import config, refusals
 from bapo_jax.training.config import from_json, overrides
@@ -262,3 +263,89 @@ def test_an_argument_that_cannot_be_a_knob_is_refused(tmp_path, name):
   message = rf'^loss\.rule=.*:f: the argument {name} has a reserved name; rename it$'
   with pytest.raises(ValueError, match=message):
     tiny(**{'loss.rule': f'{path}:f'})
+
+
+# ------------------------------------------------------------------- neighbours
+
+
+NEIGHBOURS = {
+  'my.py': (
+    'import helper, tree.leaf, numpy\nfrom tree import leaf\n'
+    'from second import name as other\n'
+    'def names():\n'
+    '  import lazy\n'
+    '  return helper.name, tree.leaf.name, leaf.name, other, lazy.name\n'
+  ),
+  'helper.py': "import colorsys, second\nname = f'{second.name} {colorsys.name}'\n",
+  'second.py': "name = 'FOLDER'\n",
+  'lazy.py': "name = 'FOLDER'\n",
+  'colorsys.py': "name = 'FOLDER'\n",  # of the standard library as well
+  'tree/__init__.py': '',
+  'tree/leaf.py': 'import tree\nfrom second import name\nfrom . import twig\n',
+  'tree/twig.py': '',
+  'numpy/data.txt': '',  # no package
+}
+
+
+def beside(folder, **texts):
+  """Writes the files above into a folder, whose name they have."""
+  for name, text in {**NEIGHBOURS, **texts}.items():
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace('FOLDER', folder.name))
+  return folder
+
+
+def test_each_file_finds_its_own_neighbours(tmp_path):
+  import colorsys
+
+  functions = {
+    name: custom_code.load(f'{beside(tmp_path / name) / "my.py"}:names')
+    for name in ('one', 'two')
+  }
+  for name, function in functions.items():
+    assert function() == (f'{name} {name}', name, name, name, name)
+  assert not hasattr(colorsys, 'name')
+
+
+def test_files_of_a_folder_share_their_neighbours(tmp_path):
+  text = 'import second\ndef module(): return second\n'
+  folder = beside(tmp_path / 'one', **{'a.py': text, 'b.py': text})
+  a, b = (custom_code.load(f'{folder / name}:module')() for name in ('a.py', 'b.py'))
+  assert a is b
+
+
+def test_the_package_is_no_neighbour(tmp_path):
+  files = {'my.py': 'import bapo_jax\ndef package(): return bapo_jax\n'}
+  folder = beside(tmp_path / 'one', **files, **{'bapo_jax/__init__.py': ''})
+  assert custom_code.load(f'{folder / "my.py"}:package')().declare is bapo_jax.declare
+
+
+def test_a_link_has_the_neighbours_of_its_file_and_its_own(tmp_path):
+  folder = beside(tmp_path / 'one')
+  (folder / 'second.py').unlink()
+  link = tmp_path / 'two' / 'linked.py'
+  link.parent.mkdir()
+  link.symlink_to(folder / 'my.py')
+  (link.parent / 'second.py').write_text("name = 'two'")
+  names = custom_code.load(f'{link}:names')()
+  assert names == ('two one', 'two', 'two', 'two', 'one')
+
+
+def test_a_config_file_finds_its_neighbours_and_may_define_a_dataclass(tmp_path):
+  text = (
+    'from __future__ import annotations\nimport dataclasses, typing, helper\n'
+    'from bapo_jax.training.config import defaults\n'
+    '@dataclasses.dataclass\n'
+    'class Sizes:\n'
+    '  shared: typing.ClassVar[int] = 0\n'
+    '  steps: int = 3\n'
+    'def get_config():\n'
+    '  values = defaults()\n'
+    '  values.update(steps=Sizes().steps, title=helper.name)\n'
+    '  return values\n'
+  )
+  for name in ('one', 'two'):
+    folder = beside(tmp_path / name, **{'a.b.py': text})
+    values = config.load(str(folder / 'a.b.py'))
+    assert (values['steps'], values['title']) == (3, f'{name} {name}')

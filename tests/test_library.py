@@ -1,15 +1,19 @@
 """The examples of docs/guide/library.md run."""
 
+import json
 import os
 import pathlib
 import re
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import runs
 
 from bapo_jax import main
 from bapo_jax.algorithms import loss
+from bapo_jax.data import sources
+from bapo_jax.run import library
 from bapo_jax.runtime import metrics
 from bapo_jax.training import needs
 
@@ -41,6 +45,51 @@ def test_train(warm, monkeypatch):
   rows = [row for row in metrics.read(str(workdir)) if row['step']]
   assert len(rows) == 2 and all('reward/score' in row for row in rows)
   assert os.path.exists(workdir / 'report.html')
+
+
+class Table:
+  """Rows as `datasets.Dataset` has them: a slice is a dict of columns."""
+
+  def __len__(self):
+    return 20
+
+  def __getitem__(self, i):
+    if isinstance(i, slice):
+      return {name: [row[name] for row in [*self][i]] for name in self[0]}
+    return {
+      'problem': [{'role': 'user', 'content': f'{i}+1'}],
+      'answer': np.int64(i + 1),
+      'marks': np.arange(i, i + 2, dtype=np.float32),
+      'judge': {'least': np.float64(0.5), 'used': np.bool_(True)},
+    }
+
+  def __iter__(self):
+    return map(self.__getitem__, range(20))
+
+
+@pytest.mark.parametrize('kind', [Table, lambda: iter(Table()), lambda: [*Table()]])
+def test_rows_may_be_a_table_with_numbers_of_numpy(kind, monkeypatch, tmp_path):
+  started = []
+  monkeypatch.setattr(library.experiment, 'train', lambda *args: started.append(args))
+  library.train(
+    {'rewards': {'rule': 'exact'}},
+    str(tmp_path),
+    rows=kind(),
+    held_out=kind(),
+    reward=constant,
+  )
+  ((config, _),) = started
+  data = sources.read(config.problems)
+  assert len(data.training) == len(data.held_out) == 20
+  row = data.held_out[3]
+  assert (row.problem, row.answer) == ('3+1', '4')
+  fields = json.loads(row.fields)
+  assert fields['answer'] == 4 and fields['marks'] == [3.0, 4.0]
+  assert fields['judge'] == {'least': 0.5, 'used': True}
+
+
+def constant(sample):
+  return 1.0
 
 
 def test_the_bounds_of_a_batch():

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from bapo_jax import custom_code
@@ -177,7 +177,7 @@ def _files(problems, knob: Knob):
       raise ValueError(f'{source} raises {reason}') from error
     if not rows:
       raise ValueError(f'{source} returns no rows; return a list of dicts')
-    yield '', ((f'{source}, row {i}', row) for i, row in enumerate(rows, 1))
+    yield '', ((f'{source}, row {i}', _plain(row)) for i, row in enumerate(rows, 1))
     return
   paths = source.split(',')
   if named := _parse_name(knob, source):
@@ -190,6 +190,15 @@ def _files(problems, knob: Knob):
     paths = hub.find_files(name, split, f'problems.{knob}')
   for path in paths:
     yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
+
+
+def _plain(value):
+  """Returns a value of a row with Python's types, as a file would have them."""
+  if hasattr(value, 'tolist'):  # a number or an array of NumPy, JAX or torch
+    value = value.tolist()
+  if isinstance(value, Mapping):
+    return {name: _plain(x) for name, x in value.items()}
+  return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def _parse_name(knob: Knob, source):

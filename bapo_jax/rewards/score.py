@@ -9,14 +9,20 @@
    return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`;
 4. an `EnvironmentCaller` calls an environment in the same way.
 
+All async functions of a process share one event loop, which runs in a thread. Clients
+and locks of a user's module may therefore be used in every call, and a program that
+has a running event loop, such as a notebook, may score.
+
 This module loads neither JAX nor NumPy; a user's file may.
 """
 
 import asyncio
 import bisect
+import functools
 import json
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +31,7 @@ from bapo_jax.rewards import environments, verifiers
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Environment, Verification
 
-Failure = (Exception, SystemExit)
+Failure = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class Sample(NamedTuple):
@@ -69,7 +75,12 @@ class Scorer:
     )
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
-    """Returns a verdict per sample. Raises only MemoryError."""
+    """Returns a verdict per sample; calls nothing without samples.
+
+    Raises only MemoryError.
+    """
+    if not samples:
+      return []
     if len(self.rules) == 1 and not self._custom:
       return [self._verify(self.rules[0], sample) for sample in samples]
     columns = [self._values(rule, samples) for rule in self.rules]
@@ -95,7 +106,8 @@ class Scorer:
     batched = _batched(function)
     arguments = [samples] if batched else samples
     if custom_code.is_async(function):
-      values = asyncio.run(self._await(function, arguments))
+      calls = self._await(function, arguments)
+      values = asyncio.run_coroutine_threadsafe(calls, _event_loop()).result()
     else:
       values = [_call(function, x) for x in arguments]
     if not batched:
@@ -115,12 +127,16 @@ class Scorer:
 
     async def one(argument):
       async with free:
+        limit = asyncio.timeout(self._k.timeout)
         try:
-          return await asyncio.wait_for(function(argument), self._k.timeout)
-        except TimeoutError:
+          async with limit:
+            return await function(argument)
+        except MemoryError:
+          raise  # as in `_call`
+        except Failure as error:
+          if not limit.expired():
+            return error
           return TimeoutError(f'took over rewards.timeout={self._k.timeout:g} s')
-        except Exception as error:
-          return error
 
     return await asyncio.gather(*map(one, arguments))
 
@@ -213,6 +229,14 @@ def make(k: Verification) -> Scorer:
   return EnvironmentCaller(k) if isinstance(k, Environment) else Scorer(k)
 
 
+@functools.cache
+def _event_loop():
+  """Returns the event loop of this process, which runs until the process ends."""
+  loop = asyncio.new_event_loop()
+  threading.Thread(target=loop.run_forever, daemon=True).start()
+  return loop
+
+
 def _failed(rule, error):
   """Describes the error that a rule raised, as an undecided verdict."""
   reason = f'{rule}: {error}'
@@ -231,7 +255,7 @@ def _call(function: Callable, argument):
     return function(argument)
   except MemoryError:
     raise  # the worker process must be replaced
-  except (Exception, SystemExit) as error:
+  except Failure as error:
     return error
 
 

@@ -11,13 +11,17 @@ Deadlines count processor time, so a response gets the same verdict on an idle a
 busy machine. Wall time ends a worker that does not run at all (STALLED_S), and a custom
 function that waits for longer than rewards.timeout.
 
-A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap.
-None of these processes loads JAX, runs the caller's main module or receives its Ctrl-C,
-and all of them end with the caller, however it ends.
+A fork takes milliseconds, and loading sympy a second, so replacing a worker is cheap:
+it costs what the user's file imports. None of these processes loads JAX (unless a
+user's file does), runs the caller's main module or receives its Ctrl-C, and all of them
+end with the caller, however it ends. A worker takes along what its functions started.
+
+What the processes print appears on stderr, each line once.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -29,7 +33,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
+
+from tqdm import tqdm
 
 from bapo_jax import custom_code
 from bapo_jax.rewards import verifier_worker
@@ -47,6 +53,14 @@ MEMORY_MB = 2048  # address space of a worker, in MiB
 CLOSED = Verdict(None, 'the pool was closed', None)
 LATE_BATCH = Verdict(None, 'its batch was due', None)
 FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
+LONGEST = 1000  # characters of a line that a function prints
+
+
+@functools.lru_cache(1 << 14)
+def _show(line):
+  """Prints a line on stderr, unless it was printed before."""
+  with contextlib.suppress(OSError, ValueError):  # closed, or cannot encode it
+    tqdm.write(line, file=sys.stderr)
 
 
 class Worker:
@@ -63,7 +77,12 @@ class Worker:
     with theirs:
       socket.send_fds(fork_server, [b'+'], [theirs.fileno()])
     self._socket.settimeout(START_S)
-    self.pid = self._reply()['pid']
+    try:
+      self.pid = self._reply()['pid']
+      self._reply()  # it has loaded the custom functions
+    except (OSError, EOFError):
+      self.end()
+      raise
 
   def request(
     self, request: Request, seconds: float, stalled: float
@@ -87,11 +106,11 @@ class Worker:
     return json.loads(line)
 
   def kill(self) -> None:
-    """Kills the process at most once, because its pid may be reused."""
+    """Kills the process, and those that it started, once: a pid may be reused."""
     pid, self.pid = self.pid, None
     if pid:
-      with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+      with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
 
   def end(self) -> None:
     """Kills the process and closes the socket; called by the worker's thread only."""
@@ -100,21 +119,44 @@ class Worker:
     self._socket.close()
 
 
-def start(k: Verification) -> tuple[socket.socket, subprocess.Popen]:
-  """Starts the fork server, which loads math-verify; returns (socket to it, server)."""
-  ours, theirs = socket.socketpair()
-  root = str(pathlib.Path(__file__).parents[2])
-  path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  arguments = str(MEMORY_MB), type(k).__name__, json.dumps(k.model_dump())
-  with theirs:
-    process = subprocess.Popen(
-      [sys.executable, '-m', verifier_worker.__name__, *arguments],
-      stdin=theirs.fileno(),
-      stdout=subprocess.DEVNULL,
-      env=os.environ | {'PYTHONPATH': path},
-      start_new_session=True,  # Ctrl-C in the terminal does not reach it
-    )
-  return ours, process
+class ForkServer:
+  """A fork server, which loads math-verify, and the socket to it."""
+
+  def __init__(self, k: Verification):
+    self.control, theirs = socket.socketpair()
+    root = str(pathlib.Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+    arguments = str(MEMORY_MB), type(k).__name__, json.dumps(k.model_dump())
+    with theirs:
+      self.process = subprocess.Popen(
+        [sys.executable, '-m', verifier_worker.__name__, *arguments],
+        stdin=theirs.fileno(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors='replace',
+        env=os.environ | {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'},
+        start_new_session=True,  # Ctrl-C in the terminal does not reach it
+      )
+    self.last = 'none'  # line of its output
+    self._name = ','.join(custom_code.paths_in(k.rule)) or k.rule
+    self._reader = threading.Thread(target=self._read, daemon=True)
+    self._reader.start()
+
+  def _read(self):
+    """Prints the output of all its processes on stderr, each line once.
+
+    Reads to the end, whatever becomes of the lines, so that no function has to wait.
+    """
+    while line := cast(Any, self.process.stdout).readline(LONGEST):
+      if text := line.rstrip():
+        self.last = text
+        _show(f'{self._name}: {text}')
+
+  def end(self) -> None:
+    """Waits until it has ended and its output is read."""
+    self.process.wait()
+    self._reader.join(GRACE_S)  # a process that left its group may still print
 
 
 @dataclasses.dataclass
@@ -139,7 +181,7 @@ class VerifierPool:
     self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
-    self._fork_server = start(k)
+    self._fork_server = ForkServer(k)
     self._threads = [
       threading.Thread(target=self._serve, args=(i,), daemon=True)
       for i in range(k.workers)
@@ -173,9 +215,8 @@ class VerifierPool:
     for worker in list(self._workers.values()):
       worker.kill()  # wakes its thread, which then finds the pool closed
     with self._lock:
-      control, process = self._fork_server
-      control.close()  # the server ends and kills all workers
-      process.wait()
+      self._fork_server.control.close()  # the server ends and kills all workers
+      self._fork_server.end()
     for thread in self._threads:
       thread.join()
 
@@ -237,18 +278,18 @@ class VerifierPool:
       with self._lock:
         if self._closed:
           return None
-        if self._fork_server[1].poll() is not None:
-          self._fork_server = start(self._knobs)
-        control, process = self._fork_server
+        if self._fork_server.process.poll() is not None:
+          self._fork_server = ForkServer(self._knobs)
+        server = self._fork_server
       try:
-        self._workers[thread] = worker = Worker(control)
+        self._workers[thread] = worker = Worker(server.control)
         return worker
       except (OSError, EOFError):  # TimeoutError is an OSError
-        process.kill()
-        process.wait()
+        server.process.kill()
+        server.end()
     if self._closed:
       return None
     raise RuntimeError(
-      f'cannot start a verifier process (exit status {process.returncode}); run '
-      '`python -c "import math_verify"` to see why'
+      f'cannot start a verifier process within {START_S:g} s; its last output: '
+      f'{server.last}'
     )

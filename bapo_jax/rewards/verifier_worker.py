@@ -1,16 +1,23 @@
 r"""Runs the processes behind verifier_pool.py: a fork server and its workers.
 
 1. `main` loads math-verify once, then forks a warm worker for every socket it receives;
-2. a worker first sends {"pid": number}, then reads requests from its socket, lines of
-   JSON [seconds, samples], and replies {"verdicts": [...], "exits": bool, "seconds":
-   processor time}. If the verdicts take more than `seconds` of processor time, the
-   worker sends the byte OVERDUE instead and waits to be killed.
+2. a worker first sends {"pid": number}, loads the files of custom functions and sends
+   {}. A user's file may start threads, open connections or use JAX, which a fork would
+   break, so the server never loads it;
+3. then it reads requests from its socket, lines of JSON [seconds, samples], and replies
+   {"verdicts": [...], "exits": bool, "seconds": processor time}. If the verdicts take
+   more than `seconds` of processor time, the worker sends the byte OVERDUE instead and
+   waits to be killed.
+
+A worker and all processes that its functions start are a process group, which is killed
+as a whole.
 
 Started as `python -m bapo_jax.rewards.verifier_worker MEMORY_MB KIND KNOBS` with a
 Unix socket as standard input; KNOBS are those of a class KIND of knobs.py, as JSON.
-Does not import JAX or NumPy, unless a file of custom reward functions does.
+Does not import JAX or NumPy; a file of custom reward functions may.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -19,13 +26,14 @@ import signal
 import socket
 import sys
 import time
+import traceback
 
 from bapo_jax.custom_code import is_path
 from bapo_jax.knobs import restore
 from bapo_jax.rewards import knobs, score
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.latex import symbolic
-from bapo_jax.rewards.score import Sample, Scorer
+from bapo_jax.rewards.score import Sample
 
 OVERDUE = bytes([signal.SIGPROF])  # no JSON begins with this byte
 PEAK_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes per unit of ru_maxrss
@@ -38,37 +46,50 @@ def main(memory_mb: int, kind: str, values: str) -> None:
   after it has used half of that. `values` is a section of class `kind` as JSON.
   """
   control = socket.socket(fileno=os.dup(0))
-  os.close(0)  # a copy in a worker would hide the server's end
-  logging.disable()  # math-verify warns that its own alarms are off
-  scorer = score.make(restore(getattr(knobs, kind), json.loads(values)))
-  if not all(map(is_path, scorer.rules)):
+  # A copy in a worker would hide the server's end. A function that reads its standard
+  # input finds it empty.
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  # It warns that its own alarms are off.
+  logging.getLogger('math_verify').setLevel(logging.ERROR)
+  if not all(map(is_path, json.loads(values)['rule'].split(','))):
     symbolic.equivalent(r'\frac{1}{2}', '0.5')
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+  workers = set()
   while True:
     try:
       request, sockets, _, _ = socket.recv_fds(control, 1, 1)
     except OSError:
       request = b''
       sockets = []
+    # No other process gets the pid of a worker before this.
+    workers = {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0] == 0}
     if not request:  # the caller has closed the socket, or has ended
-      os.killpg(0, signal.SIGKILL)  # this process and all workers, even hanging ones
-    if os.fork() == 0:
+      for group in (*workers, 0):  # even hanging workers; then this process
+        with contextlib.suppress(OSError):
+          os.killpg(group, signal.SIGKILL)
+    if (pid := os.fork()) == 0:
+      os.setpgid(0, 0)
       control.close()
       try:
-        _work(socket.socket(fileno=sockets[0]), memory_mb, scorer)
+        _work(socket.socket(fileno=sockets[0]), memory_mb, kind, values)
+      except BaseException:
+        traceback.print_exc()
       finally:
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)
+    workers.add(pid)
     os.close(sockets[0])
 
 
-def _work(requests: socket.socket, memory_mb, scorer: Scorer):
+def _work(requests: socket.socket, memory_mb, kind, values):
   """Replies to requests with verdicts until half of the memory is used."""
-  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+  requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
+  sys.stdout = sys.stderr  # written line by line: a killed process flushes nothing
+  scorer = score.make(restore(getattr(knobs, kind), json.loads(values)))
   space = memory_mb << 20
   if os.path.exists('/proc/self/statm'):  # on Linux: the pages that are mapped already
     with open('/proc/self/statm', encoding='ascii') as file:
       space += int(file.read().split()[0]) * resource.getpagesize()
-  resource.setrlimit(resource.RLIMIT_AS, (space, space))
+  with contextlib.suppress(ValueError, OSError):  # macOS refuses every limit
+    resource.setrlimit(resource.RLIMIT_AS, (space, space))
   before = _peak()  # with the modules of custom functions
   # The interpreter's C code writes the number of a signal to this socket at once, even
   # while Python waits for a C function such as a product of huge integers. Python
@@ -78,7 +99,7 @@ def _work(requests: socket.socket, memory_mb, scorer: Scorer):
   requests.setblocking(False)
   signal.set_wakeup_fd(requests.fileno())
   requests.setblocking(True)
-  requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
+  requests.sendall(b'{}\n')
   for line in requests.makefile('rb'):
     exits = False
     start = time.process_time()

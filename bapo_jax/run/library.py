@@ -1,6 +1,6 @@
 """Starts a run from Python, with functions and rows of the calling program."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
 
 Rule = str | Callable[..., Any]
-Rows = Sequence[Mapping[str, Any]]
+Rows = Iterable[Mapping[str, Any]]  # such as a list, or a Dataset of `datasets`
 HELD_OUT = 0.1  # share of the rows that are held out if none are given
 MOST_HELD_OUT = 512
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -52,6 +52,7 @@ def train(
     one = isinstance(reward, str) or callable(reward)
     overrides['rewards.rule'] = ','.join(map(_path, [reward] if one else reward))
   if rows is not None:
+    rows = list(rows)
     if held_out is None:
       count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
       log(
@@ -75,6 +76,8 @@ def _path(rule: Rule):
 
 def _returning(name, rows: Rows):
   """Returns a function of this name that returns the rows."""
+
+  rows = list(rows)
 
   def function():
     return rows

@@ -9,7 +9,6 @@
 import ast
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import re
@@ -116,11 +115,9 @@ def load(file: str) -> dict[str, Any]:
   """
   path, _, variant = file.partition(':')
   try:
-    spec = importlib.util.spec_from_file_location('config', path)
-    if spec is None or spec.loader is None:
+    if not path.endswith('.py'):
       raise OSError(f'not a file that ends in .py: {path!r}')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = custom_code.run(path)
     if not hasattr(module, 'get_config'):
       raise ValueError('no function get_config; define one that returns a ConfigDict')
     is_method = _is_method(module, path, variant)

@@ -1,7 +1,9 @@
 """Own reward functions: what they may return, and what happens if they misbehave."""
 
+import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import textwrap
 
@@ -240,6 +242,67 @@ def test_an_async_function_that_waits_too_long_does_not_stop_the_others(tmp_path
   verdicts = scored(place, GOOD, BAD, GOOD, timeout=0.2, parallel=2)
   assert [v.right for v in verdicts] == [True, None, True]
   assert verdicts[1].reason == f'{place}: took over rewards.timeout=0.2 s'
+
+
+def test_a_timeout_of_the_function_itself_is_its_own(tmp_path):
+  body = 'raise TimeoutError("the judge is busy")'
+  (verdict,) = scored(written(tmp_path, body, 'async def score(sample):'), GOOD)
+  assert verdict.reason.endswith(':score: the judge is busy')
+
+
+# The lock belongs to the event loop in which a call waits for it first.
+LOCK = 'import asyncio\nlock = asyncio.Lock()\nasync def score(sample):'
+WAITS = 'async with lock: await asyncio.sleep(60 * (sample.response == "41"))\nreturn 1'
+
+
+def test_what_a_module_holds_serves_every_request_of_a_worker(verifier, tmp_path):
+  made = verifier(written(tmp_path, WAITS, LOCK), workers=1)
+  for _ in range(3):
+    verdicts = made.submit([GOOD] * 4).result()
+    assert [verdict.right for verdict in verdicts] == [True] * 4
+
+
+def test_what_a_module_holds_survives_a_timeout_and_a_verifier(verifier):
+  lock = asyncio.Lock()
+
+  async def judge(sample):
+    async with lock:
+      await asyncio.sleep(60 * (sample.response == '41'))
+    return 1.0
+
+  for _ in range(2):
+    made = verifier(custom_code.register(judge), timeout=0.3)
+    verdicts = made.submit([GOOD, GOOD]).result()
+    assert [verdict.right for verdict in verdicts] == [True, True]
+    verdicts = made.submit([BAD]).result() + made.submit([GOOD, GOOD]).result()
+    assert [verdict.right for verdict in verdicts] == [None, True, True]
+
+
+def test_an_async_function_is_called_from_a_running_event_loop(verifier, tmp_path):
+  place = written(tmp_path, WAITS, LOCK)
+  made = verifier(place)
+
+  async def cell():
+    return scored(place, GOOD) + made.submit([GOOD]).result()
+
+  assert [verdict.right for verdict in asyncio.run(cell())] == [True, True]
+
+
+@pytest.mark.parametrize('kind', ['def', 'async def'])
+def test_nothing_is_called_with_nothing_nor_in_the_training_process(
+  verifier, tmp_path, kind
+):
+  head = f'import os\n@bapo_jax.declare(batched=True)\n{kind} score(samples):'
+  body = (
+    f'with open({str(tmp_path / "calls")!r}, "a") as file:\n'
+    '  print(os.getpid(), len(samples), file=file)\nreturn [1.0] * len(samples)'
+  )
+  made = verifier(written(tmp_path, body, head))
+  for samples in ([GOOD, BAD], [], [GOOD]):
+    assert len(made.submit(samples).result()) == len(samples)
+  lines = (tmp_path / 'calls').read_text().split('\n')[:-1]
+  assert sorted(line.split()[1] for line in lines) == ['1', '2']
+  assert str(os.getpid()) not in [line.split()[0] for line in lines]
 
 
 def test_at_most_so_many_calls_of_an_async_function_run_at_once(tmp_path):

@@ -33,6 +33,15 @@ def pids(pool):
   return [worker.pid for worker in list(pool._workers.values()) if worker.pid]
 
 
+@contextlib.contextmanager
+def custom(folder, text, **limits):
+  """A pool of one worker for the function `score` of a file with this text."""
+  (folder / 'my.py').write_text(text)
+  knobs = Verification(rule=f'{folder / "my.py"}:score', workers=1, **limits)
+  with contextlib.closing(verifier_pool.VerifierPool(knobs)) as pool:
+    yield pool
+
+
 def submit(pool, answer, texts):
   """Futures of the verdicts of `math` on these texts."""
   return pool.submit([[Sample(text, answer, 'math')] for text in texts])
@@ -141,23 +150,39 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
 def test_the_fork_server_may_die_too():
   with lenient(2) as pool:
     verdicts(halves(pool, 4))
-    pool._fork_server[1].kill()
+    pool._fork_server.process.kill()
     for pid in pids(pool):
       os.kill(pid, signal.SIGKILL)
     assert rights(halves(pool, 10)) == known(10)
 
 
-def test_a_fork_server_that_cannot_start_is_an_error(monkeypatch):
-  monkeypatch.setattr(sys, 'executable', '/bin/false')
-  with lenient(1) as pool, pytest.raises(RuntimeError, match='verifier process'):
+def test_a_fork_server_that_cannot_start_says_why(monkeypatch, tmp_path):
+  program = tmp_path / 'python'
+  program.write_text('#!/bin/sh\necho "no module named sympy" >&2\nexit 1\n')
+  program.chmod(0o755)
+  monkeypatch.setattr(sys, 'executable', str(program))
+  with lenient(1) as pool, pytest.raises(RuntimeError, match='no module named sympy'):
     verdicts(halves(pool))
+
+
+def test_where_memory_cannot_be_limited_answers_get_their_verdicts(
+  monkeypatch, tmp_path
+):
+  (tmp_path / 'sitecustomize.py').write_text(
+    'import resource\n'
+    'def refuse(kind, limits): raise ValueError("limit exceeds maximum limit")\n'
+    'resource.setrlimit = refuse\n'
+  )
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  with lenient(1) as pool:
+    assert rights(halves(pool, 2)) == known(2)
 
 
 def test_nothing_is_left_when_it_closes():
   with lenient(2, deadline=60.0) as pool:
     verdicts(halves(pool, 4))
     futures = submit(pool, '3', [HANGS] * 9)
-    processes = [*pids(pool), pool._fork_server[1].pid]
+    processes = [*pids(pool), pool._fork_server.process.pid]
   wait(lambda: not any(map(alive, processes)))
   assert {v.reason for v in verdicts(futures)} == {'the pool was closed'}
   assert all(not thread.is_alive() for thread in pool._threads)
@@ -179,7 +204,7 @@ submit(r'\\boxed{{3.0}}').result(), submit(r'\\boxed{{4.0}}').result()
 for _ in range(2): future = submit(r'{HANGS}')
 time.sleep(0.3)
 workers = [worker.pid for worker in pool._workers.values()]
-print(*workers, pool._fork_server[1].pid, flush=True)
+print(*workers, pool._fork_server.process.pid, flush=True)
 {'future.result()' if end else ''}
 """
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
@@ -236,3 +261,105 @@ def test_a_batch_has_a_budget_of_processor_time_per_worker():
     spent = [v.reason for v in verdicts(submit(pool, '3', [HANGS] * 6))]
     assert spent == ['its batch was due'] * 6
     assert rights(halves(pool, 2)) == known(2)  # the next batch has its own budget
+
+
+# --------------------------------------------------------------- custom functions
+
+
+# Starts a process that writes its pid, and does what the response says.
+CHILD = """
+import os, subprocess, time
+def score(sample):
+  child = subprocess.Popen(['sleep', '600'])
+  with open(os.path.join(os.path.dirname(__file__), 'child'), 'w') as file:
+    file.write(str(child.pid))
+  if sample.response == 'dies':
+    os._exit(1)
+  time.sleep(600 * (sample.response == 'hangs'))
+  return 1.0
+"""
+
+
+@pytest.mark.parametrize('response', ['hangs', 'dies', 'returns'])
+def test_what_a_function_started_ends_with_its_worker(tmp_path, response, monkeypatch):
+  monkeypatch.setattr(verifier_pool, 'GRACE_S', 0.5)
+  with custom(tmp_path, CHILD, timeout=0.5) as pool:
+    verdicts(submit(pool, '', [response]))
+    child = int((tmp_path / 'child').read_text())
+    if response != 'returns':
+      wait(lambda: not alive(child))
+  wait(lambda: not alive(child))
+
+
+def test_what_a_function_started_ends_when_its_caller_is_killed(tmp_path):
+  (tmp_path / 'my.py').write_text(CHILD)
+  script = f"""
+from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards.score import Sample
+from bapo_jax.rewards.verifier_pool import VerifierPool
+pool = VerifierPool(Verification(rule='{tmp_path}/my.py:score'))
+pool.submit([[Sample('hangs')]])[0].result()
+"""
+  caller = subprocess.Popen([sys.executable, '-c', script], cwd=ROOT)
+  child = tmp_path / 'child'
+  wait(lambda: child.exists() and child.read_text())
+  pid = int(child.read_text())
+  assert alive(pid)
+  caller.kill()
+  caller.wait()
+  wait(lambda: not alive(pid))
+
+
+TALKS = """
+import logging, os, subprocess, sys
+def score(sample):
+  print('a number', sample.answer)
+  logging.getLogger('judge').warning('a warning')
+  print('an error', file=sys.stderr)
+  subprocess.run(['echo', 'a child'])
+  print('x' * 3_000_000)
+  return float(sys.stdin.read() == '')
+"""
+
+
+def test_what_a_function_prints_appears_once_and_does_not_disturb(tmp_path, capfd):
+  with custom(tmp_path, TALKS) as pool:
+    for _ in range(2):
+      assert rights(submit(pool, '7', ['a', 'b'])) == [True, True]
+  out, err = capfd.readouterr()
+  name = f'{tmp_path}/my.py:score: '
+  shown = [line.removeprefix(name) for line in err.splitlines()]
+  long = [line for line in shown if line.startswith('x')]
+  assert sorted(set(shown) - set(long)) == [
+    'a child',
+    'a number 7',
+    'a warning',
+    'an error',
+  ]
+  assert len(shown) == 4 + len(long) < 20 and max(map(len, long)) <= 1000
+  assert not out and err.count(name) == len(shown)
+
+
+def test_a_file_may_use_jax_and_threads_when_it_is_loaded(tmp_path):
+  # A fork has none of the threads of its parent.
+  text = (
+    'import queue, threading, jax.numpy as jnp\n'
+    'ones, tasks = jnp.ones(4), queue.Queue()\n'
+    'def serve():\n'
+    '  while True:\n'
+    '    tasks.get().put(1.0)\n'
+    'threading.Thread(target=serve, daemon=True).start()\n'
+    'def score(sample):\n'
+    '  answer = queue.Queue()\n'
+    '  tasks.put(answer)\n'
+    '  return float(ones @ ones) / 4 * answer.get(timeout=2)\n'
+  )
+  with custom(tmp_path, text, deadline=60.0) as pool:
+    assert rights(submit(pool, '', ['a', 'b'])) == [True, True]
+
+
+def test_a_file_that_a_worker_cannot_load_is_an_error_with_its_reason(tmp_path, capfd):
+  text = 'import sys\nassert "pytest" in sys.modules, "no tests"\ndef score(x): ...'
+  with custom(tmp_path, text) as pool, pytest.raises(RuntimeError) as error:
+    verdicts(submit(pool, '', ['a']))
+  assert 'AssertionError: no tests (my.py, line 2)' in str(error.value)

@@ -4,6 +4,7 @@ import pathlib
 import re
 import signal
 import socket
+import sys
 
 import processes
 import pytest
@@ -108,6 +109,44 @@ def test_two_processes_agree_read_their_own_rows_and_refuse_what_differs(tmp_pat
   assert statuses == [5, 5], outputs
   words = 'process 1 of 2 differs from process 0: config.steps 5 there and 4'
   assert all(words in text for text in outputs), outputs
+
+
+# Uses JAX while it is loaded. Alone it is refused later, of two processes in one.
+CONFIG = """
+import jax, jax.numpy as jnp
+from bapo_jax.runtime import hosts
+ONES = jnp.ones(3)
+def get_config():
+  found = f'{int(ONES.sum())} ones in {jax.process_count()} processes'
+  if hosts.process():
+    raise ValueError(found)
+  from bapo_jax.training import config
+  values = config.defaults()
+  values.model.path = f'absent/{found}'
+  return values
+"""
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_a_config_may_use_jax_when_it_is_loaded(tmp_path, count):
+  path = tmp_path / 'my.py'
+  path.write_text(CONFIG)
+  command = [sys.executable, '-m', 'bapo_jax', 'train', f'--config={path}']
+  command.append(f'--workdir={tmp_path / "run"}')
+  if count > 1:
+    address = f'127.0.0.1:{processes.free_port()}'
+    command += [f'--coordinator={address}', f'--processes={count}']
+  commands = [
+    {
+      'args': [*command, *[f'--process={i}'] * (count > 1)],
+      'env': processes.environment(count),
+      'cwd': tmp_path,
+    }
+    for i in range(count)
+  ]
+  statuses, outputs = processes.ended(processes.start(commands, tmp_path), tmp_path)
+  assert statuses == [2] * count, outputs  # all of them, with its sentence
+  assert all(f'3 ones in {count} processes' in text for text in outputs), outputs
 
 
 @pytest.mark.parametrize('wrong', [0, 1])
