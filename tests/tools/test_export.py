@@ -166,7 +166,7 @@ def test_an_export_needs_no_function_of_the_run(tmp_path):
   assert (tmp_path / 'out' / 'config.json').exists()
 
 
-FILES = 'aime async countdown distill experts finetune geometry tools'.split()
+FILES = ('aime', 'async', 'countdown', 'distill', 'experts', 'finetune', 'tools')
 GIVEN = {'model.path': 'm', 'problems.source': 'a.jsonl', 'problems.test_source': 'b'}
 
 
