@@ -125,8 +125,8 @@ def described(knob: str, warm_start: bool | None) -> str:
   if programs == pathlib.Path():
     state += 'programs are not stored for several devices of a CPU'
   elif pathlib.Path(folder) in programs.parents:
-    sizes = [path.stat().st_size for path in programs.rglob('*') if path.is_file()]
-    state += f'{len(sizes)} compiled programs ({sum(sizes) / 2**20:.3g} MiB)'
+    count = sum(path.is_file() for path in programs.rglob('*'))
+    state += f'{count} compiled programs'
   else:
     state += f'compiled programs in {programs}'
   return f'{folder}: {state}'

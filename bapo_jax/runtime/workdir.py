@@ -202,9 +202,8 @@ def writable(workdir: str) -> Iterator[None]:
 def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
   """Logs a change of the mesh since the checkpoint; a mesh maps axes to sizes."""
   if before and before != now:
-    then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(
-      f'The run resumes on another mesh ({then} before, {today} now): sums are rounded '
+      f'The run resumes on another mesh ({before} before, {now} now): sums are rounded '
       'differently, so it equals an uninterrupted run only up to rounding.'
     )
 

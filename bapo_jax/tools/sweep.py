@@ -3,23 +3,22 @@
 1. `grid` lists the runs: every combination of the values of --set, with every seed;
 2. `environments` gives the processes that run at the same time their GPUs, if any;
 3. `drive` starts the processes. Of the runs with equal warm starts, the first computes
-   it, and the others wait and copy it;
+   it; the others wait, and find it in the cache;
 4. `sweep` ends in the comparison of all runs, with paired intervals.
 """
 
 import itertools
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bapo_jax.run import look
 from bapo_jax.run.series import series
-from bapo_jax.runtime import cache, files, machine, metrics
+from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
@@ -88,18 +87,6 @@ def warm_start(config: Config) -> str:
   if config.model.path:
     return ''
   return os.path.basename(policy.warm_start_path(config, ''))
-
-
-def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
-  """Copies a warm start from another workdir if needed; returns whether it exists."""
-  path = pathlib.Path(workdir, 'warmstart', start)
-  if not start or path.is_dir():
-    return True
-  for source in (each / 'warmstart' / start for each in workdirs):
-    if source.is_dir():
-      cache.copy(str(source), str(path))  # a kill leaves a complete copy or none
-      return True
-  return False
 
 
 def environments(workers: int | None, per_device: int) -> list[dict[str, str]]:
@@ -252,7 +239,8 @@ def sweep(
     )
 
   def ready(run, start):
-    return share(paths[run], start, map(pathlib.Path, paths.values()))
+    made = (os.path.join(path, 'warmstart', start) for path in paths.values())
+    return not start or any(map(os.path.isdir, made))
 
   waiting = {run: warm_start(config) for run, config in configs.items()}
   log(f'{len(waiting)} runs, {len(places)} at once, in {folder}')

@@ -24,22 +24,6 @@ def always(run, start):
   return True
 
 
-def test_a_warm_start_is_copied_from_another_run(tmp_path):
-  folder = tmp_path / 'main'
-  workdirs = [tmp_path / 'staleness' / 'one', folder / 'two']
-  assert not sweep.share(str(folder / 'two'), 'abc', workdirs)
-  source = tmp_path / 'staleness' / 'one' / 'warmstart' / 'abc'
-  source.mkdir(parents=True)
-  (source / 'weights').write_text('1 2 3')
-  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
-  torn.mkdir(parents=True)
-  (torn / 'torn').write_text('')
-  assert sweep.share(str(folder / 'two'), 'abc', workdirs)
-  copy = folder / 'two' / 'warmstart' / 'abc'
-  assert [p.name for p in copy.iterdir()] == ['weights']
-  assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
-
-
 def test_a_run_waits_for_the_warm_start_that_another_makes(capsys):
   ended, order = set(), []
 
