@@ -29,6 +29,7 @@ import pydantic
 
 from bapo_jax import knobs as knobs_lib
 from bapo_jax.knobs import Section, shown, validate
+from bapo_jax.runtime import files
 
 Function = Callable[..., Any]
 AnyFunction = TypeVar('AnyFunction', bound=Function)
@@ -221,7 +222,7 @@ sys.meta_path.insert(0, _Neighbours)
 
 def file_of(path: str) -> str:
   """Returns the file of a function's path; the path itself if it is registered."""
-  return path if is_registered(path) else re.sub(r':\w+$', '', path)
+  return path if is_registered(path) else files.local(re.sub(r':\w+$', '', path))
 
 
 def digest(path: str) -> str:

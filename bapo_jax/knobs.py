@@ -18,12 +18,15 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic.fields import FieldInfo
 
+from bapo_jax.runtime import files
+
 # Of a custom function; `custom_code.load` refuses a file without a function's name.
 PATH = r'(?:python:[A-Za-z_]\w*|.+\.py(?::[A-Za-z_]\w*)?)'
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
 Range = tuple[float, float]
 AnySection = TypeVar('AnySection', bound='Section')
+LocalPath = Annotated[str, pydantic.AfterValidator(files.local)]
 FunctionPath = Annotated[str, pydantic.StringConstraints(pattern=f'^{PATH}$')]
 
 
@@ -250,7 +253,8 @@ def _sentence(section: type[Section], values: Any, error: Any, name):
   if error['type'] == 'value_error':  # raised by a validator of a section
     if path[-1:] == ['custom']:  # names a knob of the section around it
       dotted = '.'.join(path[:-1])
-    sentence = f'{dotted}.{error["ctx"]["error"]}'.lstrip('.')
+    joint = '=' if field and field.annotation is str else '.'  # a LocalPath
+    sentence = f'{dotted}{joint}{error["ctx"]["error"]}'.lstrip('.')
     long = len(sentence) > 400  # a value in it may be
     return f'{sentence[:200]} ... {sentence[-150:]}' if long else sentence
   if field is None:

@@ -17,13 +17,14 @@ import os
 import pathlib
 import re
 import sys
+import traceback
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import app, flags, logging
 
 from bapo_jax import custom_code, knobs
-from bapo_jax.runtime import hosts, machine, signals
+from bapo_jax.runtime import files, hosts, machine, progress, signals
 
 if TYPE_CHECKING:
   from bapo_jax.training.config import Config
@@ -42,6 +43,9 @@ MODES = {
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
 # Read the config of the run, if --config is missing.
 STORED = ('eval', 'export', 'show', 'report')
+PATHS = ('config', 'workdir', 'run', 'to')  # flags
+# All that an export reads of a stored config: files of rewards may be gone.
+EXPORTED = ('model', 'lora', 'tokenizer', 'sampler')
 WORKDIR = 'runs/default'
 KNOB = re.compile(r'--?(no)?config\.')
 # (flag, modes that have it, default, meaning). The default has the type of the flag.
@@ -55,12 +59,8 @@ FLAGS: list[tuple[str, str, Any, str]] = [
   ('workdir', 'sweep', 'runs/sweep', 'directory of all runs'),
   ('set', 'sweep', [], 'KNOB=VALUE,VALUE: trains every value; several make a grid'),
   ('seeds', 'sweep', '0:3', 'values of --config.seed: a range, or a list 0,7,9'),
-  (
-    'workers',
-    'sweep',
-    None,
-    'processes at once; 1 on a GPU (default: one per core)',
-  ),
+  ('workers', 'sweep', None, 'processes at once (default: all GPUs, or all cores)'),
+  ('per_device', 'sweep', 1, 'processes per GPU, which divide its memory'),
   ('coordinator', 'train', '', 'host:port of process 0 of several; empty: detected'),
   ('process', 'train', None, 'number of this process, from 0'),
   ('processes', 'train', None, 'number of processes'),
@@ -130,6 +130,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
   elif words[0] == 'help' or {'-h', '-help', '--help'} & {*words}:
     print(usage())
     sys.exit(0)
+  names = [word.lstrip('-').partition('=')[0] for word in words if word[:1] == '-']
+  for name in {*names} - {'set'}:
+    if names.count(name) > 1:
+      print(
+        f'bapo_jax: --{name} is given twice; the last value counts', file=sys.stderr
+      )
   given = [word for word in words if KNOB.match(word)]
   words = [word for word in words if word not in given]
   first = Parser(add_help=False, allow_abbrev=False)
@@ -139,6 +145,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     selected, words = first.parse_known_args(words)
     mode = selected.mode
     args, words = flags_of(mode).parse_known_intermixed_args(words)
+    for name in PATHS:
+      if path := getattr(args, name, None):
+        setattr(args, name, files.local(path, flag=f'--{name}='))
     flags.FLAGS.set_gnu_getopt()
     _, *words = flags.FLAGS([argv[0], *words])  # the flags of absl, such as --verbosity
   except flags.UnrecognizedFlagError as error:
@@ -217,7 +226,7 @@ def read_config(file: str, given: list[str]) -> 'Config':
   """
   from bapo_jax.training import config
 
-  if not os.path.exists(file.split(':', 1)[0]):
+  if not os.path.exists(config.file_and_variant(file)[0]):
     raise no_config(f'--config={file}: no such file')
   return overridden(config.load(file), given)
 
@@ -245,8 +254,16 @@ def config_of(args: argparse.Namespace) -> 'Config':
   from bapo_jax.runtime import workdir
   from bapo_jax.training import config
 
-  stored = config.from_json(workdir.read_config(args.workdir))
-  return overridden(stored.model_dump(), args.knobs)
+  stored = workdir.read_config(args.workdir)
+  if args.mode == 'export':
+    stored = {name: values for name, values in stored.items() if name in EXPORTED}
+  try:
+    values = config.from_json(stored).model_dump()
+  except ValueError as error:
+    raise ValueError(
+      f'{args.workdir}/config.json: {error}; give the config as --config'
+    ) from None
+  return overridden(values, args.knobs)
 
 
 def fail(*errors: object) -> NoReturn:
@@ -287,17 +304,19 @@ def start(args: argparse.Namespace) -> int:
     return sweep(args)
   if args.mode == 'train':  # before a config or a custom file uses JAX
     hosts.initialise(args.coordinator, args.process, args.processes, args.start_s)
-  if args.mode not in READERS:
-    with hosts.together():
-      config = config_of(args)
-    return run(args, config)
-  if args.config or args.knobs:
-    config_of(args)  # a misspelt knob is refused in every mode
   try:
+    if args.mode not in READERS:
+      with hosts.together():
+        config = config_of(args)
+      return run(args, config)
+    if args.config or args.knobs:
+      config_of(args)  # a misspelt knob is refused in every mode
     read(args)
   except OSError as error:
     path = error.filename2 or error.filename  # os.replace names both
-    reason = f'{path} cannot be written ({error.strerror})'
+    if not path or args.mode not in (*STORED, 'compare'):
+      raise
+    reason = f'{path} cannot be used ({error.strerror})'
     raise ValueError(f'{reason}; free disk space or give another path') from error
   return 0
 
@@ -307,7 +326,7 @@ def read(args: argparse.Namespace) -> None:
   if args.mode == 'compare':
     from bapo_jax.tools import compare
 
-    compare.write(args.workdirs, args.to)
+    compare.write([*map(files.local, args.workdirs)], args.to)
   elif args.mode == 'report':
     from bapo_jax.run import page
 
@@ -332,8 +351,8 @@ def sweep(args: argparse.Namespace) -> int:
     knobs = [*args.knobs, *overrides]
     commands[name] = [f'--config={args.config}', *knobs]
     configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
-  workers = len(machine.cores()) if args.workers is None else args.workers
-  return tool.sweep(configs, commands, args.workdir, workers)
+  places = tool.environments(args.workers, args.per_device)
+  return tool.sweep(configs, commands, args.workdir, places)
 
 
 def run(args: argparse.Namespace, config: 'Config') -> int:
@@ -384,16 +403,14 @@ def main(args: argparse.Namespace) -> None:
     # orbax logs every file it opens, and errors with a traceback before it raises.
     logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = ignore_duplicates
+  # JAX would leave out its own frames, which tell a bug from a refusal.
+  os.environ.setdefault('JAX_TRACEBACK_FILTERING', 'off')
   machine.prepare_gpu()
   # On a busy machine Python also warns about a failed write that is already raised.
   warnings.filterwarnings('ignore', 'coroutine .* was never awaited', RuntimeWarning)
   try:
     with signals.none_lost():
       status = start(args)
-  except ValueError as error:
-    # A check prints every refusal, a start the first.
-    sentences = getattr(error, 'sentences', [error])
-    fail(*sentences[: None if args.mode == 'check' else 1])
   except KeyboardInterrupt:
     print(
       'Stopped immediately. The same command resumes from the newest checkpoint of '
@@ -403,6 +420,13 @@ def main(args: argparse.Namespace) -> None:
     hosts.leave(130)
     hosts.exit_now(130)
   except Exception as error:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = str(frame.f_globals.get('__package__'))
+    # Raised by a library, a ValueError is a bug.
+    if isinstance(error, ValueError) and package.startswith('bapo_jax'):
+      # A check prints every refusal, a start the first.
+      sentences = getattr(error, 'sentences', [error])
+      fail(*sentences[: None if args.mode == 'check' else 1])
     if hosts.alone():
       raise
     hosts.failed(error)
@@ -412,6 +436,7 @@ def main(args: argparse.Namespace) -> None:
 
 def cli() -> None:
   """Runs the program; the entry point of `bapo`, and of `python -m bapo_jax`."""
+  progress.open_console()
   if os.getcwd() not in map(os.path.abspath, sys.path):
     sys.path.insert(0, os.getcwd())  # a user's file may import modules beside it
   app.run(main, flags_parser=parse)

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from bapo_jax.run import experiment
-from bapo_jax.runtime import machine
+from bapo_jax.runtime import cache, machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import sweep as runner
@@ -86,6 +86,18 @@ def table(made: Experiment, results: str) -> str:
   return '\n\n'.join(filter(None, parts))
 
 
+def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
+  """Copies a warm start from another workdir if needed; returns whether it exists."""
+  path = pathlib.Path(workdir, 'warmstart', start)
+  if not start or path.is_dir():
+    return True
+  for source in (each / 'warmstart' / start for each in workdirs):
+    if source.is_dir():
+      cache.copy(str(source), str(path))  # a kill leaves a complete copy or none
+      return True
+  return False
+
+
 def train_all(
   command: list[str],
   specs: Mapping[str, RunSpec],
@@ -112,7 +124,7 @@ def train_all(
       lambda run, core: runner.launch(
         [*command, f'--only={run}'], f'{folder}/{run}.log', core
       ),
-      lambda run, start: runner.share(f'{folder}/{run}', start, others),
+      lambda run, start: share(f'{folder}/{run}', start, others),
       workers,
     )
   for run, status in failed.items():

@@ -71,7 +71,7 @@ command_of() { # fills `line` with the command of process $1, its environment fi
 }
 
 numbered() { # each line of the input with a number in front; signals end the writer only
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP USR1
   while IFS= read -r text || [[ -n $text ]]; do printf '[%s] %s\n' "$1" "$text"; done
 }
 
@@ -99,7 +99,7 @@ attempt() { # runs all to their end; the status of the first that failed, else 0
   set -m
   start
   trap 'pass_on INT' INT
-  trap 'pass_on TERM' TERM HUP
+  trap 'pass_on TERM' TERM HUP USR1
   left=("${pids[@]}")
   while ((${#left[@]})); do
     for pid in "${!left[@]}"; do

@@ -3,9 +3,9 @@
 # Usage: launch/restarts.sh N command...
 # A training run resumes from its newest checkpoint. These exit statuses are final: 0, the
 # run is complete; 2, a knob or a file is wrong; 3, the run diverged and would again.
-# SIGINT, SIGTERM and SIGHUP are passed on and end the restarts. $RESTART_AFTER (20) is
-# the pause in seconds before a restart, so that the processes of other hosts, which need
-# up to 15 s, have ended too. Needs bash 5.1.
+# SIGINT, SIGTERM, SIGHUP and SIGUSR1 are passed on, the last two as SIGTERM, and end the
+# restarts. $RESTART_AFTER (20) is the pause in seconds before a restart, so that the
+# processes of other hosts, which need up to 15 s, have ended too. Needs bash 5.1.
 # Source this file to use the function `restarts N command...`.
 
 restarts() {
@@ -17,7 +17,7 @@ restarts() {
     "$@" &
     child=$!
     trap 'stopping=1; kill -INT "$child" 2> /dev/null' INT
-    trap 'stopping=1; kill -TERM "$child" 2> /dev/null' TERM HUP
+    trap 'stopping=1; kill -TERM "$child" 2> /dev/null' TERM HUP USR1
     while kill -0 "$child" 2> /dev/null; do # a signal ends a wait early
       wait "$child" 2> /dev/null
     done
@@ -32,7 +32,7 @@ restarts() {
     ((stopping)) || wait "$child" 2> /dev/null
     if ((stopping)); then break; fi
   done
-  trap - INT TERM HUP
+  trap - INT TERM HUP USR1
   set +m
   return "$status"
 }

@@ -1,13 +1,16 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
 import json
+import pathlib
 import re
 import sys
+import warnings
 
 import foreign
 import processes
 import pytest
 import recordings
+from absl.testing import flagsaver
 from huggingface_hub import constants
 from refusals import refused
 
@@ -49,6 +52,13 @@ CASES = [  # flags, what the sentence must say
   (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
   ([GOOD, *COUNTDOWN], "set wording='short'"),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
+  ([GOOD, '--workdir=gs://bucket/run'], '--workdir=gs://bucket/run is not a path on'),
+  (
+    ['export', 'gs://bucket/run'],
+    '--run=gs://bucket/run is not a path on this machine',
+  ),
+  (['export', '--to=s3://a/b'], '--to=s3://a/b is not a path on this machine'),
+  ([GOOD, '--config.model.path=gs://b/m'], 'model.path=gs://b/m is not a path on this'),
 ]
 
 
@@ -91,6 +101,67 @@ def test_a_mode_knows_only_its_flags(capsys):
     assert ('--topology' in text) == (mode == 'plan')
     assert ('--dtype' in text) == (mode == 'export')
     assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
+
+
+def test_a_model_directory_as_workdir_is_refused_and_stays(tmp_path):
+  model = foreign.model(tmp_path / 'model', 'qwen3')
+
+  def files():
+    paths = pathlib.Path(model).rglob('*')
+    return {path: path.is_file() and path.read_bytes() for path in paths}
+
+  before = files()
+  for mode in ('train', 'report', 'export'):
+    given = [GOOD] if mode == 'train' else []
+    line = refused([mode, *given, f'--workdir={model}'])
+    assert 'config.json is not the config of a run' in line or 'no checkpoint' in line
+    assert files() == before
+
+
+def test_a_flag_or_knob_that_is_given_twice_is_named_and_the_last_counts(capsys):
+  knobs = ['--config.steps=3', '-config.steps=4', '--config.seed=1']
+  args = main.parse(['bapo', GOOD, *knobs, GOOD, '--workdir=a', '--workdir', 'b'])
+  assert args.workdir == 'b' and overrides(args.knobs)['steps'] == 4
+  names = re.findall(r'--(\S+) is given twice; the last', capsys.readouterr().err)
+  assert sorted(names) == ['config', 'config.steps', 'workdir']
+  main.parse(['bapo', 'sweep', GOOD, '--set', 'steps=1', '--set', 'seed=3'])
+  assert not capsys.readouterr().err
+
+
+def test_the_home_directory_of_a_flag_is_expanded(monkeypatch, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'own.py').write_text(DICT.format({'steps': 7}))
+  args = main.parse(['bapo', '--config=~/own.py', '--workdir=~/runs'])
+  assert args.workdir == f'{tmp_path}/runs' and main.config_of(args).steps == 7
+  assert main.parse(['bapo', 'eval', '~/x', '--to=~/y']).workdir == f'{tmp_path}/x'
+
+
+def test_a_folder_of_a_config_may_have_a_colon(tmp_path):
+  path = tmp_path / 'a:b' / 'own.py'
+  path.parent.mkdir()
+  path.write_text(DICT.format({'steps': 7}))
+  assert main.read_config(str(path), []).steps == 7
+  assert main.read_config(f'{path}:grpo', []).batch.rule == 'fresh_only'
+
+
+def test_a_stored_config_of_another_version_is_one_sentence_that_names_the_file(
+  tmp_path,
+):
+  values = main.read_config(TINY, []).model_dump() | {'seed': -3}
+  (tmp_path / 'config.json').write_text(json.dumps(values))
+  line = refused(['eval', str(tmp_path)])
+  assert f'{tmp_path}/config.json: seed=-3: give an integer' in line
+
+
+def test_a_bug_of_a_library_is_no_sentence(monkeypatch):
+  monkeypatch.setattr(sys, 'unraisablehook', sys.unraisablehook)
+  monkeypatch.setattr(main, 'start', lambda args: json.loads('{'))
+  with (
+    flagsaver.flagsaver(),
+    warnings.catch_warnings(),
+    pytest.raises(json.JSONDecodeError),
+  ):
+    main.main(main.parse(['bapo', GOOD]))
 
 
 def test_a_mode_without_a_config_reads_that_of_the_run(tmp_path):

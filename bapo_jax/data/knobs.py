@@ -6,7 +6,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
-from bapo_jax.knobs import Section, knob, shown
+from bapo_jax.knobs import LocalPath, Section, knob, shown
 
 EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
@@ -15,7 +15,7 @@ MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems fro
 class TokenizerConfig(Section):
   """The tokenizer of problems and responses."""
 
-  path: str = knob(
+  path: LocalPath = knob(
     '',
     "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer; "
     "'characters': the embedded tokenizer, for the embedded policy only.",
@@ -118,13 +118,15 @@ class ProblemsConfig(CustomSection):
 
   path_fields = ('source', 'test_source')
 
-  source: str = knob(
+  source: LocalPath = knob(
     'synthetic',
     'Training problems: synthetic, countdown, drawn (with pictures), files '
     '(a.jsonl,b.parquet), hub:owner/name:split (owner/name@revision pins a version) or '
     'tfds:name:split; or path/to/file.py:function, which returns a list of rows.',
   )
-  test_source: str = knob('synthetic', 'Held-out problems; same choices as source.')
+  test_source: LocalPath = knob(
+    'synthetic', 'Held-out problems; same choices as source.'
+  )
   custom: SerializeAsAny[CustomRows] = custom_knobs(CustomRows)
   whole: bool = knob(
     False,

@@ -57,7 +57,7 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   if _parse_name(knob, source) or source in MADE or custom_code.is_path(source):
     return []
   lines = []
-  for path in source.split(','):
+  for path in _paths(source):
     on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
     is_file = path.endswith(local_files.SUFFIXES)
     hint = f' (or hub:{path}?)' if on_hub and not is_file else ''
@@ -179,7 +179,7 @@ def _files(problems, knob: Knob):
       raise ValueError(f'{source} returns no rows; return a list of dicts')
     yield '', ((f'{source}, row {i}', _plain(row)) for i, row in enumerate(rows, 1))
     return
-  paths = source.split(',')
+  paths = _paths(source)
   if named := _parse_name(knob, source):
     from bapo_jax.data import hub
 
@@ -199,6 +199,11 @@ def _plain(value):
   if isinstance(value, Mapping):
     return {name: _plain(x) for name, x in value.items()}
   return [*map(_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def _paths(source):
+  """Returns the files of a source; a comma may also be in the name of one file."""
+  return [source] if os.path.exists(source) else source.split(',')
 
 
 def _parse_name(knob: Knob, source):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import LocalPath, Section, knob
 
 DType = Literal['float32', 'bfloat16']
 # model.compute -> JAX's name for the precision of float32 products. JAX's own default
@@ -72,7 +72,7 @@ class TowerConfig(Section):
 class ModelConfig(Section):
   """A model from a directory or the hub, or the sizes of the embedded policy."""
 
-  path: str = knob(
+  path: LocalPath = knob(
     '', 'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy.'
   )
   width: int = knob(

@@ -6,6 +6,7 @@ from typing import Any
 
 from bapo_jax import custom_code
 from bapo_jax.run import experiment
+from bapo_jax.runtime import files
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
@@ -46,7 +47,8 @@ def train(
   Raises:
     ValueError: the config is invalid, or the run cannot start or continue.
   """
-  values = config_lib.load(config) if isinstance(config, str) else config
+  workdir = files.local(workdir, flag='workdir=')
+  values = config_lib.load(files.local(config)) if isinstance(config, str) else config
   overrides = {f'{slot}.rule': _path(rule) for slot, rule in rules.items()}
   if reward is not None:
     one = isinstance(reward, str) or callable(reward)

@@ -13,7 +13,8 @@ from xml.etree.ElementTree import Element
 
 from bapo_jax.runtime.html import element
 
-# Nothing may be fetched, even if a text of a model slipped through the escaping.
+# Nothing may be fetched, even if a text of a model slipped through the escaping. The
+# text is also the mark by which a page of ours is known (`files.check_ours`).
 POLICY = (
   "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
   "script-src 'unsafe-inline'"

@@ -13,7 +13,7 @@ import pathlib
 import secrets
 import shutil
 
-from bapo_jax.runtime import hosts, machine
+from bapo_jax.runtime import files, hosts, machine
 from bapo_jax.runtime.workdir import check_writable
 
 LIMIT = 2 * 2**30  # bytes of all entries
@@ -42,7 +42,7 @@ def _path(knob):
   """Returns the path that the knob means; '' if the cache is off."""
   user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob
-  return path and os.path.abspath(os.path.expanduser(path))
+  return path and os.path.abspath(files.local(path))
 
 
 def share_programs(knob: str) -> None:
@@ -92,8 +92,9 @@ def prune(folder: str) -> None:
   remove it meanwhile, and a run whose entry is gone repeats the work.
   """
   by_use = []
-  # warmstart/<code and machine>/<recipe> and xla/<processor>/<program>
-  for entry in pathlib.Path(folder).glob('*/*/*'):
+  # warmstart/<code and machine>/<recipe> and xla/<processor>/<program>; the middle name
+  # is a digest, because a folder that the user names may have other files.
+  for entry in pathlib.Path(folder).glob(f'*/{"[0-9a-f]" * 12}/*'):
     paths = entry.rglob('*') if entry.is_dir() else [entry]
     with contextlib.suppress(OSError):
       stats = [path.stat() for path in paths if path.is_file()]
@@ -124,8 +125,8 @@ def described(knob: str, warm_start: bool | None) -> str:
   if programs == pathlib.Path():
     state += 'programs are not stored for several devices of a CPU'
   elif pathlib.Path(folder) in programs.parents:
-    sizes = [path.stat().st_size for path in programs.rglob('*') if path.is_file()]
-    state += f'{len(sizes)} compiled programs ({sum(sizes) / 2**20:.3g} MiB)'
+    count = sum(path.is_file() for path in programs.rglob('*'))
+    state += f'{count} compiled programs'
   else:
     state += f'compiled programs in {programs}'
   return f'{folder}: {state}'

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ GPU_SHARE = 0.92
 # Two names of the variable that sets it; JAX refuses both at once.
 GPU_SHARES = 'XLA_PYTHON_CLIENT_MEM_FRACTION', 'XLA_CLIENT_MEM_FRACTION'
 CUDA_PLUGINS = 'jax_cuda12_plugin', 'jax_cuda13_plugin'
+GPUS = '/dev/nvidia[0-9]*'
 # XLA's options for GPUs, unless the user sets them.
 GPU_FLAGS = {
   # Overlaps collectives with products. Recommended by JAX's "GPU performance tips" and
@@ -48,6 +50,19 @@ def prepare_gpu() -> None:
     given = os.environ.get('XLA_FLAGS', '')
     flags = (f'--{x}={y}' for x, y in GPU_FLAGS.items() if f'--{x}' not in given)
     os.environ['XLA_FLAGS'] = ' '.join([given, *flags]).strip()
+
+
+def gpus() -> list[str]:
+  """Returns the NVIDIA GPUs that JAX would use, as names for CUDA_VISIBLE_DEVICES.
+
+  JAX is not asked: it would take most of their memory.
+  """
+  cuda = any(map(importlib.util.find_spec, CUDA_PLUGINS))
+  if not cuda or os.environ.get('JAX_PLATFORMS') == 'cpu':
+    return []
+  every = ','.join(map(str, range(len(glob.glob(GPUS)))))
+  visible = os.environ.get('CUDA_VISIBLE_DEVICES', every).split(',')
+  return [name for name in visible if name not in ('', '-1')]
 
 
 def versions() -> dict[str, str]:

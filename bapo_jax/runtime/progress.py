@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import sys
 import time
 from collections import Counter
@@ -12,8 +13,7 @@ from tqdm import tqdm
 
 from bapo_jax.runtime import hosts
 
-TERMINAL_S = 0.2  # seconds between two updates of a bar
-LOG_S = 20.0
+UPDATE_S = 0.2  # seconds between two updates of a bar
 
 
 class PhaseTimer:
@@ -65,43 +65,61 @@ class PhaseTimer:
     return {**ran, 'other': max(other, 0.0)}
 
 
-class _Lines(io.TextIOBase):
-  """Writes every update of a bar on a separate line of stderr, for logs."""
+class _Forgiving(io.FileIO):
+  """A stream that drops what it cannot write: to a full disk, or to a closed pipe."""
 
-  def write(self, text: str) -> int:
-    if text.strip():
-      sys.stderr.write(text.strip('\r\n ') + '\n')
-    return len(text)
+  def write(self, data: Any) -> int:
+    try:
+      return super().write(data)
+    except OSError:
+      return len(data)
+
+
+def open_console() -> None:
+  """Replaces stdout and stderr by streams that raise no error of the console.
+
+  A character that the console cannot encode is written as an escape. A stream that is
+  closed at the start is /dev/null: a file would otherwise get its number, and the
+  console's lines.
+  """
+  for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+    stream = getattr(sys, name)
+    if stream is None:
+      os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+    if number:
+      binary = io.BufferedWriter(_Forgiving(number, 'w', closefd=False))
+      encoding = stream and stream.encoding
+      text = io.TextIOWrapper(binary, encoding, 'backslashreplace', line_buffering=True)
+      setattr(sys, name, text)
 
 
 def progress_bar(total: int, label: str, unit: str = 'it', initial: int = 0) -> tqdm:
   """Opens a bar on stderr: `with progress_bar(400, 'training', 'step') as b: ...`.
 
-  Without a terminal the bar prints a line every LOG_S seconds, or no line if it closes
-  sooner. A nested bar is erased when it closes. `b.update(n)` adds n to the count,
-  which starts at `initial`, such as the step resumed from.
+  Only a terminal shows it. A nested bar is erased when it closes. `b.update(n)` adds n
+  to the count, which starts at `initial`, such as the step resumed from.
   """
-  terminal = sys.stderr.isatty()
-  every = TERMINAL_S if terminal else LOG_S
   return tqdm(
     total=total,
     initial=initial,
     desc=label,
     unit=unit,
-    file=sys.stderr if terminal else _Lines(),
-    mininterval=every,
+    file=sys.stderr,
+    mininterval=UPDATE_S,
     miniters=0,  # check the time on every update: steps differ in length
-    delay=0 if terminal else every,
-    ncols=None if terminal else 100,
-    dynamic_ncols=terminal,
+    dynamic_ncols=True,
     smoothing=0.1,
     leave=None,
-    disable=not hosts.is_first(),
+    disable=not (hosts.is_first() and sys.stderr and sys.stderr.isatty()),
   )
 
 
 def log(text: str) -> None:
-  """Prints a line to stdout, above any progress bar; only process 0 prints."""
-  if hosts.is_first():
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()  # the line appears in a redirected log at once
+  """Prints a line to stdout, above any progress bar; only process 0 prints.
+
+  A console that cannot be written, such as that of a Python program, ends no run.
+  """
+  if hosts.is_first() and sys.stdout:
+    with contextlib.suppress(OSError, ValueError):
+      tqdm.write(text, file=sys.stdout)
+      sys.stdout.flush()  # the line appears in a redirected log at once

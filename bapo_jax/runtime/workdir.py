@@ -18,6 +18,10 @@ from bapo_jax.runtime.progress import log
 # Only a failed write raises these errors.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 LOCK = '.lock'
+SECTIONS = {'steps', 'sampler', 'clip'}  # every config.json of a run has them
+# What a run replaces in its workdir; without the config of a run, files of others.
+RESULTS = ('config.json', 'metrics.jsonl', 'updates.jsonl', 'report.html')
+RESULTS += ('report.json', 'groups', 'checkpoints')
 SHARED_S = 10.0  # a shared file system shows a new file to all hosts within seconds
 
 
@@ -30,7 +34,8 @@ def locked(workdir: str) -> Iterator[None]:
   the run continues without a lock. Process 0 locks for all processes of a run.
 
   Raises:
-    ValueError: another run holds the lock, or the directory cannot be written.
+    ValueError: another run holds the lock, or the directory cannot be written, or has
+      files of another program.
   """
   with contextlib.ExitStack() as stack:
     with hosts.together():
@@ -41,6 +46,7 @@ def locked(workdir: str) -> Iterator[None]:
 
 def _lock(workdir, stack: contextlib.ExitStack):
   """Locks the directory until the stack closes; the lock file names the process."""
+  check_ours(workdir)
   check_writable(workdir, f'--workdir={workdir}')
   path = os.path.join(workdir, LOCK)
   with writable(workdir), files.naming(path):
@@ -96,6 +102,14 @@ def _text(path):
   return ''
 
 
+def check_ours(workdir: str) -> None:
+  """Raises a ValueError if a run would replace files of another program there."""
+  for name in RESULTS:
+    path = os.path.join(workdir, name)
+    if os.path.lexists(path):
+      read_config(workdir, f'has {path}, which a run would replace, and')
+
+
 def check_writable(path: str, knob: str) -> None:
   """Makes the directory; raises ValueError, naming the flag `knob`, if not writable."""
   try:
@@ -142,19 +156,24 @@ def has_begun(workdir: str) -> bool:
   return measured or bool(checkpoint_steps(workdir))
 
 
-def read_config(workdir: str) -> dict[str, Any]:
+def read_config(workdir: str, but: str = 'has') -> dict[str, Any]:
   """Reads the config of a run, section -> knob -> value, from its config.json.
 
+  `but` begins the error of a workdir without config.json.
+
   Raises:
-    ValueError: the file is missing or is not a JSON object.
+    ValueError: the file is missing, is not a JSON object, or is of another program.
   """
   path = os.path.join(workdir, 'config.json')
   if not os.path.lexists(path):
     raise ValueError(
-      f'--workdir={workdir} has no run with a config.json; train there first, or give '
-      'another --workdir'
+      f'--workdir={workdir} {but} no run with a config.json; train there first, or '
+      'give another --workdir'
     )
-  return files.read_object(path, 'give another --workdir, or restore its config')
+  values = files.read_object(path, 'give another --workdir, or restore its config')
+  if SECTIONS - values.keys():
+    raise ValueError(f'{path} is not the config of a run; give another --workdir')
+  return values
 
 
 @contextlib.contextmanager
@@ -183,9 +202,8 @@ def writable(workdir: str) -> Iterator[None]:
 def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
   """Logs a change of the mesh since the checkpoint; a mesh maps axes to sizes."""
   if before and before != now:
-    then, today = (' x '.join(f'{a} {n}' for a, n in m.items()) for m in (before, now))
     log(
-      f'The run resumes on another mesh ({then} before, {today} now): sums are rounded '
+      f'The run resumes on another mesh ({before} before, {now} now): sums are rounded '
       'differently, so it equals an uninterrupted run only up to rounding.'
     )
 

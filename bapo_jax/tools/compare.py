@@ -12,10 +12,11 @@ def write(workdirs: Sequence[str], path: str) -> None:
   """Writes a page on the runs; prints their results and its path.
 
   Raises:
-    ValueError: fewer than two runs, one of them twice, a path that does not exist, or
-      more configs than the page has colours.
+    ValueError: fewer than two runs, one of them twice, a path that does not exist, more
+      configs than the page has colours, or another file is at `path`.
     OSError: the page cannot be written.
   """
+  files.check_ours(path, look.POLICY)
   runs = read(workdirs)
   groups = comparison.grouped(runs)
   if len(groups) > len(look.LIGHT):

@@ -19,7 +19,7 @@ from bapo_jax.models import transformer
 from bapo_jax.run import experiment
 from bapo_jax.runtime import cache, files
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.runtime.workdir import check_writable, writable
+from bapo_jax.runtime.workdir import check_writable
 from bapo_jax.tools import export
 from bapo_jax.training import build, checkpoint, evaluate, policy
 from bapo_jax.training import config as config_lib
@@ -39,7 +39,8 @@ def eval_checkpoint(
   An empty `to` means <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
 
   Raises:
-    ValueError: there are no weights, or the workdir has a run of another model.
+    ValueError: there are no weights, the workdir has a run of another model, or `to` is
+      a file of another program.
   """
   step = checkpoint.choose(workdir, which)
   if step is not None:
@@ -59,8 +60,9 @@ def eval_checkpoint(
   # Checked before the evaluation, which may take hours.
   for path in (workdir, os.path.dirname(to) or '.'):
     check_writable(path, knob)
-  with writable(workdir):
-    source, result, samples = _run(r, workdir, step)
+  files.check_ours(f'{to}.md', '| measure ')
+  files.check_ours(f'{to}.jsonl', '"settings": {"seed": ')
+  source, result, samples = _run(r, workdir, step)
   settings |= {'model': source}
   table = evaluate.table(result, f'{source} on {config.problems.test_source}')
   files.write(f'{to}.md', table)

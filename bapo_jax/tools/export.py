@@ -34,7 +34,8 @@ def export(
   dtype='float32' the weights are written exactly; `shard_bytes` limits the size of a
   tensor file. If `adapter`, only the adapters are written, in the format of peft; else
   they are merged into the weights. Raises ValueError if there is no such checkpoint,
-  the run has another model or `to` is not empty.
+  the run has another model or `to` is not empty, and OSError, which names the file, if
+  a write fails; nothing is left then.
   """
   step = checkpoint.choose(workdir, which)
   if step is None:
@@ -46,22 +47,27 @@ def export(
       f'--adapter with lora.rank={config.lora.rank}, model.path={config.model.path!r}'
     )
   to = to or os.path.join(workdir, 'export', str(step))
-  if os.path.isdir(to) and os.listdir(to):
-    raise ValueError(f'--to={to} is not empty; give a new directory')
+  if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
+    raise ValueError(f'--to={to} is not an empty directory; give a new directory')
   model = inputs.open_model(config)
   directory, tokenizer, spec = model
-  part = to.rstrip('/') + '.part'
+  part = to.rstrip('/') + '.bapo_jax.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
-  os.makedirs(part)
-  if adapter:
-    get = checkpoint.read_params(workdir, step)
-    hf_weights.save_adapters(part, get, spec, config.lora, config.model.path, dtype)
-  else:
-    read = policy.reader(config, model, workdir, step, exact=True)
-    hf_weights.save(part, read, spec, dtype, shard_bytes)
-    write_configs(part, config, model, dtype)
-  tokenizer_lib.save(tokenizer, inputs.tokenizer_directory(config, directory), part)
-  os.replace(part, to)
+  try:
+    with files.naming(part):
+      os.makedirs(part)
+      source = inputs.tokenizer_directory(config, directory)
+      tokenizer_lib.save(tokenizer, source, part)
+      if adapter:
+        get = checkpoint.read_params(workdir, step)
+        hf_weights.save_adapters(part, get, spec, config.lora, config.model.path, dtype)
+      else:
+        read = policy.reader(config, model, workdir, step, exact=True)
+        hf_weights.save(part, read, spec, dtype, shard_bytes)
+        write_configs(part, config, model, dtype)
+      os.replace(part, to)
+  finally:
+    shutil.rmtree(part, ignore_errors=True)
   log(f'Step {step} exported to {to}')
   return 0
 
@@ -93,13 +99,16 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
   described = read('config.json') or hf_config.config_of(spec)
   # Only torch_dtype: transformers 4 and 5 both read it.
   described.pop('dtype', None)
-  ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
+  ends = {'eos_token_id': list(tokenizer.eos)}
+  padding = {'pad_token_id': backend.pad_token_id}
   if not source:
-    described |= ends | {'bos_token_id': backend.bos_token_id}
+    described |= ends | padding | {'bos_token_id': backend.bos_token_id}
   sampled = {'do_sample': True, 'temperature': config.sampler.temperature}
   written = {
     'config.json': described | {'torch_dtype': dtype},
-    'generation_config.json': read('generation_config.json') or ends | sampled,
+    # All tokens at which responses of the run end: some models list fewer.
+    'generation_config.json': (read('generation_config.json') or padding | sampled)
+    | ends,
   }
   if spec.vision:
     found = hf_config.read_pixels(source) if source else {}

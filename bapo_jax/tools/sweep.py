@@ -1,22 +1,24 @@
-"""Runs a grid of knobs and seeds, one process per core: `bapo sweep`.
+"""Runs a grid of knobs and seeds, one process per GPU or core: `bapo sweep`.
 
 1. `grid` lists the runs: every combination of the values of --set, with every seed;
-2. `drive` starts their processes, as many at once as there are workers. Of the runs
-   with equal warm starts, the first computes it, and the others wait and copy it;
-3. `sweep` ends in the comparison of all runs, with paired intervals.
+2. `environments` gives the processes that run at the same time their GPUs, if any;
+3. `drive` starts the processes. Of the runs with equal warm starts, the first computes
+   it; the others wait, and find it in the cache;
+4. `sweep` ends in the comparison of all runs, with paired intervals.
 """
 
 import itertools
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
+from bapo_jax.run import look
 from bapo_jax.run.series import series
-from bapo_jax.runtime import cache, machine, metrics
+from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
@@ -87,20 +89,34 @@ def warm_start(config: Config) -> str:
   return os.path.basename(policy.warm_start_path(config, ''))
 
 
-def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
-  """Copies a warm start from another workdir if needed; returns whether it exists."""
-  path = pathlib.Path(workdir, 'warmstart', start)
-  if not start or path.is_dir():
-    return True
-  for source in (each / 'warmstart' / start for each in workdirs):
-    if source.is_dir():
-      cache.copy(str(source), str(path))  # a kill leaves a complete copy or none
-      return True
-  return False
+def environments(workers: int | None, per_device: int) -> list[dict[str, str]]:
+  """Returns the additional environment of each process that runs at the same time.
+
+  On a machine with GPUs, `per_device` processes divide a GPU, and `workers` lowers
+  their number. Otherwise they need none, and `workers` is their number, by default that
+  of the cores.
+
+  Raises:
+    ValueError: a number is below 1.
+  """
+  if min(per_device, workers or per_device) < 1 or workers == 0:
+    raise ValueError(f'--per_device={per_device} --workers={workers}: give at least 1')
+  gpus = machine.gpus()
+  if not gpus:
+    return [{}] * (workers or len(machine.cores()))
+  name = next(filter(os.environ.get, machine.GPU_SHARES))  # `prepare_gpu` sets one
+  share = {name: str(float(os.environ[name]) / per_device)}
+  of_gpu = [share | {'CUDA_VISIBLE_DEVICES': gpu} for gpu in gpus]
+  return (of_gpu * per_device)[:workers]
 
 
-def launch(command: Sequence[str], output: str, core: int) -> subprocess.Popen:
-  """Starts a process on one core, which logs to a file.
+def launch(
+  command: Sequence[str],
+  output: str,
+  core: int,
+  environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen:
+  """Starts a process on one core, or with an `environment`, and logs to a file.
 
   Signals of the terminal do not reach it. With another number of cores, XLA would
   split sums, and so round, differently.
@@ -113,8 +129,9 @@ def launch(command: Sequence[str], output: str, core: int) -> subprocess.Popen:
       stdout=file,
       stderr=subprocess.STDOUT,
       start_new_session=True,
+      env={**os.environ, **environment},
     )
-  if hasattr(os, 'sched_setaffinity'):
+  if hasattr(os, 'sched_setaffinity') and not environment:
     allowed = machine.cores()
     os.sched_setaffinity(process.pid, {allowed[core % len(allowed)]})
   return process
@@ -131,7 +148,7 @@ def drive(
 
   Args:
     waiting: run -> warm start, in the order of execution.
-    start: (run, core) -> its process.
+    start: (run, number of the worker) -> its process.
     ready: (run, warm start) -> whether the warm start exists.
     outcome: run -> what to print of it once it has ended with status 0.
 
@@ -139,13 +156,13 @@ def drive(
     (failed run -> exit status, the signal or 0)
   """
   waiting, total, began = dict(waiting), len(waiting), time.monotonic()
-  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with core, warm start
+  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with worker, warm start
   failed: dict[str, int] = {}
   over = passed_on = 0
   with stoppable() as stop:
     while active or (waiting and not stop.signal):
-      # A free core gets the next run whose warm start exists or is not being computed.
-      for core in set(range(workers)) - {core for _, core, _ in active.values()}:
+      # A free worker gets the next run whose warm start exists or nobody computes.
+      for worker in set(range(workers)) - {worker for _, worker, _ in active.values()}:
         making = {warm for _, _, warm in active.values()}
         runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
         run = None if stop.signal else next(runs, None)
@@ -153,7 +170,7 @@ def drive(
           warm = waiting.pop(run)
           if warm in waiting.values() and not ready(run, warm):
             log(f'{run} computes the warm start for others, which wait.')
-          active[run] = start(run, core), core, warm
+          active[run] = start(run, worker), worker, warm
       # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal
@@ -195,7 +212,7 @@ def sweep(
   configs: Mapping[str, Config],
   commands: Mapping[str, Sequence[str]],
   folder: str,
-  workers: int,
+  places: Sequence[Mapping[str, str]],
 ) -> int:
   """Trains all runs and compares them in <folder>/compare.html.
 
@@ -203,31 +220,34 @@ def sweep(
     configs: run -> its config.
     commands: run -> the arguments of `bapo train`, without the workdir.
     folder: run r trains in <folder>/<r> and logs to <folder>/<r>.log.
-    workers: processes at once.
+    places: the environments of the processes that run at the same time.
 
   Returns:
     0 if everything is done, 1 if a run failed, 128 + signal number after a signal.
 
   Raises:
-    ValueError: `workers` is below 1, or another sweep uses the folder.
+    ValueError: another sweep uses the folder, or another program its compare.html.
   """
-  if workers < 1:
-    raise ValueError(f'--workers={workers}: give at least 1')
+  page = os.path.join(folder, 'compare.html')
+  files.check_ours(page, look.POLICY)
   paths = {run: os.path.join(folder, run) for run in configs}
 
-  def start(run, core):
+  def start(run, worker):
     command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
-    return launch([*command, *commands[run]], f'{paths[run]}.log', core)
+    return launch(
+      [*command, *commands[run]], f'{paths[run]}.log', worker, places[worker]
+    )
 
   def ready(run, start):
-    return share(paths[run], start, map(pathlib.Path, paths.values()))
+    made = (os.path.join(path, 'warmstart', start) for path in paths.values())
+    return not start or any(map(os.path.isdir, made))
 
   waiting = {run: warm_start(config) for run, config in configs.items()}
-  log(f'{len(waiting)} runs, {workers} at once, in {folder}')
+  log(f'{len(waiting)} runs, {len(places)} at once, in {folder}')
   rows = {run: len(metrics.read(path)) for run, path in paths.items()}
   with locked(folder), writable(folder):
     failed, signal = drive(
-      waiting, start, ready, workers, lambda run: accuracy(paths[run], rows[run])
+      waiting, start, ready, len(places), lambda run: accuracy(paths[run], rows[run])
     )
     for run, status in failed.items():
       log(f'{run} failed with status {status}; see {paths[run]}.log')
@@ -236,5 +256,5 @@ def sweep(
       return 128 + signal
     done = [path for run, path in paths.items() if run not in failed]
     if len(done) > 1:
-      compare.write(done, os.path.join(folder, 'compare.html'))
+      compare.write(done, page)
   return int(bool(failed))

@@ -52,7 +52,7 @@ def fingerprint(values: dict[str, Any]) -> str:
 def from_json(values: dict[str, Any]) -> Config:
   """Restores the config from config.json, where tuples are lists.
 
-  Raises ValueError if another version of the program wrote it.
+  Raises ValueError, a sentence, if another version of the program wrote it.
   """
   return knobs.restore(Config, values)
 
@@ -105,6 +105,12 @@ def _drop_rule(values: dict[str, Any], part: str) -> None:
     del section[name]
 
 
+def file_and_variant(file: str) -> tuple[str, str]:
+  """Returns the path and the variant of a config file; '' without a variant."""
+  stem, end, variant = file.partition('.py:')  # folders may have colons
+  return stem + end[:3], variant
+
+
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
@@ -113,7 +119,7 @@ def load(file: str) -> dict[str, Any]:
 
   Raises ValueError if the file cannot be read or executed.
   """
-  path, _, variant = file.partition(':')
+  path, variant = file_and_variant(file)
   try:
     if not path.endswith('.py'):
       raise OSError(f'not a file that ends in .py: {path!r}')

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pydantic
 
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import LocalPath, Section, knob
 from bapo_jax.rollout.knobs import COLDEST
 
 # Knobs that a config file may leave None, so that a new run derives them (derive.py).
@@ -65,7 +65,7 @@ class LearnerConfig(Section):
 class TeacherConfig(Section):
   """A frozen model whose log-probabilities of the responses the learner reads."""
 
-  path: str = knob(
+  path: LocalPath = knob(
     '',
     "Directory or hub:owner/name of a text model with the policy's tokenizer; empty: "
     'none.',

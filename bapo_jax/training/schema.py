@@ -14,7 +14,7 @@ from bapo_jax.data.knobs import (
   PromptsConfig,
   TokenizerConfig,
 )
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import LocalPath, Section, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import Part, parts
 from bapo_jax.rewards.knobs import Environment
@@ -39,7 +39,7 @@ class Config(Section):
   derived: tuple[str, ...] = knob(
     (), 'Knobs that the config file leaves None, so that a new run derives them.'
   )
-  cache: str = knob(
+  cache: LocalPath = knob(
     'auto',
     'Folder of warm starts and compiled programs that runs share; auto: bapo_jax in '
     "the user's cache, ~/.cache; empty: none.",

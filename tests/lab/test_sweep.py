@@ -45,6 +45,22 @@ def write_results(folder, arms, accuracies):
   return f'{file}:main'
 
 
+def test_a_warm_start_is_copied_from_another_run(tmp_path):
+  folder = tmp_path / 'main'
+  workdirs = [tmp_path / 'staleness' / 'one', folder / 'two']
+  assert not sweep.share(str(folder / 'two'), 'abc', workdirs)
+  source = tmp_path / 'staleness' / 'one' / 'warmstart' / 'abc'
+  source.mkdir(parents=True)
+  (source / 'weights').write_text('1 2 3')
+  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
+  torn.mkdir(parents=True)
+  (torn / 'torn').write_text('')
+  assert sweep.share(str(folder / 'two'), 'abc', workdirs)
+  copy = folder / 'two' / 'warmstart' / 'abc'
+  assert [p.name for p in copy.iterdir()] == ['weights']
+  assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
+
+
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
   description = write_results(tmp_path, 'ab', accuracies)

@@ -203,7 +203,7 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   lines = capsys.readouterr().out.splitlines()
   (said,) = (line for line in lines if line.startswith('The run is finished'))
   assert '4 steps are done, and steps=3' in said and '--config.steps=5 or more' in said
-  assert 'Finishing the report. Send the signal again to stop now.' in lines
+  assert 'Finishing the report. A second Ctrl-C or SIGTERM stops now.' in lines
   # The config and the report are those of the steps that were done.
   assert [(workdir / name).read_bytes() for name in names] == stored
   assert '"steps": 4' in (workdir / 'report.html').read_text()

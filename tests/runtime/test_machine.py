@@ -127,14 +127,16 @@ def test_a_copy_is_whole_whoever_else_copies(tmp_path):
 
 
 def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
+  key = '0123456789ab'
   files = {  # used at, of 100 bytes each
-    'warmstart/k/new/weights': 5,
-    'warmstart/k/new/digests': 1,
-    'warmstart/k/old/weights': 2,
-    'warmstart/k/old/digests': 1,
-    'xla/cpu/new': 4,
-    'xla/cpu/old': 3,
+    f'warmstart/{key}/new/weights': 5,
+    f'warmstart/{key}/new/digests': 1,
+    f'warmstart/{key}/old/weights': 2,
+    f'warmstart/{key}/old/digests': 1,
+    f'xla/{key}/new': 4,
+    f'xla/{key}/old': 3,
     'beside': 0,  # no entry
+    'models/qwen/weights/of/others': 0,
   }
   for name, used in files.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +153,7 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
   prune(600)
   assert left() == {*files}
   prune(599)  # the warm start goes as a whole
-  assert left() == {name for name in files if '/k/old/' not in name}
+  assert left() == {name for name in files if '/old/' not in name}
   prune(300)
   assert left() == {name for name in files if 'old' not in name}
   prune(0, tmp_path / 'absent')

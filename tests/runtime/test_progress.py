@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from concurrent import futures
 
 import pytest
 
@@ -56,19 +57,65 @@ def test_since_counts_what_is_new_even_in_an_open_phase():
   assert timer.seconds == {'update': 8.0}
 
 
-@pytest.mark.parametrize(('log_s', 'drawn'), [(0.0, True), (1000.0, False)])
-def test_a_log_gets_whole_lines_and_none_from_a_short_bar(monkeypatch, log_s, drawn):
+@pytest.mark.parametrize('terminal', [False, True])
+def test_only_a_terminal_gets_a_bar(monkeypatch, terminal):
   stream = io.StringIO()
+  stream.isatty = lambda: terminal
   monkeypatch.setattr(sys, 'stderr', stream)
-  monkeypatch.setattr(progress, 'LOG_S', log_s)
+  monkeypatch.setattr(progress, 'UPDATE_S', 0)
   with progress.progress_bar(302, 'training', 'step', initial=300) as bar:
     for _ in range(2):
       bar.update(1)
-    # The rate is of this part of the run: two steps, not 302.
-    assert (bar.n, bar.format_dict['initial']) == (302, 300)
-  text = stream.getvalue()
-  assert '\r' not in text
-  assert '302/302' in text if drawn else text == ''
+  assert ('302/302' in stream.getvalue()) == terminal
+  assert terminal or not stream.getvalue()
+
+
+# ------------------------------------------------- a console that cannot be written
+
+CONSOLE = """
+from bapo_jax.runtime import progress
+progress.open_console()
+for _ in range(2000):
+  progress.log('accuracy 0.500 \u00b1 0.021')
+print('printed \u00b1')
+import os
+file = os.open(os.devnull, os.O_WRONLY)
+assert file > 2, file
+"""
+
+
+@pytest.mark.parametrize('console', ['>&-', '> /dev/full', '| head -1', '2>&- >&-'])
+def test_a_console_that_cannot_be_written_ends_nothing(console, tmp_path):
+  command = f'{{ "$0" -c "$1"; echo $? > "$2"; }} {console}'
+  status = tmp_path / 'status'
+  done = subprocess.run(
+    ['bash', '-c', command, sys.executable, CONSOLE, status],
+    env=os.environ | {'PYTHONPATH': os.getcwd()},
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert status.read_text() == '0\n' and not done.stderr, done.stderr
+
+
+def test_a_character_that_the_console_cannot_encode_is_escaped():
+  done = subprocess.run(
+    [sys.executable, '-c', CONSOLE],
+    env=os.environ | {'PYTHONPATH': os.getcwd(), 'PYTHONIOENCODING': 'ascii'},
+    capture_output=True,
+    check=True,
+  )
+  assert done.stdout.splitlines()[0] == b'accuracy 0.500 \\xb1 0.021'
+
+
+@pytest.mark.parametrize('error', [OSError, ValueError])
+def test_a_console_of_a_python_program_that_fails_ends_nothing(monkeypatch, error):
+  class Broken(io.StringIO):
+    def write(self, text):
+      raise error(text)
+
+  for stream in (Broken(), None):
+    monkeypatch.setattr(sys, 'stdout', stream)
+    progress.log('a line')
 
 
 # ----------------------------------- a lane runs functions in order, beside the caller
@@ -144,6 +191,75 @@ def test_a_run_inside_of_a_library_ends_at_once_with_a_sentence():
     assert process.returncode == 128 + signal.SIGTERM
   finally:
     process.kill()
+
+
+ENDED = """
+import os, signal, sys, time
+from bapo_jax.runtime import signals
+if sys.argv[1] == 'inside':
+  with signals.stoppable() as stop:
+    print('began', flush=True)
+    while not stop.signal:
+      time.sleep(0.01)
+    os.kill(os.getpid(), stop.signal)  # the shell repeats what the kernel sent
+    time.sleep(0.1)
+  sys.exit(128 + stop.signal)
+with signals.explained(lambda: 'Stopped.'):
+  print('began', flush=True)
+  time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize('where', ['inside', 'outside'])
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGUSR1])
+def test_a_lost_terminal_and_slurm_end_a_run_as_sigterm_does(number, where):
+  process = subprocess.Popen(
+    [sys.executable, '-c', ENDED, where],
+    stdout=subprocess.PIPE,
+    env=os.environ | {'PYTHONPATH': os.getcwd()},
+    text=True,
+  )
+  assert process.stdout is not None
+  try:
+    assert process.stdout.readline() == 'began\n'
+    process.send_signal(number)
+    line = process.communicate(timeout=30)[0]
+    assert process.returncode == 128 + number
+    assert line.startswith('Finishing' if where == 'inside' else 'Stopped.')
+  finally:
+    process.kill()
+
+
+def test_what_nohup_ignores_stays_ignored():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with signals.explained(lambda: ''), signals.stoppable() as stop:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and not stop.signal
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_only_ctrl_c_and_sigterm_stop_at_once():
+  first, slurm = signal.SIGTERM, signal.SIGUSR1
+  stop = signals.Stop()
+  for number in (signal.SIGHUP, signal.SIGHUP, slurm, first):
+    stop(number, None)
+    assert stop.signal == number
+  with pytest.raises(KeyboardInterrupt):
+    stop(signal.SIGINT, None)
+
+
+def test_another_thread_leaves_the_signals_to_the_program():
+  def run():
+    with signals.explained(lambda: ''), signals.stoppable() as stop:
+      handlers.append(signal.getsignal(signal.SIGTERM))
+    assert not stop.signal
+
+  handlers = [signal.getsignal(signal.SIGTERM)]
+  with futures.ThreadPoolExecutor(1) as threads:
+    threads.submit(run).result()
+  assert handlers[0] == handlers[1]
 
 
 def test_a_block_that_ends_restores_the_handlers():

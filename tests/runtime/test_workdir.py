@@ -2,22 +2,29 @@
 
 import fcntl
 import json
+import operator
 import os
 import pathlib
+import pwd
+import resource
 import subprocess
 import sys
 
 import pytest
 from pictured import png
 
+from bapo_jax import custom_code
+from bapo_jax import knobs as knobs_lib
 from bapo_jax.runtime import digests, files, workdir
+from bapo_jax.training import config
+from bapo_jax.training.schema import Config
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def values(**sections):
   plain = {'seed': 0, 'steps': 4, 'mesh': {'data': 1}, 'clip': {'rule': 'fixed'}}
-  return plain | sections
+  return plain | {'sampler': {}} | sections
 
 
 def test_a_directory_belongs_to_one_config(tmp_path):
@@ -37,8 +44,69 @@ def test_a_directory_belongs_to_one_config(tmp_path):
   with open(os.path.join(path, 'config.json')) as file:
     assert json.load(file) == changed  # refused, and left as it was
   # A tuple is a list once it was written, and no change.
-  workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
-  workdir.open_workdir(str(tmp_path), {'low': (0.6, 0.9)})
+  for _ in range(2):
+    workdir.open_workdir(str(tmp_path), values(low=(0.6, 0.9)))
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
+
+
+OTHERS = {  # files of another program, and what the sentence names
+  'config.json': ('{"model_type": "qwen2", "steps": 3}', 'is not the config of a run'),
+  'metrics.jsonl': ('{"loss": 2.5}\n', 'metrics.jsonl, which a run would replace'),
+  'report.html': ('<h1>Mine</h1>', 'report.html, which a run would replace'),
+}
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_directory_with_files_of_others_is_refused_and_stays(tmp_path, name):
+  text, sentence = OTHERS[name]
+  (tmp_path / name).write_text(text)
+  with pytest.raises(ValueError, match=sentence), workdir.locked(str(tmp_path)):
+    pass
+  assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {name: text}
+
+
+def test_a_directory_with_files_that_no_run_writes_is_accepted(tmp_path):
+  (tmp_path / 'README.md').write_text('notes')
+  with workdir.locked(str(tmp_path)):
+    workdir.open_workdir(str(tmp_path), values())
+  with workdir.locked(str(tmp_path)):  # its own run
+    pass
+
+
+# ------------------------------------------------------------------ paths of a user
+
+
+def test_a_home_directory_is_expanded(monkeypatch, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert files.local('~/x') == f'{tmp_path}/x'
+  assert files.local('~/a.jsonl,b,~/c') == f'{tmp_path}/a.jsonl,b,{tmp_path}/c'
+  for name in ('', 'a~b', './~', 'hub:owner/name@main', 'tfds:gsm8k:train', 'a.py:f'):
+    assert files.local(name) == name
+  # An empty HOME is none, and not the root directory.
+  home = pathlib.Path(pwd.getpwuid(os.getuid()).pw_dir)
+  monkeypatch.setenv('HOME', '')
+  assert files.local('~/x') == str(home / 'x')
+
+
+@pytest.mark.parametrize(
+  'path', ['gs://bucket/run', 's3://b/a', 'https://a.b/c', 'a,hf://o/n', '~nobody-here']
+)
+def test_a_path_of_another_machine_is_refused(path):
+  with pytest.raises(ValueError, match=r'--to=.* is not a path on this .*gcsfuse'):
+    files.local(path, flag='--to=')
+
+
+def test_every_knob_with_a_path_refuses_a_url_and_expands_the_home_directory():
+  knobs = 'cache model.path tokenizer.path teacher.path problems.source '
+  knobs += 'problems.test_source'
+  for name in knobs.split():
+    values = {'problems': {'source': 'a', 'test_source': 'a'}}
+    found = knobs_lib.validate(Config, config.merged(values, {name: '~/x'}))
+    assert operator.attrgetter(name)(found) == os.path.expanduser('~/x')
+    with pytest.raises(ValueError, match=f'^{name}=gs://b/x is not a path on this'):
+      knobs_lib.validate(Config, config.merged(values, {name: 'gs://b/x'}))
+  with pytest.raises(ValueError, match=r'gs://b/my\.py is not a path on this '):
+    custom_code.load('gs://b/my.py:f')
 
 
 def test_a_second_run_is_refused_while_the_first_is_alive(tmp_path):
@@ -81,6 +149,30 @@ def test_a_write_replaces_the_whole_file(tmp_path):
     files.write(path, 'cannot be encoded: \ud800')
   assert json.loads(path.read_text()) == {'x': [1]}
   assert os.listdir(path.parent) == ['a.json']
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('before')
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+  try:
+    with pytest.raises(OSError) as error:
+      files.write(path, 'x' * 5000)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  assert error.value.filename == str(path)
+  assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {'a.json': 'before'}
+
+
+def test_a_file_of_another_program_is_known_by_the_mark_that_it_lacks(tmp_path):
+  path = tmp_path / 'a'
+  files.check_ours(path, 'mark')  # nothing is there
+  path.write_bytes(b'\xff beside the mark')
+  files.check_ours(path, 'mark')
+  path.write_text('something else')
+  with pytest.raises(ValueError, match='a exists, and this program did not write it'):
+    files.check_ours(path, 'mark')
 
 
 def test_a_picture_is_written_once(tmp_path):

@@ -204,3 +204,18 @@ def test_files_of_a_workdir_are_read_without_a_config(three, tmp_path):
   assert 'has no recorded group' in refused(['show', three[0]])
   words = ['report', three[0], '--config.clip.rul=fixed']  # a misspelt knob is refused
   assert 'no knob --config.clip.rul' in refused(words)
+
+
+def test_only_a_page_of_ours_is_replaced(three, tmp_path):
+  mine = tmp_path / 'my.py'
+  mine.write_text('print(1)')
+  with pytest.raises(
+    ValueError, match=r'my\.py exists, and this program did not write'
+  ):
+    compare.write(three, str(mine))
+  assert mine.read_text() == 'print(1)'
+  page = tmp_path / 'c.html'
+  for _ in range(2):
+    compare.write(three, str(page))
+  line = refused(['compare', *three, f'--to={tmp_path}'])
+  assert f'{tmp_path} cannot be used (Is a directory)' in line

@@ -60,6 +60,7 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   path = source(tmp_path / 'model')
   config = tiny(**{'model.path': path, 'tokenizer.path': path, 'rewards.rule': 'math'})
   assert eval_checkpoint(config, str(tmp_path / 'run'), '') == 0
+  assert eval_checkpoint(config, str(tmp_path / 'run'), '') == 0  # its own files
   (file,) = (tmp_path / 'run' / 'eval').glob('model-*.jsonl')
   assert {row['settings']['model'] for row in rows(file)} == {path}
 
@@ -67,6 +68,22 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
 def test_without_weights_it_says_what_to_do(tmp_path):
   with pytest.raises(ValueError, match='--workdir='):
     eval_checkpoint(tiny(), str(tmp_path), '')
+
+
+@pytest.mark.parametrize('ending', ['md', 'jsonl'])
+def test_files_of_others_are_refused_before_the_evaluation(
+  ending, whole_run, one_device, tmp_path, monkeypatch
+):
+  mine = tmp_path / f'train.{ending}'
+  mine.write_text('{"problem": "1 + 1", "settings": 3}\n')
+  monkeypatch.setattr(experiment, 'evaluation', None)
+  with pytest.raises(
+    ValueError, match=rf'train\.{ending} exists, and this program did'
+  ):
+    eval_checkpoint(whole_run.config, str(whole_run.workdir), str(tmp_path / 'train'))
+  assert [x.read_text() for x in tmp_path.iterdir()] == [
+    '{"problem": "1 + 1", "settings": 3}\n'
+  ]
 
 
 @pytest.mark.parametrize('to', ['', 'file/out'])

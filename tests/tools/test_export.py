@@ -1,7 +1,11 @@
 """What a run saved is what an exported directory holds, with all that loads it."""
 
+import importlib
 import json
+import operator
+import os
 import pathlib
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +16,12 @@ import pictured
 import pytest
 import transformers
 from flax import traverse_util
+from ml_collections import ConfigDict
+from refusals import refused
 from runs import SOURCE, saved, source, tiny
 from safetensors.numpy import load_file
 
-from bapo_jax import sharding
+from bapo_jax import main, sharding
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
@@ -24,6 +30,7 @@ from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
 from bapo_jax.training import build, inputs
+from bapo_jax.training import config as config_lib
 from bapo_jax.training.inputs import Model
 
 
@@ -88,7 +95,7 @@ def test_everything_that_loads_it_is_there(run):
     assert prompt == f'{problem}\n'
   ends = (1, 4) if config.model.path else (1,)
   assert tokenizer_lib.load(to, config.tokenizer.template).eos == ends
-  with pytest.raises(ValueError, match=r'export/1 is not empty; give a new directory'):
+  with pytest.raises(ValueError, match=r'export/1 is not an empty directory; give a'):
     export.export(config, workdir, '', 'bfloat16', 10**9)
 
 
@@ -97,6 +104,86 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match='has no checkpoint; train there first'):
       export.export(tiny(), str(workdir), '', 'float32', 10**9)
   assert not list(tmp_path.iterdir())
+
+
+def limited(bytes_of_file, call):
+  """Calls a function in whose process no file may be larger: as on a full disk."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_of_file, before[1]))
+  try:
+    return call()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize('size', [100, 2500, 6000])
+def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
+  run, size, tmp_path
+):
+  _, workdir, _ = run
+  (tmp_path / 'out.part').mkdir()  # of someone else
+  flags = ['export', workdir, f'--to={tmp_path}/out']
+  line = limited(size, lambda: refused(flags))
+  assert 'out.bapo_jax.part' in line and 'cannot be used (File too large); free' in line
+  assert os.listdir(tmp_path) == ['out.part']
+
+
+def test_an_export_to_a_file_is_refused_by_name(run, tmp_path):
+  (tmp_path / 'a').write_text('mine')
+  line = refused(['export', run[1], f'--to={tmp_path}/a'])
+  assert f'--to={tmp_path}/a is not an empty directory' in line
+  line = refused(['export', run[1], f'--to={tmp_path}/a/b'])
+  assert f'{tmp_path}/a/b.bapo_jax.part cannot be used (Not a directory)' in line
+  assert (tmp_path / 'a').read_text() == 'mine'
+
+
+def test_an_export_names_all_tokens_at_which_responses_end(tmp_path):
+  source_path = source(tmp_path / 'source')
+  (tmp_path / 'source' / 'generation_config.json').write_text('{"eos_token_id": [4]}')
+  config = tiny(**{'model.path': source_path, 'tokenizer.path': source_path})
+  model = inputs.open_model(config)
+  (tmp_path / 'out').mkdir()
+  export.write_configs(str(tmp_path / 'out'), config, model, 'float32')
+  written = json.loads((tmp_path / 'out' / 'generation_config.json').read_text())
+  assert set(written['eos_token_id']) == set(model.tokenizer.eos) == {1, 4}
+
+
+def test_an_export_needs_no_function_of_the_run(tmp_path):
+  """Of any stored config, the part that an export reads is valid by itself."""
+  workdir = tmp_path / 'work'
+  (tmp_path / 'my.py').write_text('def judge(sample):\n  return 1.0\n')
+  path = source(tmp_path / 'source')
+  config = tiny(
+    **{'model.path': path, 'rewards.rule': f'{tmp_path}/my.py:judge'}
+    | {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl'}
+    | {'sampler.group_size': 64, 'sampler.max_num_seqs': 512}
+  )
+  experiment.claim(str(workdir), config)
+  saved(workdir, oracles.noisy(inputs.open_model(config).spec, 1))
+  (tmp_path / 'my.py').unlink()
+  args = main.parse(['bapo', 'export', str(workdir), f'--to={tmp_path}/out'])
+  assert main.start(args) == 0
+  assert (tmp_path / 'out' / 'config.json').exists()
+
+
+FILES = ('aime', 'async', 'countdown', 'distill', 'experts', 'finetune', 'tools')
+GIVEN = {'model.path': 'm', 'problems.source': 'a.jsonl', 'problems.test_source': 'b'}
+
+
+@pytest.mark.parametrize('file', FILES)
+def test_the_part_of_a_config_that_an_export_reads_is_valid_by_itself(file, tmp_path):
+  path = f'configs/{file}.py'
+  names = importlib.import_module(f'configs.{file}')
+  for variant in getattr(names, 'VARIANTS', ('',)):
+    values = config_lib.load(f'{path}:{variant}' if variant else path)
+    for name, value in GIVEN.items():  # what a file leaves to the user
+      if operator.attrgetter(name)(ConfigDict(values)) is None:
+        values = config_lib.merged(values, {name: value})
+    stored = config_lib.parse(config_lib.decided(values)).model_dump(mode='json')
+    (tmp_path / 'config.json').write_text(json.dumps(stored))
+    found = main.config_of(main.parse(['bapo', 'export', str(tmp_path)]))
+    for name in main.EXPORTED:
+      assert found.model_dump(mode='json')[name] == stored[name], (variant, name)
 
 
 SIZE = {'shortest_edge': 784, 'longest_edge': 1568}

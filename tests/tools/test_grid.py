@@ -12,7 +12,7 @@ import pytest
 from refusals import refused
 
 from bapo_jax import main
-from bapo_jax.runtime import metrics
+from bapo_jax.runtime import machine, metrics
 from bapo_jax.tools import sweep
 
 
@@ -22,22 +22,6 @@ def script(text, *args):
 
 def always(run, start):
   return True
-
-
-def test_a_warm_start_is_copied_from_another_run(tmp_path):
-  folder = tmp_path / 'main'
-  workdirs = [tmp_path / 'staleness' / 'one', folder / 'two']
-  assert not sweep.share(str(folder / 'two'), 'abc', workdirs)
-  source = tmp_path / 'staleness' / 'one' / 'warmstart' / 'abc'
-  source.mkdir(parents=True)
-  (source / 'weights').write_text('1 2 3')
-  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
-  torn.mkdir(parents=True)
-  (torn / 'torn').write_text('')
-  assert sweep.share(str(folder / 'two'), 'abc', workdirs)
-  copy = folder / 'two' / 'warmstart' / 'abc'
-  assert [p.name for p in copy.iterdir()] == ['weights']
-  assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
 
 
 def test_a_run_waits_for_the_warm_start_that_another_makes(capsys):
@@ -138,12 +122,14 @@ def test_seeds_are_a_range_or_a_list():
     (['--set', 'seed=1,2'], r'give the seeds as --seeds=1,2'),
     (['--config.seed=5'], r'--config\.seed=5: the sweep sets this knob'),
     (['--workers=0'], r'--workers=0: give at least 1'),
+    (['--per_device=0'], r'--per_device=0 .*: give at least 1'),
     (['--config=configs/none.py'], r'no such file'),
   ],
 )
 def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path):
   folder = tmp_path / 'runs'
-  command = ['sweep', '--config=configs/aime.py', f'--workdir={folder}', *flags]
+  config = [] if flags[0].startswith('--config=') else ['--config=configs/aime.py']
+  command = ['sweep', *config, f'--workdir={folder}', *flags]
   assert re.search(sentence, refused(command))
   assert not folder.exists()
 
@@ -175,3 +161,100 @@ def test_a_process_has_one_core(tmp_path):
   for _ in range(2):  # appends
     assert not sweep.launch([sys.executable, '-c', wait], str(output), 1).wait()
   assert output.read_text() == '1\n1\n'
+
+
+@pytest.fixture
+def cards(tmp_path, monkeypatch):
+  """Returns a function that makes a machine with n GPUs: their devices, and CUDA."""
+  (tmp_path / 'jax_cuda12_plugin.py').write_text('')
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setattr(machine, 'GPUS', str(tmp_path / 'nvidia[0-9]*'))
+  for name in ('CUDA_VISIBLE_DEVICES', 'JAX_PLATFORMS', *machine.GPU_SHARES):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('XLA_FLAGS', '')
+
+  def make(count):
+    for i in range(count):
+      (tmp_path / f'nvidia{i}').touch()
+    (tmp_path / 'nvidiactl').touch()
+    machine.prepare_gpu()
+
+  return make
+
+
+def of_processes(workers=None, per_device=1):
+  """Returns (GPU, share of its memory) of each process."""
+  name, gpu = machine.GPU_SHARES[0], 'CUDA_VISIBLE_DEVICES'
+  found = sweep.environments(workers, per_device)
+  return [(x[gpu], float(x[name])) for x in found]
+
+
+def test_each_gpu_has_one_process(cards):
+  cards(3)
+  assert of_processes() == [('0', 0.92), ('1', 0.92), ('2', 0.92)]
+  assert of_processes(workers=2) == [('0', 0.92), ('1', 0.92)]
+  halves = [('0', 0.46), ('1', 0.46), ('2', 0.46)] * 2
+  assert of_processes(per_device=2) == of_processes(9, 2) == halves
+
+
+def test_the_gpus_and_the_share_that_the_user_chose_are_divided(cards, monkeypatch):
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '5,GPU-8e1')
+  monkeypatch.setenv(machine.GPU_SHARES[1], '0.6')
+  cards(8)
+  share = {machine.GPU_SHARES[1]: '0.3'}
+  found = [share | {'CUDA_VISIBLE_DEVICES': gpu} for gpu in ('5', 'GPU-8e1')] * 2
+  assert sweep.environments(None, 2) == found
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [('CUDA_VISIBLE_DEVICES', ''), ('JAX_PLATFORMS', 'cpu'), (None, '')],
+)
+def test_without_a_gpu_each_core_has_one_process(cards, monkeypatch, name, value):
+  cards(2 if name else 0)
+  if name:
+    monkeypatch.setenv(name, value)
+  assert sweep.environments(None, 1) == [{}] * len(machine.cores())
+  assert sweep.environments(3, 1) == [{}] * 3
+
+
+def test_a_process_with_a_gpu_has_all_cores_and_its_gpu(tmp_path):
+  text = 'import os; print(len(os.sched_getaffinity(0)), os.environ["CARD"])'
+  output = tmp_path / '0.log'
+  command = [sys.executable, '-c', text]
+  assert not sweep.launch(command, str(output), 0, {'CARD': '7'}).wait()
+  assert output.read_text() == f'{len(machine.cores())} 7\n'
+
+
+def test_a_sweep_starts_a_process_per_gpu_and_takes_none_itself(tmp_path):
+  """If the parent started JAX, it would fail: there is no GPU."""
+  (tmp_path / 'jax_cuda12_plugin.py').write_text('')
+  program = tmp_path / 'python'
+  program.write_text(
+    f'#!/bin/sh\necho $CUDA_VISIBLE_DEVICES ${machine.GPU_SHARES[0]}\nexit 7'
+  )
+  program.chmod(0o755)
+  code = 'import sys; from bapo_jax import main; sys.executable = sys.argv[1]; '
+  code += 'main.main(main.parse(sys.argv[1:]))'
+  command = [sys.executable, '-c', code, program, 'sweep']
+  command += ['--config=configs/finetune.py', '--config.model.path=m']
+  command += [f'--config.problems.{x}=a.jsonl' for x in ('source', 'test_source')]
+  given = {'PYTHONPATH': os.pathsep.join([os.getcwd(), str(tmp_path)])}
+  given |= {'JAX_PLATFORMS': 'cuda', 'CUDA_VISIBLE_DEVICES': '4,6'}
+  done = subprocess.run(
+    [*command, f'--workdir={tmp_path}', '--seeds=0:5', '--per_device=2'],
+    env={k: v for k, v in os.environ.items() if k not in machine.GPU_SHARES} | given,
+    capture_output=True,
+    text=True,
+  )
+  assert done.stdout.startswith(f'5 runs, 4 at once, in {tmp_path}'), done.stderr
+  found = [(tmp_path / f'{seed}.log').read_text() for seed in range(5)]
+  assert found[:4] == ['4 0.46\n', '6 0.46\n', '4 0.46\n', '6 0.46\n']
+  assert done.returncode == 1 and done.stdout.count('failed with status 7') == 5
+
+
+def test_a_sweep_replaces_no_page_of_others(tmp_path):
+  (tmp_path / 'compare.html').write_text('<h1>Mine</h1>')
+  line = refused(['sweep', '--config=configs/aime.py', f'--workdir={tmp_path}'])
+  assert 'compare.html exists, and this program did not write it' in line
+  assert os.listdir(tmp_path) == ['compare.html']
