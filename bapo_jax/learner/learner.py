@@ -31,6 +31,7 @@ from bapo_jax.types import (
   Groups,
   Tree,
   UpdatedTokens,
+  decided,
   take,
   trained_on,
 )
@@ -54,6 +55,17 @@ class Updated(NamedTuple):
   number: int = 0  # Batch.update_B
 
 
+def settled(groups: Groups) -> Groups:
+  """Returns the groups without decided_PG if all responses are decided.
+
+  The programs are then those of groups that cannot be undecided, to the bit: a mean
+  over a mask is rounded differently. Every process must call it.
+  """
+  if groups.decided_PG is None or not exchange.whole(groups.decided_PG).all():
+    return groups
+  return groups._replace(decided_PG=None)
+
+
 def advantages(
   groups: Groups,
   source_P: Array,
@@ -68,6 +80,8 @@ def advantages(
   rule also compares the rewards of all steps of a group with each other, and a token
   gets the sum over the steps that end at the token or later.
 
+  An undecided response has no advantage, and others are not compared with it.
+
   Args:
     advantage_rule: None leaves out the rewards.
     reference_PGT, teacher: log p(teacher), and the factor on log p(teacher) - log mu,
@@ -75,24 +89,40 @@ def advantages(
   """
   P, G, T = groups.tokens_PGT.shape
   reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
+  mask_PGT = groups.response_mask_PGT
+  if groups.decided_PG is not None:
+    mask_PGT &= groups.decided_PG[..., None]
   if advantage_rule is None:
     adv_PGT = jnp.zeros((P, G, T), jnp.float32)
   elif advantage_rule.reads == 'groups':
-    adv_PGT = advantage_rule(groups)
+    adv_PGT = advantage_rule(groups._replace(decided_PG=decided(groups)))
   else:
-    adv_PG = advantage_rule(groups.reward_PG)
+    adv_PG = compared(advantage_rule, groups.reward_PG, groups.decided_PG)
     adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
     if reward_PGT is not None and end_PGT is not None:
-      # A group without a step has no reward to compare: all of its zeros are equal.
-      end_PGT |= ~end_PGT.any((1, 2), keepdims=True)
       steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
-      step_PGT = advantage_rule(*steps).reshape(P, G, T)
+      step_PGT = compared(advantage_rule, *steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
   if reference_PGT is not None and teacher:
     adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   # A user's rule may return anything, such as nan, outside responses.
-  return jnp.where(groups.response_mask_PGT, adv_PGT * weight_P[:, None, None], 0)
+  return jnp.where(mask_PGT, adv_PGT * weight_P[:, None, None], 0)
+
+
+def compared(
+  rule: AdvantageFunction, reward_PG: Array, decided_PG: Array | None
+) -> Array:
+  """Returns adv_PG by a rule of rewards; rewards outside decided_PG are not compared.
+
+  A custom rule takes no mask: a group with an undecided response has no advantages.
+  """
+  if decided_PG is None:
+    return rule(reward_PG)
+  if rule.custom:
+    return jnp.where(decided_PG.all(1, keepdims=True), rule(reward_PG), 0)
+  # In a group without any reward to compare, all zeros are equal.
+  return rule(reward_PG, decided_PG | ~decided_PG.any(1, keepdims=True))
 
 
 def flatten(
@@ -186,7 +216,7 @@ def update(
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
-  arrays = groups, source_P, prox_PGT, pictures, reference_PGT
+  arrays = settled(groups), source_P, prox_PGT, pictures, reference_PGT
   rules = advantage_rule, weights, teacher
   updates = []
   orders = exchange.whole(order_EP)

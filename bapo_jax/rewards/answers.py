@@ -13,18 +13,21 @@ from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-  right: bool | None  # None: undecided, counted and rewarded like a wrong answer
+  right: bool | None  # None: undecided, in no mean and not in the loss
   reason: str  # a few words
   answer: str | None  # the extracted answer, spelled for counting votes; None: none
   reward: float | None = None  # None: 1 if right, else 0
   parts: Mapping[str, float] | None = None  # named parts of the reward; None: none
   # (end, reward) of each step; `end` counts tokens once a Scorer has read it.
   steps: Sequence[tuple[int, float]] | None = None
+  abstains: bool = False  # undecided because the rule says so, not by an error
 
   @property
   def earned(self) -> float:
-    """The reward before shaping; an undecided response earns 0."""
-    return float(self.right is True) if self.reward is None else self.reward
+    """The reward before shaping; 0, in no mean, of an undecided response."""
+    if self.right is None:
+      return 0.0
+    return float(self.right) if self.reward is None else self.reward
 
 
 def compared(equal: bool, answer: str) -> Verdict:

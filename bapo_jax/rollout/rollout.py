@@ -39,7 +39,7 @@ from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
-COUNT = ' (count)'
+COUNT = ' (count)'  # in Rollout.parts, the number of decided responses
 EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no verifier runs
 
 
@@ -111,8 +111,8 @@ class Rollout(NamedTuple):
   failed: int = 0  # turns that the environment failed to answer, in all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
-  # Named part of custom rewards -> its sum over the responses of all processes; names
-  # that end in COUNT have the number of these responses.
+  # Named part of custom rewards -> its sum over the responses of all processes, and
+  # COUNT -> the number of decided responses.
   parts: Mapping[str, float] = MappingProxyType({})
 
 
@@ -365,16 +365,18 @@ class PendingVerifications:
       conversations[int(seat)] = pending.samples[i].messages
       verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
-    # which are 0 in the processes that do not verify a response.
+    # which are 0 for responses that are undecided, or verified by another process.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
     earned_B = np.asarray([verdict.earned for verdict in verdicts], np.float32)
     right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
-    groups = _fold(rows, id_P, right_B > 0, reward_B, step)
+    groups = _fold(rows, id_P, right_B > 0, undecided_B == 0, reward_B, step)
     if self._verification.verifier.steps:
       groups = groups._replace(**_steps(rows, verdicts))
-    parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
+    parts = {}
+    if self._verification.verifier.custom:
+      parts = _part_sums([verdicts[seat] for seat in own])
     counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
     return Rollout(groups, texts, verdicts, conversations, own, **counted)
 
@@ -398,20 +400,24 @@ def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
   """Returns `Rollout.parts`; every process must call it."""
-  sums = collections.Counter()
+  sums = collections.Counter({COUNT: sum(x.right is not None for x in verdicts)})
   for verdict in verdicts:
-    parts = verdict.parts or {}
-    sums.update(parts)
-    sums.update(f'{name}{COUNT}' for name in parts)
+    sums.update(verdict.parts or {})
   return exchange.summed(sums)
 
 
 @jax.jit
 def _fold(
-  rows: Rows, id_P: Array, correct_B: Array, reward_B: Array, step: Array
+  rows: Rows,
+  id_P: Array,
+  correct_B: Array,
+  decided_B: Array,
+  reward_B: Array,
+  step: Array,
 ) -> Groups:
-  """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
+  """Makes groups of rows, verdicts and rewards; undecided responses do not teach."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
+  decided_PG = decided_B.reshape(correct_PG.shape)
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,
@@ -419,8 +425,9 @@ def _fold(
     behavior_logp_PGT=rows.logp_BT,
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
+    decided_PG=decided_PG,
     reward_PG=reward_B.reshape(correct_PG.shape),
-    teaches_PG=jnp.ones_like(correct_PG),
+    teaches_PG=decided_PG,
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
     routes_PGTX=rows.routes_BTX,
   )

@@ -8,6 +8,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -161,7 +162,8 @@ def saved_so_far(r: Resolved, workdir: str) -> str:
 def try_custom_reward(verifier: Verifier, material: Material) -> None:
   """Calls custom reward functions on a response to the first problem, before compiling.
 
-  Raises ValueError if they fail there: they would probably fail everywhere.
+  Logs that they leave it undecided. Raises ValueError if they fail there: they would
+  probably fail everywhere.
   """
   if not verifier.custom:
     return
@@ -173,7 +175,12 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   ends = 1, 2, len(trial)
   sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends=ends)
   verdict = verifier.submit([sample]).one(0)
-  if verdict.right is None:
+  if verdict.abstains:
+    log(
+      f'rewards.rule={verifier.rule} leaves a trial response to the first problem '
+      f'undecided: {verdict.reason}'
+    )
+  elif verdict.right is None:
     raise ValueError(
       f'rewards.rule={verifier.rule} fails on a trial response to the first problem: '
       f'{verdict.reason}; define a reward as f(sample), which returns the number of '
@@ -201,7 +208,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
-    right = f'; right from a reward of {c.rewards.right_from:g}'
+    right = f'; right from a reward of {c.rewards.right_from:g}, left out if undecided'
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
@@ -370,8 +377,8 @@ class Run:
     )
     if result['undecided']:
       message += (
-        f'. {result["undecided"]:.1%} of the responses could not be verified and count '
-        f'as wrong; the most frequent reason: {result["undecided_because"]}'
+        f'. {result["undecided"]:.1%} of the responses could not be verified and are '
+        f'left out; the most frequent reason: {result["undecided_because"]}'
       )
     return row, message
 
@@ -380,14 +387,16 @@ class Run:
   ) -> None:
     """Saves at the end, and if checkpoint.every or checkpoint.best asks for it."""
     config = self.t.config.checkpoint
-    ranked = 'eval/accuracy' in row and config.best > 0
+    accuracy = row.get('eval/accuracy', math.nan)  # nan: no response was decided
+    if math.isnan(accuracy):
+      accuracy = None
+    ranked = accuracy is not None and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
       return
     with self.t.timer('save'):
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
         step_record.write(self.t, self.workdir, record)
-        accuracy = row.get('eval/accuracy')
         checkpoint.save(self.checkpoints, s.step, arrays, meta | self.cost(), accuracy)
       if last:
         checkpoint.wait(self.checkpoints)

@@ -19,6 +19,8 @@ IDLE = 10  # steps in a row without anything to learn that have a cause to look 
 def change_sentence(before: files.Object, after: files.Object) -> str:
   """Compares the results of two evaluations, and their errors."""
   change = after['accuracy'] - before['accuracy']
+  if math.isnan(change):
+    return 'Accuracy is unknown: one of the two evaluations has no decided response.'
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
   n = ' and '.join(dict.fromkeys(str(e['n']) for e in (before, after)))
@@ -99,6 +101,8 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
       '(tokenizer.template), the length limit (rollout/truncated) and some responses '
       'in eval/, or use easier problems.'
     )
+  elif math.isnan(accuracy):
+    cause = 'No response could be decided: check the verifier (rewards.rule).'
   elif accuracy == 1:
     cause = 'Every response is right: the problems are too easy; use harder problems.'
   return f'{text} {cause}'

@@ -21,10 +21,10 @@ import numpy as np
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.learner.learner import Updated, advantages
+from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, take
+from bapo_jax.types import SOURCES, Groups, decided, response_length, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
@@ -43,7 +43,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
-  arrays = record.groups, record.source_P, record.reference_PGT
+  arrays = settled(record.groups), record.source_P, record.reference_PGT
   groups, source_P, reference_PGT = exchange.taken(arrays, index)
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
@@ -110,13 +110,16 @@ def _responses(
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
-  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G = group[:8]
+  tokens_GT = group.tokens_PGT
+  mask_GT = group.response_mask_PGT
+  decided_G = np.asarray(decided(group))
+  length_G = response_length(mask_GT)
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
     mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
-    version_N = version_GT[g, mask_T]
+    version_N = group.policy_version_PGT[g, mask_T]
     adv_N = adv_GT[g, mask_T]
     equal = (adv_N == adv_N[0]).all()
     sampled = {}
@@ -125,16 +128,16 @@ def _responses(
       sampled = {'sampled': mask_T[first : last + 1].tolist()}
       mask_T[first:last] = True  # with the messages of the environment
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
-    budget -= len(tokens_N)
+    budget -= int(length_G[g])
     advantage = adv_N[0] if equal else adv_N.mean()
-    reward, advantage = _numbers([reward_G[g], advantage])
+    reward, advantage = _numbers([group.reward_PG[g], advantage])
     response: dict[str, Any] = {
       'response': text,
-      'correct': bool(correct_G[g]),
-      'reward': reward,
+      'correct': bool(group.correct_PG[g]) if decided_G[g] else None,
+      'reward': reward if decided_G[g] else None,
       'advantage': advantage,
-      'taught': bool(teaches_G[g]),
-      'tokens': len(tokens_N),
+      'taught': bool(group.teaches_PG[g]),
+      'tokens': int(length_G[g]),
       'truncated': tokens_N[-1] not in tokenizer.eos,
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
@@ -142,7 +145,7 @@ def _responses(
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
-      response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
+      response['sampler_logp'] = _numbers(group.behavior_logp_PGT[g, mask_T])
       response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)

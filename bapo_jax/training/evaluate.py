@@ -3,6 +3,9 @@
 Training's rollout code samples the responses. A record contains everything that an
 audit of the verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors
 clustered by problem.
+
+An undecided response is neither right nor wrong: measures are of the other responses,
+and of the problems that have any (for k, at least k). They are nan without any.
 """
 
 import collections
@@ -26,7 +29,7 @@ from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
 from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.types import Tree, ended
+from bapo_jax.types import Tree, ended, response_length
 
 ROUNDING = 1e-9  # a smaller interval is a rounding error
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
@@ -51,9 +54,9 @@ def evaluate(
   Returns:
     (result, samples): the result of `summarize`, and a dict per response with id and
     problem (text), answer, verifier (name of the rule), response, extracted (the answer
-    in the response), verdict, reason, correct, reward (before shaping), parts (its
-    named parts), tokens, truncated (no end token), logp (summed, nats) and uid. Key and
-    uid determine the sampling noise.
+    in the response), verdict, reason, correct and reward (before shaping; both None if
+    undecided), parts (its named parts), tokens, truncated (no end token), logp (summed,
+    nats) and uid. Key and uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
   if hosts.processes() > 1 and engine.mesh:
@@ -97,8 +100,8 @@ def _sample(
     'extracted': verdict.answer,
     'verdict': WORDS[verdict.right],
     'reason': verdict.reason,
-    'correct': verdict.right is True,
-    'reward': verdict.earned,
+    'correct': verdict.right,
+    'reward': None if verdict.right is None else verdict.earned,
     'parts': dict(verdict.parts or {}),
   } | turns
 
@@ -111,7 +114,7 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = ended(mask_PGT, np.isin(tokens_PGT, eos))
-  length_PG = mask_PGT.sum(2)
+  length_PG = response_length(mask_PGT)
   G = mask_PGT.shape[1]
   return {
     str(p * G + g): {
@@ -133,53 +136,66 @@ def summarize(
     number of problems; group_size; length (mean tokens); truncated (share without an
     end token); undecided (share) and undecided_because (the most frequent reason, or
     ''); under pass and maj, the mean over problems and its stderr for each k; and under
-    parts, the same for each named part of the reward, over the responses that have the
-    part.
+    parts, the same for each named part of the reward, 0 where a response lacks it.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
     values = np.asarray([sample[name] for sample in samples], kind)
     return values.reshape(-1, group_size)
 
-  correct_PG = column('correct')
-  answers = column('extracted', object).tolist()
-  votes = list(zip(answers, correct_PG.tolist(), strict=True))
-  passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
-  voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
-  parts = column('parts', object)
-  names = (sample['parts'] for sample in samples)
-  reward_PG = column('reward')
-  undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
+  measures: dict[tuple[str, Any], list[float]] = collections.defaultdict(list)
+  names = [*dict.fromkeys(name for sample in samples for name in sample['parts'])]
+  for i in range(0, len(samples), group_size):
+    of_problem = samples[i : i + group_size]
+    responses = [sample for sample in of_problem if sample['correct'] is not None]
+    answers = [response['extracted'] for response in responses]
+    correct = [response['correct'] for response in responses]
+    for k in ks:
+      if len(responses) >= k:
+        measures['pass', k].append(pass_at(len(correct), sum(correct), k))
+        measures['maj', k].append(majority(answers, correct, k))
+    for name in names if responses else ():
+      total = sum(response['parts'].get(name, 0.0) for response in responses)
+      measures['parts', name].append(total / len(responses))
+
+  def means(kind: str, of: Sequence[Any]) -> dict[Any, dict[str, float]]:
+    return {x: mean_of_decided(np.reshape(measures[kind, x], (-1, 1))) for x in of}
+
+  accuracy = mean_of_decided(column('correct', float))
+  reward = mean_of_decided(column('reward', float))
+  undecided = [sample for sample in samples if sample['correct'] is None]
   reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
-    'accuracy': float(correct_PG.mean()),
-    'stderr': clustered_error(correct_PG),
-    'reward': float(reward_PG.mean()),
-    'reward_stderr': clustered_error(reward_PG),
-    'n': len(correct_PG),
+    'accuracy': accuracy['mean'],
+    'stderr': accuracy['stderr'],
+    'reward': reward['mean'],
+    'reward_stderr': reward['stderr'],
+    'n': len(samples) // group_size,
     'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
     'undecided': len(undecided) / len(samples),
     'undecided_because': next((text for text, _ in reasons.most_common(1)), ''),
-    'pass': {k: _measure(values) for k, values in passed.items()},
-    'maj': {k: _measure(values) for k, values in voted.items()},
-    'parts': {
-      name: _measure(_means_of_part(name, parts))
-      for name in dict.fromkeys(itertools.chain(*names))
-    },
+    'pass': means('pass', ks),
+    'maj': means('maj', ks),
+    'parts': means('parts', names),
   }
 
 
-def _measure(values: Sequence[float]) -> dict[str, float]:
-  value_P = np.asarray(values, float)
-  return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
+def mean_of_decided(values: ArrayLike) -> dict[str, float]:
+  """Returns the mean over P problems of values [P, G], and its standard error.
 
-
-def _means_of_part(name: str, parts_PG: np.ndarray) -> list[float]:
-  """Returns the mean of a part of the reward for each problem that has the part."""
-  present = ([parts[name] for parts in row if name in parts] for row in parts_PG)
-  return [sum(values) / len(values) for values in present if values]
+  nan values, of undecided responses, are left out of the mean of their problem. A
+  problem without other values is left out; without any problem both results are nan.
+  """
+  value_PG = np.asarray(values, float)
+  value_PG = value_PG[~np.isnan(value_PG).all(1)]
+  if not len(value_PG):
+    return {'mean': math.nan, 'stderr': math.nan}
+  # Filled with the mean of the problem, which does not change the mean.
+  mean_P1 = np.nanmean(value_PG, 1, keepdims=True)
+  value_PG = np.where(np.isnan(value_PG), mean_P1, value_PG)
+  return {'mean': float(value_PG.mean()), 'stderr': clustered_error(value_PG)}
 
 
 def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:

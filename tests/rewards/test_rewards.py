@@ -148,7 +148,10 @@ def test_groups_get_their_rewards():
     for g in range(8):
       bonus = 0.25 if (p * 8 + g) % 3 else 0
       # A cache of one token: the penalty falls on the longest alone.
-      penalty = float(old.response_mask_PGT[p, g].sum() == 5) / 2
+      # Its length is that from the first to the last sampled token.
+      penalty = (
+        float(old.response_mask_PGT[p, g, 0] and old.response_mask_PGT[p, g, 4]) / 2
+      )
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
   assert not np.asarray(new.reward_PG[2]).any()  # an empty seat
