@@ -222,10 +222,8 @@ def response_length(response_mask_PGT: AnyArray) -> AnyArray:
   The messages between turns count, as they do in sampler.max_new_tokens. Takes arrays
   of JAX or of NumPy.
   """
-  sampled_PG = response_mask_PGT.any(-1)
-  first_PG = response_mask_PGT.argmax(-1)
-  after_PG = response_mask_PGT.shape[-1] - response_mask_PGT[..., ::-1].argmax(-1)
-  return (after_PG - first_PG) * sampled_PG
+  outside_PG = response_mask_PGT.argmax(-1) + response_mask_PGT[..., ::-1].argmax(-1)
+  return (response_mask_PGT.shape[-1] - outside_PG) * response_mask_PGT.any(-1)
 
 
 def first_of(id_N: Array, valid_N: Array) -> Array:
@@ -241,9 +239,8 @@ def trained_on(groups: Groups) -> Array:
 
 def decided(groups: Groups) -> Array:
   """Marks the responses [P, G] that have a verdict."""
-  if groups.decided_PG is None:
-    return jnp.ones_like(groups.correct_PG)
-  return groups.decided_PG
+  decided_PG = groups.decided_PG
+  return jnp.ones_like(groups.correct_PG) if decided_PG is None else decided_PG
 
 
 def passing(groups: Groups, low: int | Array, high: int | Array) -> Array:
@@ -252,8 +249,8 @@ def passing(groups: Groups, low: int | Array, high: int | Array) -> Array:
   If some responses are undecided, the pass rate is that of the others; a group without
   a verdict is not marked.
   """
-  G = groups.correct_PG.shape[1]
-  n_P, right_P = decided(groups).sum(1), groups.correct_PG.sum(1) * G
+  n_P = decided(groups).sum(1)
+  right_P = groups.correct_PG.sum(1) * groups.correct_PG.shape[1]
   return (n_P > 0) & (right_P >= low * n_P) & (right_P <= high * n_P)
 
 

@@ -44,6 +44,13 @@ REUSED = SOURCES.index('reused')
 # Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
 SLACK = 1e-4
 REEVALUATED = ('hard_problems', 'buffer.reevaluate > 0')
+HARD = knob(
+  1 / 8,
+  'c1: a problem is hard up to this pass rate.',
+  least=0,
+  below=1,
+  needs=REEVALUATED,
+)
 
 
 class ThresholdRule(Part):
@@ -66,13 +73,7 @@ class FixedThresholds(ThresholdRule):
   """Pass rates that are the same at every step (arXiv:2602.20722, section 3)."""
 
   rule: Literal['fixed'] = 'fixed'
-  hard: float = knob(
-    1 / 8,
-    'c1: a problem is hard up to this pass rate.',
-    least=0,
-    below=1,
-    needs=REEVALUATED,
-  )
+  hard: float = HARD
   reusable: Range = knob(
     (1 / 8, 5 / 8),
     '(c2, c3): a group is reusable from the first to the second pass rate.',
@@ -97,13 +98,7 @@ class MovingThresholds(ThresholdRule):
   """
 
   rule: Literal['moving'] = 'moving'
-  hard: float = knob(
-    1 / 8,
-    'c1: a problem is hard up to this pass rate.',
-    least=0,
-    below=1,
-    needs=REEVALUATED,
-  )
+  hard: float = HARD
   low: Range = knob(
     (3 / 8, 1 / 8),
     'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
@@ -318,8 +313,8 @@ def insert(
   responses = buffer.num_responses + (decided(fresh) & filled_P[:, None]).sum()
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  stored = hard, reusable, usage_count_P, correct, responses, bands
-  return sharding.constrain_rows(ReplayBuffer(*stored)), counts
+  stored = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)
+  return sharding.constrain_rows(stored), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:

@@ -220,7 +220,6 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
     verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
     if math.isnan(accuracy):
       verdict = f'all {n} responses are undecided'
-      way_out = 'repair --config.rewards.rule'
     if 0 < accuracy < 1:
       verdict = 'in every group, either all responses are right or all are wrong'
     yield Finding(

@@ -61,9 +61,8 @@ def settled(groups: Groups) -> Groups:
   The programs are then those of groups that cannot be undecided, to the bit: a mean
   over a mask is rounded differently. Every process must call it.
   """
-  if groups.decided_PG is None or not exchange.whole(groups.decided_PG).all():
-    return groups
-  return groups._replace(decided_PG=None)
+  all_decided = exchange.whole(groups.decided_PG).all()
+  return groups._replace(decided_PG=None) if all_decided else groups
 
 
 def advantages(
@@ -149,27 +148,29 @@ def flatten(
     number: see Batch.update_B.
     reference_PGT, teacher: see `advantages`.
   """
-  P, G, T = groups.tokens_PGT.shape
+  P, G, _ = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   rules = advantage_rule, weights, reference_PGT, teacher
   adv_PGT = advantages(groups, source_P, *rules)
+
+  def rows(x_PGT: Array | None) -> Any:
+    return None if x_PGT is None else x_PGT.reshape(P * G, *x_PGT.shape[2:])
+
   return Batch(
-    tokens_BT=groups.tokens_PGT.reshape(P * G, T),
-    loss_mask_BT=loss_mask_PGT.reshape(P * G, T),
-    behavior_logp_BT=groups.behavior_logp_PGT.reshape(P * G, T),
-    prox_BT=prox_PGT.reshape(P * G, T),
-    adv_BT=adv_PGT.reshape(P * G, T),
+    tokens_BT=rows(groups.tokens_PGT),
+    loss_mask_BT=rows(loss_mask_PGT),
+    behavior_logp_BT=rows(groups.behavior_logp_PGT),
+    prox_BT=rows(prox_PGT),
+    adv_BT=rows(adv_PGT),
     source_B=jnp.repeat(source_P, G),
-    on_policy_BT=on_policy_PGT.reshape(P * G, T),
-    reference_BT=None if reference_PGT is None else reference_PGT.reshape(P * G, T),
+    on_policy_BT=rows(on_policy_PGT),
+    reference_BT=rows(reference_PGT),
     update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
-    routes_BTX=None
-    if groups.routes_PGTX is None
-    else groups.routes_PGTX.reshape(P * G, T, -1),
+    routes_BTX=rows(groups.routes_PGTX),
   )
 
 

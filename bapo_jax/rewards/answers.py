@@ -24,10 +24,8 @@ class Verdict(NamedTuple):
 
   @property
   def earned(self) -> float:
-    """The reward before shaping; 0, in no mean, of an undecided response."""
-    if self.right is None:
-      return 0.0
-    return float(self.right) if self.reward is None else self.reward
+    """The reward before shaping; an undecided response has none, and 0 here."""
+    return float(self.right is True) if self.reward is None else self.reward
 
 
 def compared(equal: bool, answer: str) -> Verdict:

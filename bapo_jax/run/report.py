@@ -95,14 +95,12 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
     'Each problem is always solved or never solved: use problems of medium difficulty '
     'or raise sampler.group_size.'
   )
-  if accuracy == 0:
+  if not accuracy > 0:  # nan: all are undecided
     cause = (
       'No response is right: check the verifier (rewards.rule), the prompt template '
       '(tokenizer.template), the length limit (rollout/truncated) and some responses '
       'in eval/, or use easier problems.'
     )
-  elif math.isnan(accuracy):
-    cause = 'No response could be decided: check the verifier (rewards.rule).'
   elif accuracy == 1:
     cause = 'Every response is right: the problems are too easy; use harder problems.'
   return f'{text} {cause}'

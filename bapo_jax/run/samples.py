@@ -188,9 +188,10 @@ def changed(run: RunFiles) -> Iterator[Element]:
   }
   if comparable:
     counts = [f'{len(changes[v])} {text}' for v, (text, _) in CHANGES.items()]
-    unknown = len(pairs) - sum(map(len, changes.values()))
-    counts += [f'{unknown} undecided before or after'] * (unknown > 0)
-    text = f'Of {len(pairs)} responses: {"; ".join(counts)}. Some of each:'
+    text = (
+      f'Of {len(pairs)} responses, of which undecided ones are in no group: '
+      f'{"; ".join(counts)}. Some of each:'
+    )
     yield element('p', text)
   for verdicts, (text, limit) in CHANGES.items():
     first: dict[str, tuple] = {}  # problem -> its first response

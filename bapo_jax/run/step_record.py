@@ -24,7 +24,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, decided, response_length, take
+from bapo_jax.types import SOURCES, Groups, response_length, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
@@ -43,8 +43,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
-  arrays = settled(record.groups), record.source_P, record.reference_PGT
-  groups, source_P, reference_PGT = exchange.taken(arrays, index)
+  bare = settled(record.groups)
+  arrays = bare, record.source_P, record.reference_PGT, record.groups.decided_PG
+  groups, source_P, reference_PGT, decided_PG = exchange.taken(arrays, index)
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
@@ -55,7 +56,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   for p, (number, of_seat) in enumerate(updated):
     group = take(groups, p)  # without P
     problem = int(groups.id_P[p])
-    responses = _responses(t.tokenizer, group, adv_PGT[p], of_seat, budget)
+    responses = _responses(
+      t.tokenizer, group, decided_PG[p], adv_PGT[p], of_seat, budget
+    )
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
@@ -105,21 +108,22 @@ def _updated(updates: Sequence[Updated], seat, group_size):
 def _responses(
   tokenizer: Tokenizer,
   group: Groups,
+  decided_G: np.ndarray,
   adv_GT: np.ndarray,
   of_seat: Updated | None,
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
-  tokens_GT = group.tokens_PGT
-  mask_GT = group.response_mask_PGT
-  decided_G = np.asarray(decided(group))
+  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, _, reward_G, teaches_G, *_ = (
+    group
+  )
   length_G = response_length(mask_GT)
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
     mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
-    version_N = group.policy_version_PGT[g, mask_T]
+    version_N = version_GT[g, mask_T]
     adv_N = adv_GT[g, mask_T]
     equal = (adv_N == adv_N[0]).all()
     sampled = {}
@@ -130,13 +134,13 @@ def _responses(
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
     budget -= int(length_G[g])
     advantage = adv_N[0] if equal else adv_N.mean()
-    reward, advantage = _numbers([group.reward_PG[g], advantage])
+    reward, advantage = _numbers([reward_G[g], advantage])
     response: dict[str, Any] = {
       'response': text,
-      'correct': bool(group.correct_PG[g]) if decided_G[g] else None,
+      'correct': bool(correct_G[g]) if decided_G[g] else None,
       'reward': reward if decided_G[g] else None,
       'advantage': advantage,
-      'taught': bool(group.teaches_PG[g]),
+      'taught': bool(teaches_G[g]),
       'tokens': int(length_G[g]),
       'truncated': tokens_N[-1] not in tokenizer.eos,
       'version': [int(v) for v in (version_N.min(), version_N.max())],
@@ -145,7 +149,7 @@ def _responses(
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
-      response['sampler_logp'] = _numbers(group.behavior_logp_PGT[g, mask_T])
+      response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
       response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)

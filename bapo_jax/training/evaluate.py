@@ -143,24 +143,16 @@ def summarize(
     values = np.asarray([sample[name] for sample in samples], kind)
     return values.reshape(-1, group_size)
 
-  measures: dict[tuple[str, Any], list[float]] = collections.defaultdict(list)
-  names = [*dict.fromkeys(name for sample in samples for name in sample['parts'])]
+  decided = []  # the decided responses to each problem
+  votes = []  # their answers, and whether they are right
   for i in range(0, len(samples), group_size):
-    of_problem = samples[i : i + group_size]
-    responses = [sample for sample in of_problem if sample['correct'] is not None]
-    answers = [response['extracted'] for response in responses]
-    correct = [response['correct'] for response in responses]
-    for k in ks:
-      if len(responses) >= k:
-        measures['pass', k].append(pass_at(len(correct), sum(correct), k))
-        measures['maj', k].append(majority(answers, correct, k))
-    for name in names if responses else ():
-      total = sum(response['parts'].get(name, 0.0) for response in responses)
-      measures['parts', name].append(total / len(responses))
-
-  def means(kind: str, of: Sequence[Any]) -> dict[Any, dict[str, float]]:
-    return {x: mean_of_decided(np.reshape(measures[kind, x], (-1, 1))) for x in of}
-
+    responses = [x for x in samples[i : i + group_size] if x['correct'] is not None]
+    decided.append(responses)
+    answers = [x['extracted'] for x in responses]
+    votes.append((answers, [x['correct'] for x in responses]))
+  passed = {k: [pass_at(len(c), sum(c), k) for _, c in votes] for k in ks}
+  voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
+  names = (sample['parts'] for sample in samples)
   accuracy = mean_of_decided(column('correct', float))
   reward = mean_of_decided(column('reward', float))
   undecided = [sample for sample in samples if sample['correct'] is None]
@@ -176,19 +168,27 @@ def summarize(
     'truncated': float(column('truncated').mean()),
     'undecided': len(undecided) / len(samples),
     'undecided_because': next((text for text, _ in reasons.most_common(1)), ''),
-    'pass': means('pass', ks),
-    'maj': means('maj', ks),
-    'parts': means('parts', names),
+    'pass': {k: mean_of_decided(values) for k, values in passed.items()},
+    'maj': {k: mean_of_decided(values) for k, values in voted.items()},
+    'parts': {
+      name: mean_of_decided([_part(name, responses) for responses in decided])
+      for name in dict.fromkeys(itertools.chain(*names))
+    },
   }
 
 
-def mean_of_decided(values: ArrayLike) -> dict[str, float]:
-  """Returns the mean over P problems of values [P, G], and its standard error.
+def _part(name: str, responses: Sequence[dict[str, Any]]) -> float:
+  values = [response['parts'].get(name, 0.0) for response in responses]
+  return sum(values) / len(values) if values else math.nan
+
+
+def mean_of_decided(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+  """Returns the mean over P problems of values [P, G] or [P], and its standard error.
 
   nan values, of undecided responses, are left out of the mean of their problem. A
   problem without other values is left out; without any problem both results are nan.
   """
-  value_PG = np.asarray(values, float)
+  value_PG = np.reshape(values, (len(values), -1)).astype(float)
   value_PG = value_PG[~np.isnan(value_PG).all(1)]
   if not len(value_PG):
     return {'mean': math.nan, 'stderr': math.nan}
@@ -215,10 +215,10 @@ def pass_at(n: int, c: int, k: int) -> float:
   """Returns the chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
-  section 2.1) for 1 <= k <= n; integer binomials neither overflow nor cancel.
+  section 2.1); integer binomials neither overflow nor cancel. nan for n < k.
   """
   ways = math.comb(n, k)
-  return (ways - math.comb(n - c, k)) / ways
+  return (ways - math.comb(n - c, k)) / ways if ways else math.nan
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
@@ -226,7 +226,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
   A response votes for its exact answer string; without an answer it does not vote.
   A tie counts as the share of right answers among the tied answers, as in a fair draw;
-  a block without votes is wrong.
+  a block without votes is wrong. nan for fewer than k responses.
   """
   shares = []
   for i in range(0, len(answers) - k + 1, k):
@@ -235,7 +235,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     most = max(votes.values(), default=0)
     first = [s for s, n in votes.items() if n == most]
     shares.append(sum(s in right for s in first) / max(len(first), 1))
-  return sum(shares) / len(shares)
+  return sum(shares) / len(shares) if shares else math.nan
 
 
 def table(result: dict[str, Any], title: str) -> str:
