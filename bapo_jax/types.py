@@ -31,6 +31,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, UInt, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
+Mask = Any  # a bool array; None: True everywhere
 AnyTree = TypeVar('AnyTree')
 AnyArray = TypeVar('AnyArray', Array, np.ndarray)
 
@@ -59,7 +60,7 @@ class Groups(NamedTuple):
   behavior_logp_PGT: Float32[Array, 'P G T']   # log mu(token), nats, under the distribution sampled from; 0 elsewhere
   policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token; -1 elsewhere
   correct_PG: Bool[Array, 'P G']               # the verifier's verdict; False where it has none
-  decided_PG: Bool[Array, 'P G'] | None        # False where the verifier has no verdict: the response is in no mean of its group, nor in the loss; None: all are decided
+  decided_PG: Mask                             # bool, False where the verifier has no verdict: the response is in no mean of its group, nor in the loss; None: see learner.settled
   reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
   teaches_PG: Bool[Array, 'P G']               # False where the response is left out of the loss; its reward stays in its group
   completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
@@ -237,19 +238,13 @@ def trained_on(groups: Groups) -> Array:
   return groups.teaches_PG & groups.response_mask_PGT.any(2)
 
 
-def decided(groups: Groups) -> Array:
-  """Marks the responses [P, G] that have a verdict."""
-  decided_PG = groups.decided_PG
-  return jnp.ones_like(groups.correct_PG) if decided_PG is None else decided_PG
-
-
 def passing(groups: Groups, low: int | Array, high: int | Array) -> Array:
   """Marks the groups [P] with `low` to `high` of G right responses, both included.
 
   If some responses are undecided, the pass rate is that of the others; a group without
   a verdict is not marked.
   """
-  n_P = decided(groups).sum(1)
+  n_P = groups.decided_PG.sum(1)
   right_P = groups.correct_PG.sum(1) * groups.correct_PG.shape[1]
   return (n_P > 0) & (right_P >= low * n_P) & (right_P <= high * n_P)
 
@@ -263,7 +258,7 @@ def learnable(groups: Groups) -> Array:
   k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
   most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
   least_P = jnp.where(trained_PG, groups.reward_PG, jnp.inf).min(1)
-  both_P = (k_P > 0) & (k_P < decided(groups).sum(1))
+  both_P = (k_P > 0) & (k_P < groups.decided_PG.sum(1))
   return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
 
 

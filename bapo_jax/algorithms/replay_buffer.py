@@ -31,7 +31,6 @@ from bapo_jax.types import (
   Routes,
   ThresholdFunction,
   concat,
-  decided,
   empty_groups,
   first_of,
   learnable,
@@ -310,7 +309,7 @@ def insert(
   hard, counts = _insert_hard(buffer, tried, hard_P, len(fresh.id_P), hard_order)
   filled_P = fresh.completed_step_P >= 0
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
-  responses = buffer.num_responses + (decided(fresh) & filled_P[:, None]).sum()
+  responses = buffer.num_responses + (fresh.decided_PG & filled_P[:, None]).sum()
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
   stored = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)
@@ -369,7 +368,7 @@ def _insert_hard(
   rows of `tried` are fresh groups, the others re-evaluated groups.
   """
   filled_P = tried.completed_step_P >= 0
-  n_P = decided(tried).sum(1)
+  n_P = tried.decided_PG.sum(1)
   before_P = jnp.where(buffer.hard.completed_step_P >= 0, buffer.hard.id_P, -1)
   known_P = filled_P & _among(tried.id_P, before_P)
   # An attempt without a verdict moves no problem in or out, and counts as the last one.

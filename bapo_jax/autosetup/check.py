@@ -36,7 +36,7 @@ from bapo_jax.training.evaluate import WORDS, mean_of_decided
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.submission import Round
-from bapo_jax.types import decided, ended, response_length, take
+from bapo_jax.types import ended, response_length, take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
 SHOWN = 3  # prompts, and responses
@@ -132,7 +132,7 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
   mask_PGT = np.asarray(groups.response_mask_PGT)
-  correct_PG = np.where(decided(groups), groups.correct_PG, np.nan)
+  correct_PG = np.where(groups.decided_PG, groups.correct_PG, np.nan)
   ended_PG = ended(mask_PGT, np.isin(groups.tokens_PGT, eos))
   read = [verdict.answer is not None for verdict in rollout.verdicts]
   undecided = [x.reason for x in rollout.verdicts if x.right is None]

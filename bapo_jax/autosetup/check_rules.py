@@ -7,7 +7,6 @@ A `mistake` certainly makes the run useless, a `warning` probably does.
 """
 
 import functools
-import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -217,9 +216,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'{more if config.batch.rule == "fresh_only" else ""}',
     )
   if not sampled.mixed:
-    verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
-    if math.isnan(accuracy):
-      verdict = f'all {n} responses are undecided'
+    kind = {1: 'right', 0: 'wrong'}.get(accuracy, 'undecided')
+    verdict = f'all {n} responses are {kind}'
     if 0 < accuracy < 1:
       verdict = 'in every group, either all responses are right or all are wrong'
     yield Finding(

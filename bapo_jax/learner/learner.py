@@ -31,7 +31,6 @@ from bapo_jax.types import (
   Groups,
   Tree,
   UpdatedTokens,
-  decided,
   take,
   trained_on,
 )
@@ -79,7 +78,7 @@ def advantages(
   rule also compares the rewards of all steps of a group with each other, and a token
   gets the sum over the steps that end at the token or later.
 
-  An undecided response has no advantage, and others are not compared with it.
+  No response is compared with an undecided one, which is not in the loss.
 
   Args:
     advantage_rule: None leaves out the rewards.
@@ -88,13 +87,12 @@ def advantages(
   """
   P, G, T = groups.tokens_PGT.shape
   reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
-  mask_PGT = groups.response_mask_PGT
-  if groups.decided_PG is not None:
-    mask_PGT &= groups.decided_PG[..., None]
   if advantage_rule is None:
     adv_PGT = jnp.zeros((P, G, T), jnp.float32)
   elif advantage_rule.reads == 'groups':
-    adv_PGT = advantage_rule(groups._replace(decided_PG=decided(groups)))
+    all_PG = jnp.ones_like(groups.correct_PG)
+    decided_PG = all_PG if groups.decided_PG is None else groups.decided_PG
+    adv_PGT = advantage_rule(groups._replace(decided_PG=decided_PG))
   else:
     adv_PG = compared(advantage_rule, groups.reward_PG, groups.decided_PG)
     adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
@@ -106,7 +104,7 @@ def advantages(
     adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   # A user's rule may return anything, such as nan, outside responses.
-  return jnp.where(mask_PGT, adv_PGT * weight_P[:, None, None], 0)
+  return jnp.where(groups.response_mask_PGT, adv_PGT * weight_P[:, None, None], 0)
 
 
 def compared(

@@ -20,7 +20,7 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import ShapingRule
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
-from bapo_jax.types import Groups, decided, ended, response_length
+from bapo_jax.types import Groups, ended, response_length
 
 
 class PendingVerdicts(NamedTuple):
@@ -130,12 +130,6 @@ class EnvironmentProcesses(Verifier):
     self.failed = False  # whether a failure has been reported
 
 
-def plain(groups: Groups, texts: Sequence[str]) -> Groups:
-  """Returns the groups unchanged, with the rewards that the verifier gave."""
-  del texts
-  return groups
-
-
 def shaped(
   groups: Groups,
   texts: Sequence[str],
@@ -171,9 +165,9 @@ def shaped(
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )
-  decided_PG = decided(groups)
   # Empty seats and undecided responses have no reward.
-  rewarded_PG = decided_PG & (groups.completed_step_P >= 0)[:, None]
+  rewarded_PG = groups.decided_PG & (groups.completed_step_P >= 0)[:, None]
   return groups._replace(
-    reward_PG=jnp.where(rewarded_PG, reward_PG, 0), teaches_PG=teaches_PG & decided_PG
+    reward_PG=jnp.where(rewarded_PG, reward_PG, 0),
+    teaches_PG=teaches_PG & groups.decided_PG,
   )

@@ -149,7 +149,7 @@ class Scorer:
     if isinstance(value, Failure):
       return _failed(rule, value)
     if value is None:
-      return Verdict(None, f'{rule} returned None', None, abstains=True)
+      value = Verdict(None, f'{rule} returned None', None)
     steps = value.steps if isinstance(value, Verdict) else None
     if isinstance(value, Mapping) and 'steps' in value:
       value = dict(value)

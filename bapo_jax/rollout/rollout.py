@@ -27,7 +27,6 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.conversation import Between, messages, parts_of, tokens_of
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.rewards import rewards
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.score import Sample
@@ -52,7 +51,7 @@ class Verification:
   verifier: Verifier
   timer: PhaseTimer  # has the phases 'sample' and 'verify'
   # (groups, texts of the responses) -> groups with the rewards for the learner
-  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain
+  shape: Callable[[Groups, Sequence[str]], Groups] = lambda groups, texts: groups
 
   @functools.cached_property
   def between(self) -> Between:
@@ -377,8 +376,8 @@ class PendingVerifications:
     parts = {}
     if self._verification.verifier.custom:
       parts = _part_sums([verdicts[seat] for seat in own])
-    counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
-    return Rollout(groups, texts, verdicts, conversations, own, **counted)
+    undecided = int(undecided_B.sum())
+    return Rollout(groups, texts, verdicts, conversations, own, undecided, parts=parts)
 
 
 def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:

@@ -365,7 +365,9 @@ class Run:
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
-    row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
+    floats = {k: v for k, v in result.items() if isinstance(v, float)}
+    # A row lacks what is unknown because no response was decided.
+    row = {f'eval/{k}': v for k, v in floats.items() if not math.isnan(v)}
     for name, part in result['parts'].items():
       row[f'eval/{metrics.PARTS}{name}'] = part['mean']
       row[f'eval/{metrics.PARTS}{name}_stderr'] = part['stderr']
@@ -387,16 +389,14 @@ class Run:
   ) -> None:
     """Saves at the end, and if checkpoint.every or checkpoint.best asks for it."""
     config = self.t.config.checkpoint
-    accuracy = row.get('eval/accuracy', math.nan)  # nan: no response was decided
-    if math.isnan(accuracy):
-      accuracy = None
-    ranked = accuracy is not None and config.best > 0
+    ranked = 'eval/accuracy' in row and config.best > 0
     if not (last or ranked or s.step % config.every == 0):
       return
     with self.t.timer('save'):
       if s.step not in self.checkpoints.all_steps():
         arrays, meta = snapshot(self.t, s)
         step_record.write(self.t, self.workdir, record)
+        accuracy = row.get('eval/accuracy')
         checkpoint.save(self.checkpoints, s.step, arrays, meta | self.cost(), accuracy)
       if last:
         checkpoint.wait(self.checkpoints)

@@ -24,7 +24,7 @@ from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, response_length, take
+from bapo_jax.types import SOURCES, Groups, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
@@ -43,9 +43,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
-  bare = settled(record.groups)
-  arrays = bare, record.source_P, record.reference_PGT, record.groups.decided_PG
-  groups, source_P, reference_PGT, decided_PG = exchange.taken(arrays, index)
+  arrays = settled(record.groups), record.source_P, record.reference_PGT
+  groups, source_P, reference_PGT = exchange.taken(arrays, index)
+  decided_PG = exchange.taken(record.groups.decided_PG, index)
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
@@ -117,7 +117,6 @@ def _responses(
   _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, _, reward_G, teaches_G, *_ = (
     group
   )
-  length_G = response_length(mask_GT)
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
@@ -132,7 +131,7 @@ def _responses(
       sampled = {'sampled': mask_T[first : last + 1].tolist()}
       mask_T[first:last] = True  # with the messages of the environment
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
-    budget -= int(length_G[g])
+    budget -= len(tokens_N)
     advantage = adv_N[0] if equal else adv_N.mean()
     reward, advantage = _numbers([reward_G[g], advantage])
     response: dict[str, Any] = {
@@ -141,7 +140,7 @@ def _responses(
       'reward': reward if decided_G[g] else None,
       'advantage': advantage,
       'taught': bool(teaches_G[g]),
-      'tokens': int(length_G[g]),
+      'tokens': len(tokens_N),
       'truncated': tokens_N[-1] not in tokenizer.eos,
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }

@@ -187,15 +187,20 @@ def mean_of_decided(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
   nan values, of undecided responses, are left out of the mean of their problem. A
   problem without other values is left out; without any problem both results are nan.
+
+  Responses to one problem are correlated, so the error is that of the mean of the
+  per-problem means; 0.0 with fewer than two problems. Treating all responses as
+  independent would give too small an error.
   """
   value_PG = np.reshape(values, (len(values), -1)).astype(float)
   value_PG = value_PG[~np.isnan(value_PG).all(1)]
   if not len(value_PG):
     return {'mean': math.nan, 'stderr': math.nan}
-  # Filled with the mean of the problem, which does not change the mean.
-  mean_P1 = np.nanmean(value_PG, 1, keepdims=True)
-  value_PG = np.where(np.isnan(value_PG), mean_P1, value_PG)
-  return {'mean': float(value_PG.mean()), 'stderr': clustered_error(value_PG)}
+  mean_P = np.nanmean(value_PG, 1)
+  # A value that is filled with the mean of its problem does not change the mean.
+  filled_PG = np.where(np.isnan(value_PG), mean_P[:, None], value_PG)
+  error = mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0
+  return {'mean': float(filled_PG.mean()), 'stderr': error}
 
 
 def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -307,14 +312,3 @@ def plus_minus(middle: float, half: float, sign: str = '') -> str:
     return f'{middle:{sign}.4g}{" ± 0" * (half <= ROUNDING)}'
   decimals = max(0, 1 - int(f'{half:.1e}'[4:]))  # 1 - the exponent of 5.6e-02
   return f'{middle:{sign}.{decimals}f} ± {half:.{decimals}f}'
-
-
-def clustered_error(correct_PG: ArrayLike) -> float:
-  """Returns the standard error of the mean of correct_PG, clustered by problem.
-
-  Responses to one problem are correlated, so this is the standard error of the mean of
-  the per-problem means; 0.0 with fewer than two problems. Treating all responses as
-  independent would give too small an error.
-  """
-  mean_P = np.asarray(correct_PG, float).mean(1)
-  return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

@@ -229,6 +229,7 @@ def _step_metrics(
   rate_P = right_PG.mean(1, where=fresh.decided_PG)
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  old_PGT = now - groups.policy_version_PGT
   sampled = fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   metrics = {
     'rollout/tokens': sampled,
@@ -244,7 +245,7 @@ def _step_metrics(
     'rollout/age_max': age_PGT.max(),
     'batch/filled': (source_P >= 0).mean(),
     'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
-    'batch/age': masked_mean(now - groups.policy_version_PGT, trained_PGT),
+    'batch/age': masked_mean(old_PGT, trained_PGT),
     'buffer/hard': (buffer.hard.completed_step_P >= 0).sum(),
     'buffer/reusable': (buffer.reusable.completed_step_P >= 0).sum(),
     'buffer/hard_max_correct': buffer.thresholds.hard_max,
@@ -256,7 +257,7 @@ def _step_metrics(
     metrics['teacher/kl'] = masked_mean(below_PGT, trained_PGT)
   for i, source in enumerate(SOURCES):
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
-    age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
-    metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
+    metrics[f'batch/{source}'] = (source_P == i).mean()
+    metrics[f'batch/age_{source}'] = diagnostics.mean_or_nan(old_PGT, own_PGT)
   trained_P = trained_on(groups).any(1)
   return metrics, diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))

@@ -199,7 +199,7 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations(group):
     rate_P = rng.beta(0.4, 0.4, 60)
     correct_PG = rng.random((60, group)) < rate_P[:, None]
     means.append(correct_PG.mean())
-    errors.append(evaluate.clustered_error(correct_PG))
+    errors.append(evaluate.mean_of_decided(correct_PG)['stderr'])
   # Both known to 1/sqrt(2 * 4000) = 1.1 %; counting responses as if they were
   # independent gives a third of it at group 8.
   spread = np.std(means)
