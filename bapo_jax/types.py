@@ -31,6 +31,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32, UInt, UInt8
 
 Tree = Any  # a pytree of arrays, as JAX has them
+Mask = Any  # a bool array; None: True everywhere
 AnyTree = TypeVar('AnyTree')
 AnyArray = TypeVar('AnyArray', Array, np.ndarray)
 
@@ -58,7 +59,8 @@ class Groups(NamedTuple):
   response_mask_PGT: Bool[Array, 'P G T']      # True where the policy sampled the token
   behavior_logp_PGT: Float32[Array, 'P G T']   # log mu(token), nats, under the distribution sampled from; 0 elsewhere
   policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token; -1 elsewhere
-  correct_PG: Bool[Array, 'P G']               # the verifier's verdict
+  correct_PG: Bool[Array, 'P G']               # the verifier's verdict; False where it has none
+  decided_PG: Mask                             # bool, False where the verifier has no verdict: the response is in no mean of its group, nor in the loss; None: see learner.settled
   reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
   teaches_PG: Bool[Array, 'P G']               # False where the response is left out of the loss; its reward stays in its group
   completed_step_P: Int32[Array, ' P']         # learner step at which the group was completed; -1 marks an empty row
@@ -185,6 +187,7 @@ def empty_groups(
     behavior_logp_PGT=jnp.zeros((P, G, T), jnp.float32),
     policy_version_PGT=jnp.full((P, G, T), -1, jnp.int32),
     correct_PG=jnp.zeros((P, G), bool),
+    decided_PG=jnp.ones((P, G), bool),
     reward_PG=jnp.zeros((P, G), jnp.float32),
     teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=jnp.full(P, -1, jnp.int32),
@@ -214,6 +217,16 @@ def ended(response_mask_PGT: AnyArray, is_end_PGT: AnyArray) -> AnyArray:
   return (last_PGT & is_end_PGT).any(-1)
 
 
+def response_length(response_mask_PGT: AnyArray) -> AnyArray:
+  """Returns the tokens [P, G] from the first sampled one to the last, both included.
+
+  The messages between turns count, as they do in sampler.max_new_tokens. Takes arrays
+  of JAX or of NumPy.
+  """
+  outside_PG = response_mask_PGT.argmax(-1) + response_mask_PGT[..., ::-1].argmax(-1)
+  return (response_mask_PGT.shape[-1] - outside_PG) * response_mask_PGT.any(-1)
+
+
 def first_of(id_N: Array, valid_N: Array) -> Array:
   """Marks the valid rows whose id no earlier valid row has."""
   same_NN = (id_N[:, None] == id_N[None]) & valid_N[None]
@@ -225,6 +238,17 @@ def trained_on(groups: Groups) -> Array:
   return groups.teaches_PG & groups.response_mask_PGT.any(2)
 
 
+def passing(groups: Groups, low: int | Array, high: int | Array) -> Array:
+  """Marks the groups [P] with `low` to `high` of G right responses, both included.
+
+  If some responses are undecided, the pass rate is that of the others; a group without
+  a verdict is not marked.
+  """
+  n_P = groups.decided_PG.sum(1)
+  right_P = groups.correct_PG.sum(1) * groups.correct_PG.shape[1]
+  return (n_P > 0) & (right_P >= low * n_P) & (right_P <= high * n_P)
+
+
 def learnable(groups: Groups) -> Array:
   """Marks the groups [P] with right and wrong responses and with unequal rewards.
 
@@ -234,7 +258,7 @@ def learnable(groups: Groups) -> Array:
   k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
   most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
   least_P = jnp.where(trained_PG, groups.reward_PG, jnp.inf).min(1)
-  both_P = (k_P > 0) & (k_P < groups.correct_PG.shape[1])
+  both_P = (k_P > 0) & (k_P < groups.decided_PG.sum(1))
   return both_P & (most_P > least_P) & (groups.completed_step_P >= 0)
 
 
@@ -273,6 +297,10 @@ class LossFunction(Protocol):
 class AdvantageFunction(Protocol):
   # 'rewards', or 'groups': called with Groups, and returns adv_PGT.
   reads: ClassVar[Any]
+
+  @property
+  def custom(self) -> bool:
+    """Whether it is a user's function, which takes no valid_PG."""
 
   def __call__(self, reward_PG: Any, valid_PG: Array | None = None, /) -> Array:
     """Returns adv_PG, the advantages within each group; 0 where all rewards are equal.

@@ -35,6 +35,7 @@ from jax.flatten_util import ravel_pytree
 
 from bapo_jax.algorithms import diagnostics, loss
 from bapo_jax.algorithms.clip import Balanced, ClipRule, Recipe
+from bapo_jax.learner import learner
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.run import step_record
@@ -65,7 +66,7 @@ class Recorded(NamedTuple):
 
   config: Config  # of the run; the defaults for a file of another trainer
   step: int  # 0 for a file of another trainer
-  reward_PG: np.ndarray  # f32, of every recorded group
+  reward_PG: np.ndarray  # f32, of every recorded group; nan: undecided
   row_B: np.ndarray  # int, index of each row into reward_PG, flattened
   source_B: np.ndarray  # int, index into SOURCES
   update_B: np.ndarray  # int, the update of the row's minibatch, from 1; 0: unknown
@@ -188,15 +189,19 @@ def apply(recorded: Recorded, config: Config) -> Applied:
   """Returns bounds and weights under the rules of a config."""
   others: dict[str, Any] = dict.fromkeys(('config', 'step', 'pieces', 'ids'))
   arrays = recorded._replace(**others)
-  bounds, *weights = _apply(config, arrays)
+  undecided = bool(np.isnan(recorded.reward_PG).any())
+  bounds, *weights = _apply(config, arrays, undecided)
   return Applied(bounds, *map(np.asarray, weights))
 
 
-@functools.partial(jax.jit, static_argnames='config')
-def _apply(config: Config, rows: Any) -> tuple[Any, ...]:
+@functools.partial(jax.jit, static_argnames=('config', 'undecided'))
+def _apply(config: Config, rows: Any, undecided: bool) -> tuple[Any, ...]:
   """Applies the rules to the arrays of a Recorded."""
   weight_S = jnp.asarray([getattr(config.batch.weights, x) for x in SOURCES])
-  adv_B = config.advantage(rows.reward_PG).reshape(-1)[rows.row_B]
+  decided_PG = ~jnp.isnan(rows.reward_PG) if undecided else None
+  reward_PG = jnp.nan_to_num(rows.reward_PG) if undecided else rows.reward_PG
+  adv_PG = learner.compared(config.advantage, reward_PG, decided_PG)
+  adv_B = adv_PG.reshape(-1)[rows.row_B]
   adv_B *= weight_S[rows.source_B]
   adv_BT = adv_B[:, None] + rows.extra_BT
   mask_BT = rows.loss_mask_BT

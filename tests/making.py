@@ -102,6 +102,7 @@ def groups(ids, right, policy_version, G=8, T=3, seed=0) -> Groups:
     behavior_logp_PGT=jnp.asarray(-rng.random((P, G, T)), jnp.float32),
     policy_version_PGT=jnp.broadcast_to(version_P[:, None, None], (P, G, T)),
     correct_PG=jnp.asarray(correct_PG),
+    decided_PG=jnp.ones((P, G), bool),
     reward_PG=jnp.asarray(correct_PG, jnp.float32),
     teaches_PG=jnp.ones((P, G), bool),
     completed_step_P=version_P,

@@ -32,6 +32,7 @@ from bapo_jax.types import (
   concat,
   first_of,
   learnable,
+  passing,
   take,
 )
 
@@ -196,15 +197,15 @@ class Adapted(BatchRule):
   ) -> tuple[Groups, Array]:
     candidates = concat(fresh, reevaluated, buffer.reusable)
     source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
-    k_N, thresholds = candidates.correct_PG.sum(1), buffer.thresholds
-    reusable_N = (k_N >= thresholds.reusable_min) & (k_N <= thresholds.reusable_max)
+    thresholds = buffer.thresholds
+    reusable_N = passing(candidates, thresholds.reusable_min, thresholds.reusable_max)
     # A promoted group without a seat so far is reusable regardless of its pass rate.
     others = len(candidates.id_P) - len(buffer.usage_count_P)
     reusable_N |= jnp.pad(buffer.usage_count_P < 0, (others, 0))
     # All sources need both verdicts. X2 must have improved; X3 must be in the band and
     # from an earlier step: groups of this step are among the fresh groups already.
     earned_N = learnable(candidates)
-    earned_N &= (source_N != REEVALUATED) | (k_N > thresholds.hard_max)
+    earned_N &= (source_N != REEVALUATED) | ~passing(candidates, 0, thresholds.hard_max)
     earned_N &= (source_N != REUSED) | (
       reusable_N & (candidates.completed_step_P < now)
     )

@@ -152,7 +152,7 @@ def _shares(
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   up_BT, down_BT = _signs(batch)
   teaches_BT, others = up_BT | down_BT, loss.without_masked(batch, bounds.keep_BT)
-  shares = {'advantage/positive': _mean_or_nan(up_BT, teaches_BT)}
+  shares = {'advantage/positive': mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
     weight_BT = weigh(b)
     positive = jnp.maximum(weight_BT, 0).sum()
@@ -198,8 +198,8 @@ def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
   cuts = {'clip/fraction': masked_mean(cut_BT, batch.loss_mask_BT)}
   mu_BT = jnp.exp(jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0))
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
-    cuts[f'clip/fraction_{name}'] = _mean_or_nan(cut_BT, kind_BT)
-    cuts[f'clip/probability_{name}'] = _mean_or_nan(mu_BT, kind_BT & cut_BT)
+    cuts[f'clip/fraction_{name}'] = mean_or_nan(cut_BT, kind_BT)
+    cuts[f'clip/probability_{name}'] = mean_or_nan(mu_BT, kind_BT & cut_BT)
   return cuts
 
 
@@ -215,11 +215,11 @@ def _by_source(ratio_BT: Array, weight_BT: Array, batch: Batch) -> dict[str, Arr
     mine_BT = batch.loss_mask_BT & (batch.source_B == i)[:, None]
     largest = jnp.where(mine_BT, ratio_BT, -jnp.inf).max()
     of_mine = {
-      'clip/fraction': _mean_or_nan(cut_BT, mine_BT),
-      'loss/ratio_mean': _mean_or_nan(ratio_BT, mine_BT),
+      'clip/fraction': mean_or_nan(cut_BT, mine_BT),
+      'loss/ratio_mean': mean_or_nan(ratio_BT, mine_BT),
       'loss/ratio_max': jnp.where(mine_BT.any(), largest, jnp.nan),
-      'loss/tv': _mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
-      'loss/gain': _mean_or_nan(ratio_BT * batch.adv_BT, mine_BT),
+      'loss/tv': mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT),
+      'loss/gain': mean_or_nan(ratio_BT * batch.adv_BT, mine_BT),
     }
     metrics |= {f'{name}_{source}': of_mine[name] for name in OF_SOURCE}
   return metrics
@@ -231,16 +231,17 @@ def spread(groups: Groups, source_P: Array) -> dict[str, Array]:
   sigma is the standard deviation of a group's verdicts (arXiv:2602.20722, Theorem 3.2).
   Groups with one verdict, whose advantages are all 0, are skipped.
   """
-  rate_P = groups.correct_PG.mean(1)
+  rate_P = groups.correct_PG.mean(1, where=groups.decided_PG)
   sigma_P = jnp.sqrt(rate_P * (1 - rate_P))
   k_P = (1 - sigma_P) / jnp.where(sigma_P > 0, sigma_P, 1)
   return {
-    source: _mean_or_nan(k_P, (source_P == i) & (sigma_P > 0))
+    source: mean_or_nan(k_P, (source_P == i) & (sigma_P > 0))
     for i, source in enumerate(SOURCES)
   }
 
 
-def _mean_or_nan(x: Array, mask: Array) -> Array:
+def mean_or_nan(x: Array, mask: Array) -> Array:
+  """Returns the mean of x over the mask; nan if the mask is empty."""
   return jnp.where(mask, x, 0).sum() / mask.sum()
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from jax import Array
 
@@ -33,6 +34,7 @@ from bapo_jax.types import (
   empty_groups,
   first_of,
   learnable,
+  passing,
   take,
 )
 
@@ -41,6 +43,13 @@ REUSED = SOURCES.index('reused')
 # Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
 SLACK = 1e-4
 REEVALUATED = ('hard_problems', 'buffer.reevaluate > 0')
+HARD = knob(
+  1 / 8,
+  'c1: a problem is hard up to this pass rate.',
+  least=0,
+  below=1,
+  needs=REEVALUATED,
+)
 
 
 class ThresholdRule(Part):
@@ -52,7 +61,8 @@ class ThresholdRule(Part):
     """Returns the thresholds in correct responses of a group.
 
     Args:
-      rate: r_tot, the mean verdict of all fresh responses so far, scalar in [0, 1].
+      rate: r_tot, the mean verdict of all decided fresh responses so far, scalar in
+        [0, 1].
       G: responses per group.
     """
     raise NotImplementedError
@@ -62,13 +72,7 @@ class FixedThresholds(ThresholdRule):
   """Pass rates that are the same at every step (arXiv:2602.20722, section 3)."""
 
   rule: Literal['fixed'] = 'fixed'
-  hard: float = knob(
-    1 / 8,
-    'c1: a problem is hard up to this pass rate.',
-    least=0,
-    below=1,
-    needs=REEVALUATED,
-  )
+  hard: float = HARD
   reusable: Range = knob(
     (1 / 8, 5 / 8),
     '(c2, c3): a group is reusable from the first to the second pass rate.',
@@ -93,13 +97,7 @@ class MovingThresholds(ThresholdRule):
   """
 
   rule: Literal['moving'] = 'moving'
-  hard: float = knob(
-    1 / 8,
-    'c1: a problem is hard up to this pass rate.',
-    least=0,
-    below=1,
-    needs=REEVALUATED,
-  )
+  hard: float = HARD
   low: Range = knob(
     (3 / 8, 1 / 8),
     'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
@@ -293,12 +291,12 @@ def insert(
   tried = concat(fresh, reevaluated)
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
-  k_P = tried.correct_PG.sum(1)
+  hard_P = passing(tried, 0, buffer.thresholds.hard_max)
   reused_P = jnp.where(source_P == REUSED, groups.id_P, -1)
   usage_count_P = buffer.usage_count_P + _among(buffer.reusable.id_P, reused_P)
   # Promoted groups without a seat wait; if dropped, they would be lost untrained.
-  waiting_P = learnable(tried) & (k_P > buffer.thresholds.hard_max)
-  waiting_P &= jnp.arange(len(k_P)) >= len(fresh.id_P)
+  waiting_P = learnable(tried) & ~hard_P
+  waiting_P &= jnp.arange(len(hard_P)) >= len(fresh.id_P)
   waiting_P &= ~_among(tried.id_P, jnp.where(source_P >= 0, groups.id_P, -1))
   reusable, usage_count_P = _insert_reusable(
     buffer._replace(usage_count_P=usage_count_P),
@@ -308,14 +306,14 @@ def insert(
     max_off_policy_steps,
     max_reuse,
   )
-  hard, counts = _insert_hard(buffer, tried, k_P, len(fresh.id_P), hard_order)
+  hard, counts = _insert_hard(buffer, tried, hard_P, len(fresh.id_P), hard_order)
   filled_P = fresh.completed_step_P >= 0
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
-  responses = buffer.num_responses + filled_P.sum() * fresh.correct_PG.shape[1]
+  responses = buffer.num_responses + (fresh.decided_PG & filled_P[:, None]).sum()
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
-  stored = hard, reusable, usage_count_P, correct, responses, bands
-  return sharding.constrain_rows(ReplayBuffer(*stored)), counts
+  stored = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)
+  return sharding.constrain_rows(stored), counts
 
 
 def _among(id_P: Array, others: Array) -> Array:
@@ -341,8 +339,8 @@ def _insert_reusable(
   waiting_P marks promoted groups without a seat. No marked group is evicted: their
   number is at most buffer.reevaluate, which is at most the capacity.
   """
-  k_P, thresholds = tried.correct_PG.sum(1), buffer.thresholds
-  reusable_P = (k_P >= thresholds.reusable_min) & (k_P <= thresholds.reusable_max)
+  thresholds = buffer.thresholds
+  reusable_P = passing(tried, thresholds.reusable_min, thresholds.reusable_max)
   # Plain replay (reusable_min 0) also keeps groups without an advantage.
   reusable_P &= learnable(tried) | (thresholds.reusable_min == 0)
   reusable_P = (reusable_P | waiting_P) & (tried.completed_step_P >= 0)
@@ -362,26 +360,25 @@ def _insert_reusable(
 
 
 def _insert_hard(
-  buffer: ReplayBuffer, tried: Groups, k_P: Array, fresh: int, hard_order: str
+  buffer: ReplayBuffer, tried: Groups, hard_P: Array, fresh: int, hard_order: str
 ) -> tuple[Groups, dict[str, Array]]:
   """Returns (hard, counts) with the hard problems among `tried` added; see `insert`.
 
-  The first `fresh` rows of `tried` are fresh groups, the others re-evaluated groups.
+  hard_P marks the groups whose pass rate is that of a hard problem. The first `fresh`
+  rows of `tried` are fresh groups, the others re-evaluated groups.
   """
   filled_P = tried.completed_step_P >= 0
-  hard_P = filled_P & (k_P <= buffer.thresholds.hard_max)
+  n_P = tried.decided_PG.sum(1)
   before_P = jnp.where(buffer.hard.completed_step_P >= 0, buffer.hard.id_P, -1)
   known_P = filled_P & _among(tried.id_P, before_P)
-  reevaluated_P = jnp.arange(len(k_P)) >= fresh
-  solved_P = k_P == tried.correct_PG.shape[1]
+  # An attempt without a verdict moves no problem in or out, and counts as the last one.
+  hard_P = filled_P & jnp.where(n_P > 0, hard_P, known_P)
+  reevaluated_P = jnp.arange(len(hard_P)) >= fresh
+  solved_P = tried.correct_PG.sum(1) == n_P
   left_P = known_P & ~hard_P
   # `hard` stores one token and one response per problem; responses are sampled again.
-  problems = jax.tree.map(lambda x: x[:, :1, :1] if x.ndim > 2 else x, tried)
-  problems = problems._replace(
-    correct_PG=tried.correct_PG[:, :1],
-    reward_PG=tried.reward_PG[:, :1],
-    teaches_PG=tried.teaches_PG[:, :1],
-  )
+  corner = np.s_[:, :1, :1]
+  problems = jax.tree.map(lambda x: x[corner[: x.ndim]], tried)
   tried_P = _among(buffer.hard.id_P, jnp.where(filled_P, tried.id_P, -1))
   stored = _emptied(buffer.hard, tried_P)
   if hard_order == 'fifo':

@@ -32,11 +32,11 @@ from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, build, trainer
 from bapo_jax.training.build import Material
 from bapo_jax.training.config import Config
-from bapo_jax.training.evaluate import WORDS, clustered_error
+from bapo_jax.training.evaluate import WORDS, mean_of_decided
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.training.submission import Round
-from bapo_jax.types import ended, take
+from bapo_jax.types import ended, response_length, take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
 SHOWN = 3  # prompts, and responses
@@ -131,7 +131,8 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
 def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
   """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
-  correct_PG, mask_PGT = map(np.asarray, (groups.correct_PG, groups.response_mask_PGT))
+  mask_PGT = np.asarray(groups.response_mask_PGT)
+  correct_PG = np.where(groups.decided_PG, groups.correct_PG, np.nan)
   ended_PG = ended(mask_PGT, np.isin(groups.tokens_PGT, eos))
   read = [verdict.answer is not None for verdict in rollout.verdicts]
   undecided = [x.reason for x in rollout.verdicts if x.right is None]
@@ -201,14 +202,14 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
       f'{t.problems.answer[ids[i]][:40]!r}: {WORDS[verdict.right]} ({verdict.reason})\n'
       f'{quoted(text)}\n'
     )
-  correct_PG = sampled.correct_PG
-  tokens = float(np.asarray(rollout.groups.response_mask_PGT).sum(2).mean())
+  accuracy = mean_of_decided(sampled.correct_PG)
+  tokens = float(response_length(np.asarray(rollout.groups.response_mask_PGT)).mean())
   return (
     f'{"".join(lines)}'
-    f'accuracy   {correct_PG.mean():.3f} ± {clustered_error(correct_PG):.3f} of '
-    f'{correct_PG.size} responses at temperature {knobs.temperature:g}, before any '
+    f'accuracy   {accuracy["mean"]:.3f} ± {accuracy["stderr"]:.3f} of '
+    f'{len(verdicts)} responses at temperature {knobs.temperature:g}, before any '
     f'training\n'
-    f'learnable  {sampled.mixed} of {len(correct_PG)} groups have right and wrong '
+    f'learnable  {sampled.mixed} of {len(verdicts) // G} groups have right and wrong '
     f'responses; only these produce a gradient, and below {check_rules.FEW:.0%} of the '
     f'groups a warning follows\n'
     f'length     {tokens:.3g} tokens on average, {sampled.truncated_PG.mean():.0%} cut '
@@ -228,7 +229,7 @@ def measured(
   groups = rollout.groups
   updates = r.config.updates_per_step
   per_update = config.seats // config.learner.minibatches
-  spread_P = np.asarray(groups.correct_PG.astype(float).std(1))
+  spread_P = np.asarray(groups.correct_PG.astype(float).std(1, where=groups.decided_PG))
   chosen = np.argsort(-spread_P)[:per_update]  # groups with mixed verdicts first
   teaching = int((spread_P[chosen] > 0).sum())
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}

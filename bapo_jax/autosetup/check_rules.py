@@ -20,6 +20,7 @@ from bapo_jax.custom_code import paths_in
 from bapo_jax.data import prompts
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
+from bapo_jax.training.evaluate import mean_of_decided
 from bapo_jax.training.resolve import Resolved
 
 FEW = 1 / 4  # fewest groups with mixed verdicts without a warning
@@ -42,7 +43,7 @@ warning = functools.partial(Finding, 'warning')
 class Sampled(NamedTuple):
   """Responses of the model before any training: P problems by G responses."""
 
-  correct_PG: np.ndarray  # bool
+  correct_PG: np.ndarray  # 1: right, 0: wrong, nan: undecided
   truncated_PG: np.ndarray  # bool, no end token
   read_PG: np.ndarray  # bool, the verifier found an answer
   undecided: list[str]  # the reason of each undecided response
@@ -50,7 +51,7 @@ class Sampled(NamedTuple):
   @property
   def mixed(self) -> int:
     """The number of groups with mixed verdicts, which alone produce a gradient."""
-    return int((self.correct_PG.any(1) & ~self.correct_PG.all(1)).sum())
+    return int(((self.correct_PG == 1).any(1) & (self.correct_PG == 0).any(1)).sum())
 
 
 def of_config(r: Resolved, known: Facts, free: int) -> list[Finding]:
@@ -198,7 +199,7 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
   correct_PG = sampled.correct_PG
   n = correct_PG.size
   groups = len(correct_PG)
-  accuracy = float(correct_PG.mean())
+  accuracy = mean_of_decided(correct_PG)['mean']
   way_out = 'use harder problems'
   if accuracy < 0.5:
     way_out = (
@@ -215,7 +216,8 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'{more if config.batch.rule == "fresh_only" else ""}',
     )
   if not sampled.mixed:
-    verdict = f'all {n} responses are {"right" if accuracy else "wrong"}'
+    kind = {1: 'right', 0: 'wrong'}.get(accuracy, 'undecided')
+    verdict = f'all {n} responses are {kind}'
     if 0 < accuracy < 1:
       verdict = 'in every group, either all responses are right or all are wrong'
     yield Finding(
@@ -244,7 +246,7 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
     yield warning(
       'undecided',
       f'{len(sampled.undecided)} of {n} responses in {groups} groups could not be '
-      'verified and count as wrong; the most frequent reason: '
+      'verified and are left out; the most frequent reason: '
       f'{statistics.mode(sampled.undecided)}; remove this cause, or give another '
       '--config.rewards.rule',
     )

@@ -54,6 +54,16 @@ class Updated(NamedTuple):
   number: int = 0  # Batch.update_B
 
 
+def settled(groups: Groups) -> Groups:
+  """Returns the groups without decided_PG if all responses are decided.
+
+  The programs are then those of groups that cannot be undecided, to the bit: a mean
+  over a mask is rounded differently. Every process must call it.
+  """
+  all_decided = exchange.whole(groups.decided_PG).all()
+  return groups._replace(decided_PG=None) if all_decided else groups
+
+
 def advantages(
   groups: Groups,
   source_P: Array,
@@ -68,6 +78,8 @@ def advantages(
   rule also compares the rewards of all steps of a group with each other, and a token
   gets the sum over the steps that end at the token or later.
 
+  No response is compared with an undecided one, which is not in the loss.
+
   Args:
     advantage_rule: None leaves out the rewards.
     reference_PGT, teacher: log p(teacher), and the factor on log p(teacher) - log mu,
@@ -78,21 +90,36 @@ def advantages(
   if advantage_rule is None:
     adv_PGT = jnp.zeros((P, G, T), jnp.float32)
   elif advantage_rule.reads == 'groups':
-    adv_PGT = advantage_rule(groups)
+    all_PG = jnp.ones_like(groups.correct_PG)
+    decided_PG = all_PG if groups.decided_PG is None else groups.decided_PG
+    adv_PGT = advantage_rule(groups._replace(decided_PG=decided_PG))
   else:
-    adv_PG = advantage_rule(groups.reward_PG)
+    adv_PG = compared(advantage_rule, groups.reward_PG, groups.decided_PG)
     adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
     if reward_PGT is not None and end_PGT is not None:
-      # A group without a step has no reward to compare: all of its zeros are equal.
-      end_PGT |= ~end_PGT.any((1, 2), keepdims=True)
       steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
-      step_PGT = advantage_rule(*steps).reshape(P, G, T)
+      step_PGT = compared(advantage_rule, *steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
   if reference_PGT is not None and teacher:
     adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   # A user's rule may return anything, such as nan, outside responses.
   return jnp.where(groups.response_mask_PGT, adv_PGT * weight_P[:, None, None], 0)
+
+
+def compared(
+  rule: AdvantageFunction, reward_PG: Array, decided_PG: Array | None
+) -> Array:
+  """Returns adv_PG by a rule of rewards; rewards outside decided_PG are not compared.
+
+  A custom rule takes no mask: a group with an undecided response has no advantages.
+  """
+  if decided_PG is None:
+    return rule(reward_PG)
+  if rule.custom:
+    return jnp.where(decided_PG.all(1, keepdims=True), rule(reward_PG), 0)
+  # In a group without any reward to compare, all zeros are equal.
+  return rule(reward_PG, decided_PG | ~decided_PG.any(1, keepdims=True))
 
 
 def flatten(
@@ -119,27 +146,29 @@ def flatten(
     number: see Batch.update_B.
     reference_PGT, teacher: see `advantages`.
   """
-  P, G, T = groups.tokens_PGT.shape
+  P, G, _ = groups.tokens_PGT.shape
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   rules = advantage_rule, weights, reference_PGT, teacher
   adv_PGT = advantages(groups, source_P, *rules)
+
+  def rows(x_PGT: Array | None) -> Any:
+    return None if x_PGT is None else x_PGT.reshape(P * G, *x_PGT.shape[2:])
+
   return Batch(
-    tokens_BT=groups.tokens_PGT.reshape(P * G, T),
-    loss_mask_BT=loss_mask_PGT.reshape(P * G, T),
-    behavior_logp_BT=groups.behavior_logp_PGT.reshape(P * G, T),
-    prox_BT=prox_PGT.reshape(P * G, T),
-    adv_BT=adv_PGT.reshape(P * G, T),
+    tokens_BT=rows(groups.tokens_PGT),
+    loss_mask_BT=rows(loss_mask_PGT),
+    behavior_logp_BT=rows(groups.behavior_logp_PGT),
+    prox_BT=rows(prox_PGT),
+    adv_BT=rows(adv_PGT),
     source_B=jnp.repeat(source_P, G),
-    on_policy_BT=on_policy_PGT.reshape(P * G, T),
-    reference_BT=None if reference_PGT is None else reference_PGT.reshape(P * G, T),
+    on_policy_BT=rows(on_policy_PGT),
+    reference_BT=rows(reference_PGT),
     update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
-    routes_BTX=None
-    if groups.routes_PGTX is None
-    else groups.routes_PGTX.reshape(P * G, T, -1),
+    routes_BTX=rows(groups.routes_PGTX),
   )
 
 
@@ -186,7 +215,7 @@ def update(
   if not filled_P.any():
     return params, opt, []
   prox_PGT = None if proximal is None else proximal(params, groups, pictures)
-  arrays = groups, source_P, prox_PGT, pictures, reference_PGT
+  arrays = settled(groups), source_P, prox_PGT, pictures, reference_PGT
   rules = advantage_rule, weights, teacher
   updates = []
   orders = exchange.whole(order_EP)

@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-  right: bool | None  # None: undecided, counted and rewarded like a wrong answer
+  right: bool | None  # None: undecided, in no mean and not in the loss
   reason: str  # a few words
   answer: str | None  # the extracted answer, spelled for counting votes; None: none
   reward: float | None = None  # None: 1 if right, else 0
   parts: Mapping[str, float] | None = None  # named parts of the reward; None: none
   # (end, reward) of each step; `end` counts tokens once a Scorer has read it.
   steps: Sequence[tuple[int, float]] | None = None
+  abstains: bool = False  # undecided because the rule says so, not by an error
 
   @property
   def earned(self) -> float:
-    """The reward before shaping; an undecided response earns 0."""
+    """The reward before shaping; an undecided response has none, and 0 here."""
     return float(self.right is True) if self.reward is None else self.reward
 
 

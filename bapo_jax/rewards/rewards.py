@@ -1,7 +1,7 @@
 """Verifies batches of responses, and computes the rewards for the learner.
 
 Rules that may hang run in worker processes, all others in this process. An undecided
-response earns the reward of a wrong one, and is counted.
+response has no reward: it is in no mean and not in the loss, and is counted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rewards.shaping import ShapingRule
 from bapo_jax.rewards.verifier_pool import VerifierPool
 from bapo_jax.runtime import exchange
-from bapo_jax.types import Groups, ended
+from bapo_jax.types import Groups, ended, response_length
 
 
 class PendingVerdicts(NamedTuple):
@@ -130,12 +130,6 @@ class EnvironmentProcesses(Verifier):
     self.failed = False  # whether a failure has been reported
 
 
-def plain(groups: Groups, texts: Sequence[str]) -> Groups:
-  """Returns the groups unchanged, with the rewards that the verifier gave."""
-  del texts
-  return groups
-
-
 def shaped(
   groups: Groups,
   texts: Sequence[str],
@@ -166,12 +160,14 @@ def shaped(
   shape: Callable[..., tuple[Array, Array]] = cast(Any, shaping)
   reward_PG, teaches_PG = shape(
     groups.reward_PG,
-    response_mask_PGT.sum(2),
+    response_length(response_mask_PGT),
     ~ended(response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos))),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )
-  filled_P = groups.completed_step_P >= 0  # an empty seat has no reward
+  # Empty seats and undecided responses have no reward.
+  rewarded_PG = groups.decided_PG & (groups.completed_step_P >= 0)[:, None]
   return groups._replace(
-    reward_PG=jnp.where(filled_P[:, None], reward_PG, 0), teaches_PG=teaches_PG
+    reward_PG=jnp.where(rewarded_PG, reward_PG, 0),
+    teaches_PG=teaches_PG & groups.decided_PG,
   )

@@ -6,7 +6,8 @@
 3. a custom function may return a number, a `Verdict`, a dict of named numbers (their
    sum is the reward), or None (undecided). It may be `async def`, or declare
    `batched=True` to receive a list of samples, or `steps='characters'` or 'tokens' to
-   return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`;
+   return (end, reward) of each step as well: 'steps' of the dict or the `Verdict`. If
+   a rule is undecided, so is the response: no number of another rule counts;
 4. an `EnvironmentCaller` calls an environment in the same way.
 
 All async functions of a process share one event loop, which runs in a thread. Clients
@@ -117,8 +118,8 @@ class Scorer:
       return [values] * len(samples)
     values = list(values) if isinstance(values, Iterable) else [values]
     if len(values) != len(samples):
-      reason = f'{rule} returned {len(values)} values for {len(samples)} samples'
-      return [Verdict(None, reason, None)] * len(samples)
+      reason = f'it returned {len(values)} values for {len(samples)} samples'
+      return [ValueError(reason)] * len(samples)
     return values
 
   async def _await(self, function: Callable, arguments: Sequence[Any]):
@@ -146,7 +147,7 @@ class Scorer:
     verdicts = [self._verdict(rule, value, sample) for rule, value in pairs]
     for verdict in verdicts:
       if verdict.right is None:
-        return verdict
+        return verdict._replace(reward=None, parts=None, steps=None)
     reward = 0.0
     parts = {}
     steps = []
@@ -164,7 +165,7 @@ class Scorer:
     if isinstance(value, Failure):
       return _failed(rule, value)
     if value is None:
-      return Verdict(None, f'{rule} returned None', None)
+      value = Verdict(None, f'{rule} returned None', None)
     steps = value.steps if isinstance(value, Verdict) else None
     if isinstance(value, Mapping) and 'steps' in value:
       value = dict(value)
@@ -185,8 +186,9 @@ class Scorer:
         if numbers['right'] in (0, 1):
           right = None if value.right is None else bool(value.right)
           reward = None if value.reward is None else numbers['reward']
-          answer = value.answer
-          return Verdict(right, str(value.reason), answer, reward, parts, steps)
+          reason = str(value.reason)
+          abstains = right is None
+          return Verdict(right, reason, value.answer, reward, parts, steps, abstains)
       else:
         parts = _finite(value) if isinstance(value, Mapping) else None
         reward = math.fsum((_finite({'': value}) if parts is None else parts).values())
@@ -214,8 +216,6 @@ class EnvironmentCaller(Scorer):
     (value,) = values
     if isinstance(value, Failure):
       return _failed(rule, value)
-    if isinstance(value, Verdict):  # of a batched function, with too few values
-      return value
     if value is None:
       return Verdict(False, 'ended', None)
     if not isinstance(value, str) or not value:

@@ -2,6 +2,7 @@
 
 A rule maps (earned_PG, length_PG, truncated_PG, formatted_PG) to (reward_PG,
 teaches_PG): the rewards, f32, and a mask of the responses that enter the loss, bool.
+The results for undecided responses, which earned 0, are dropped.
 """
 
 from typing import Annotated, Literal
@@ -79,7 +80,8 @@ class Standard(ShapingRule):
 
     Args:
       earned_PG: rewards of the verifier, f32: 1 or 0, or any number of a function.
-      length_PG: tokens of the responses, end token included.
+      length_PG: tokens of the responses, end token and messages of an environment
+        included.
       truncated_PG: bool, True for a response without end token.
       formatted_PG: bool, True if the response has an answer where the rule looks.
       longest: L_max, the maximum number of tokens of a response.

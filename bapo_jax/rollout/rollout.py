@@ -27,7 +27,6 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.conversation import Between, messages, parts_of, tokens_of
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.rewards import rewards
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.score import Sample
@@ -39,7 +38,7 @@ from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
 
-COUNT = ' (count)'
+COUNT = ' (count)'  # in Rollout.parts, the number of decided responses
 EMPTY_SEAT = Verdict(False, 'an empty seat', None)  # no verifier runs
 
 
@@ -52,7 +51,7 @@ class Verification:
   verifier: Verifier
   timer: PhaseTimer  # has the phases 'sample' and 'verify'
   # (groups, texts of the responses) -> groups with the rewards for the learner
-  shape: Callable[[Groups, Sequence[str]], Groups] = rewards.plain
+  shape: Callable[[Groups, Sequence[str]], Groups] = lambda groups, texts: groups
 
   @functools.cached_property
   def between(self) -> Between:
@@ -111,8 +110,8 @@ class Rollout(NamedTuple):
   failed: int = 0  # turns that the environment failed to answer, in all processes
   logp_diff: LogpDiff | None = None  # sampler against learner; None: not scored again
   submits: bool = True  # False: only groups of earlier submissions
-  # Named part of custom rewards -> its sum over the responses of all processes; names
-  # that end in COUNT have the number of these responses.
+  # Named part of custom rewards -> its sum over the responses of all processes, and
+  # COUNT -> the number of decided responses.
   parts: Mapping[str, float] = MappingProxyType({})
 
 
@@ -365,18 +364,20 @@ class PendingVerifications:
       conversations[int(seat)] = pending.samples[i].messages
       verdicts[seat] = pending.one(i)
     # One collective sums all: right responses, undecided ones, and the bits of rewards,
-    # which are 0 in the processes that do not verify a response.
+    # which are 0 for responses that are undecided, or verified by another process.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
     earned_B = np.asarray([verdict.earned for verdict in verdicts], np.float32)
     right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
-    groups = _fold(rows, id_P, right_B > 0, reward_B, step)
+    groups = _fold(rows, id_P, right_B > 0, undecided_B == 0, reward_B, step)
     if self._verification.verifier.steps:
       groups = groups._replace(**_steps(rows, verdicts))
-    parts = _part_sums(verdicts) if self._verification.verifier.custom else {}
-    counted = {'undecided': int(undecided_B.sum()), 'parts': parts}
-    return Rollout(groups, texts, verdicts, conversations, own, **counted)
+    parts = {}
+    if self._verification.verifier.custom:
+      parts = _part_sums([verdicts[seat] for seat in own])
+    undecided = int(undecided_B.sum())
+    return Rollout(groups, texts, verdicts, conversations, own, undecided, parts=parts)
 
 
 def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:
@@ -398,20 +399,24 @@ def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:
 
 def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
   """Returns `Rollout.parts`; every process must call it."""
-  sums = collections.Counter()
+  sums = collections.Counter({COUNT: sum(x.right is not None for x in verdicts)})
   for verdict in verdicts:
-    parts = verdict.parts or {}
-    sums.update(parts)
-    sums.update(f'{name}{COUNT}' for name in parts)
+    sums.update(verdict.parts or {})
   return exchange.summed(sums)
 
 
 @jax.jit
 def _fold(
-  rows: Rows, id_P: Array, correct_B: Array, reward_B: Array, step: Array
+  rows: Rows,
+  id_P: Array,
+  correct_B: Array,
+  decided_B: Array,
+  reward_B: Array,
+  step: Array,
 ) -> Groups:
-  """Makes groups of rows and verdicts; the reward is 1 if right, else 0."""
+  """Makes groups of rows, verdicts and rewards; undecided responses do not teach."""
   correct_PG = correct_B.reshape(rows.tokens_BT.shape[:2])
+  decided_PG = decided_B.reshape(correct_PG.shape)
   return Groups(
     id_P=id_P,
     tokens_PGT=rows.tokens_BT,
@@ -419,8 +424,9 @@ def _fold(
     behavior_logp_PGT=rows.logp_BT,
     policy_version_PGT=rows.policy_version_BT,
     correct_PG=correct_PG,
+    decided_PG=decided_PG,
     reward_PG=reward_B.reshape(correct_PG.shape),
-    teaches_PG=jnp.ones_like(correct_PG),
+    teaches_PG=decided_PG,
     completed_step_P=jnp.where(id_P < 0, -1, step).astype(jnp.int32),
     routes_PGTX=rows.routes_BTX,
   )

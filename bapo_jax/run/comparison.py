@@ -145,7 +145,7 @@ def by_seed(group: Group, name: str) -> Values:
 
 
 def by_problem(run: RunFiles) -> dict[str, Values]:
-  """Returns metric -> held-out problem -> mean over the responses to the problem.
+  """Returns metric -> held-out problem -> mean over the responses that have it.
 
   A problem is named with the settings of the evaluation, see `by_seed`.
   """
@@ -155,9 +155,10 @@ def by_problem(run: RunFiles) -> dict[str, Values]:
   means = defaultdict(dict)
   for problem, samples in problems.items():
     for name, field in {'eval/accuracy': 'correct', 'eval/length': 'tokens'}.items():
-      if all(field in sample for sample in samples):  # old records lack the length
-        total = sum(sample[field] for sample in samples)
-        means[name][problem] = total / len(samples)
+      # Old records lack the length, and an undecided response is not right or wrong.
+      known = [x[field] for x in samples if x.get(field) is not None]
+      if known:
+        means[name][problem] = sum(known) / len(known)
   return means
 
 

@@ -8,6 +8,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -172,7 +173,8 @@ def saved_so_far(r: Resolved, workdir: str) -> str:
 def try_custom_reward(verifier: Verifier, material: Material) -> None:
   """Calls custom reward functions on a response to the first problem, before compiling.
 
-  Raises ValueError if they fail there: they would probably fail everywhere.
+  Logs that they leave it undecided. Raises ValueError if they fail there: they would
+  probably fail everywhere.
   """
   if not verifier.custom:
     return
@@ -184,7 +186,12 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   ends = 1, 2, len(trial)
   sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends=ends)
   verdict = verifier.submit([sample]).one(0)
-  if verdict.right is None:
+  if verdict.abstains:
+    log(
+      f'rewards.rule={verifier.rule} leaves a trial response to the first problem '
+      f'undecided: {verdict.reason}'
+    )
+  elif verdict.right is None:
     raise ValueError(
       f'rewards.rule={verifier.rule} fails on a trial response to the first problem: '
       f'{verdict.reason}; define a reward as f(sample), which returns the number of '
@@ -212,7 +219,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
-    right = f'; right from a reward of {c.rewards.right_from:g}'
+    right = f'; right from a reward of {c.rewards.right_from:g}, left out if undecided'
   return (
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
@@ -370,7 +377,9 @@ class Run:
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
-    row = {f'eval/{k}': v for k, v in result.items() if isinstance(v, float)}
+    floats = {k: v for k, v in result.items() if isinstance(v, float)}
+    # A row lacks what is unknown because no response was decided.
+    row = {f'eval/{k}': v for k, v in floats.items() if not math.isnan(v)}
     for name, part in result['parts'].items():
       row[f'eval/{metrics.PARTS}{name}'] = part['mean']
       row[f'eval/{metrics.PARTS}{name}_stderr'] = part['stderr']
@@ -382,8 +391,8 @@ class Run:
     )
     if result['undecided']:
       message += (
-        f'. {result["undecided"]:.1%} of the responses could not be verified and count '
-        f'as wrong; the most frequent reason: {result["undecided_because"]}'
+        f'. {result["undecided"]:.1%} of the responses could not be verified and are '
+        f'left out; the most frequent reason: {result["undecided_because"]}'
       )
     return row, message
 

@@ -37,6 +37,8 @@ def change_sentence(before: files.Object, after: files.Object) -> str:
       'changed since the accuracy before training, so the two are not compared.'
     )
   change = after['accuracy'] - before['accuracy']
+  if math.isnan(change):
+    return 'Accuracy is unknown: one of the two evaluations has no decided response.'
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
   n = ' and '.join(dict.fromkeys(str(e['n']) for e in (before, after)))
@@ -111,7 +113,7 @@ def idle_sentence(rows: Sequence[Row], latest: bool = False) -> str:
     'Each problem is always solved or never solved: use problems of medium difficulty '
     'or raise sampler.group_size.'
   )
-  if accuracy == 0:
+  if not accuracy > 0:  # nan: all are undecided
     cause = (
       'No response is right: check the verifier (rewards.rule), the prompt template '
       '(tokenizer.template), the length limit (rollout/truncated) and some responses '

@@ -24,6 +24,7 @@ from bapo_jax.run.run_files import RunFiles
 from bapo_jax.runtime import files, html
 from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
+from bapo_jax.training.evaluate import WORDS
 from bapo_jax.types import CUTS
 
 VIEWS = {'p': 'token probabilities', 'c': 'clip status', 'a': 'all of long texts'}
@@ -45,7 +46,7 @@ def asked(run: RunFiles) -> Iterator[Element]:
   """Yields groups that the newest recorded step trained on, the mixed ones first."""
 
   def order(group: dict[str, Any]):
-    verdicts = [r['correct'] for r in group['responses']]
+    verdicts = [r['correct'] is True for r in group['responses']]
     return not step_record.taught(group), abs(sum(verdicts) / len(verdicts) - 0.5)
 
   groups = sorted(run.groups, key=order)
@@ -57,7 +58,7 @@ def asked(run: RunFiles) -> Iterator[Element]:
     f'only such groups teach. {_verifier(run.values)}',
   )
   for i, row in enumerate(groups[:GROUPS]):
-    right = sum(r['correct'] for r in row['responses'])
+    right = sum(r['correct'] is True for r in row['responses'])
     head = f'Problem {row["id"]}: {right} of {len(row["responses"])} right'
     parts = group(run.workdir, row, 'c', RESPONSES)
     folded = element('details', element('summary', head), *parts)
@@ -110,7 +111,7 @@ def group(
 
 def _response(r: dict[str, Any], views):
   """Shows a recorded response; the views mark some of its tokens."""
-  kind = 'right' if r['correct'] else 'wrong'
+  kind = WORDS[r['correct']]
   facts = [
     f'reward {_number(r["reward"], ".2f")}',
     f'{"mean " * bool(r.get("advantages"))}advantage {_number(r["advantage"], "+.2f")}',
@@ -187,7 +188,10 @@ def changed(run: RunFiles) -> Iterator[Element]:
   }
   if comparable:
     counts = [f'{len(changes[v])} {text}' for v, (text, _) in CHANGES.items()]
-    text = f'Of {len(pairs)} responses: {"; ".join(counts)}. Some of each:'
+    text = (
+      f'Of {len(pairs)} responses, of which undecided ones are in no group: '
+      f'{"; ".join(counts)}. Some of each:'
+    )
     yield element('p', text)
   for verdicts, (text, limit) in CHANGES.items():
     first: dict[str, tuple] = {}  # problem -> its first response
@@ -198,7 +202,7 @@ def changed(run: RunFiles) -> Iterator[Element]:
       if comparable:
         responses.insert(0, sample('Before', old))
       else:
-        text = 'right' if new['correct'] else 'wrong'
+        text = WORDS[new['correct']]
       yield element(
         'details',
         element('summary', f'{text}: {shortened(new["problem"], 80)}'),
@@ -209,7 +213,7 @@ def changed(run: RunFiles) -> Iterator[Element]:
 
 def sample(when: str, row: dict[str, Any], views: str = '') -> Element:
   """Shows an evaluated response and how the verifier read it."""
-  kind = 'right' if row['correct'] else 'wrong'
+  kind = WORDS[row['correct']]
   verdict = element('span', row.get('verdict', kind), class_=kind)
   parts: list[html.Content] = [f'{when}: ', verdict]
   if 'extracted' in row:  # old records lack it

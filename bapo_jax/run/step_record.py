@@ -21,7 +21,7 @@ import numpy as np
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.learner.learner import Updated, advantages
+from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
 from bapo_jax.types import SOURCES, Groups, take
@@ -43,8 +43,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
-  arrays = record.groups, record.source_P, record.reference_PGT
+  arrays = settled(record.groups), record.source_P, record.reference_PGT
   groups, source_P, reference_PGT = exchange.taken(arrays, index)
+  decided_PG = exchange.taken(record.groups.decided_PG, index)
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
@@ -55,7 +56,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   for p, (number, of_seat) in enumerate(updated):
     group = take(groups, p)  # without P
     problem = int(groups.id_P[p])
-    responses = _responses(t.tokenizer, group, adv_PGT[p], of_seat, budget)
+    responses = _responses(
+      t.tokenizer, group, decided_PG[p], adv_PGT[p], of_seat, budget
+    )
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
@@ -105,12 +108,15 @@ def _updated(updates: Sequence[Updated], seat, group_size):
 def _responses(
   tokenizer: Tokenizer,
   group: Groups,
+  decided_G: np.ndarray,
   adv_GT: np.ndarray,
   of_seat: Updated | None,
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
-  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, reward_G, teaches_G = group[:8]
+  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, _, reward_G, teaches_G, *_ = (
+    group
+  )
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
@@ -130,8 +136,8 @@ def _responses(
     reward, advantage = _numbers([reward_G[g], advantage])
     response: dict[str, Any] = {
       'response': text,
-      'correct': bool(correct_G[g]),
-      'reward': reward,
+      'correct': bool(correct_G[g]) if decided_G[g] else None,
+      'reward': reward if decided_G[g] else None,
       'advantage': advantage,
       'taught': bool(teaches_G[g]),
       'tokens': len(tokens_N),

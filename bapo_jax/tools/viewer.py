@@ -119,7 +119,7 @@ def show(
   console = console or Console()
   if number is None:
     for i, group in enumerate(groups[:LISTED], 1):
-      right = sum(response['correct'] for response in group.responses)
+      right = sum(response['correct'] is True for response in group.responses)
       verdicts = f'{right} of {len(group.responses)} right'
       console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
     text = f'--group=1 to --group={len(groups)} prints a group'

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,22 +115,17 @@ def abstract_batch(
 
   `pictures` are shapes from `pictured.abstract`, or None without pictures.
   """
-  size = {'B': config.minibatch_rows, 'T': config.row_length}
-  kinds = dict.fromkeys(('tokens', 'source', 'update'), jnp.int32)
-  kinds |= {'loss_mask': jnp.bool_, 'on_policy': jnp.bool_}
-  rows = sharding.over_rows(mesh)
-  fields = list[Any]()
-  for field in Batch._fields[:-2]:  # the name ends in the axes
-    name, _, axes = field.rpartition('_')
-    shape = tuple(size[axis] for axis in axes)
-    kind = kinds.get(name, jnp.float32)
-    fields.append(jax.ShapeDtypeStruct(shape, kind, sharding=rows))
-  if not (config.teacher.path or config.loss.reference):
-    fields[Batch._fields.index('reference_BT')] = None
-  if pictures is not None:
-    pictures = sharding.abstract(pictures, sharding.layout_of_rows(pictures, mesh))
-  taken: Any = routes and abstract_routes(size['B'], size['T'], mesh, routes)
-  return Batch(*fields, pictures=pictures, routes_BTX=taken)
+  G = config.sampler.group_size
+  P = config.minibatch_rows // G
+
+  def empty() -> Batch:
+    groups = empty_groups(P, G, config.row_length, False, routes)
+    scored = config.teacher.path or config.loss.reference
+    reference_PGT = groups.behavior_logp_PGT if scored else None
+    return learner.flatten(groups, groups.id_P, None, reference_PGT=reference_PGT)
+
+  batch = jax.eval_shape(empty)._replace(pictures=pictures)
+  return sharding.abstract(batch, sharding.layout_of_rows(batch, mesh))
 
 
 def abstract_routes(B: int, T: int, mesh: Mesh, routes: Routes) -> jax.ShapeDtypeStruct:

@@ -3,6 +3,9 @@
 Training's rollout code samples the responses. A record contains everything that an
 audit of the verdicts needs. avg@k, pass@k, maj@k and the rewards have standard errors
 clustered by problem.
+
+An undecided response is neither right nor wrong: measures are of the other responses,
+and of the problems that have any (for k, at least k). They are nan without any.
 """
 
 import collections
@@ -28,7 +31,7 @@ from bapo_jax.runtime import exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import fingerprint
 from bapo_jax.training.knobs import EvaluateConfig
-from bapo_jax.types import Tree, ended
+from bapo_jax.types import Tree, ended, response_length
 
 ROUNDING = 1e-9  # a smaller interval is a rounding error
 WORDS = {True: 'right', False: 'wrong', None: 'undecided'}
@@ -53,9 +56,9 @@ def evaluate(
   Returns:
     (result, samples): the result of `summarize`, and a dict per response with id and
     problem (text), answer, verifier (name of the rule), response, extracted (the answer
-    in the response), verdict, reason, correct, reward (before shaping), parts (its
-    named parts), tokens, truncated (no end token), logp (summed, nats) and uid. Key and
-    uid determine the sampling noise.
+    in the response), verdict, reason, correct and reward (before shaping; both None if
+    undecided), parts (its named parts), tokens, truncated (no end token), logp (summed,
+    nats) and uid. Key and uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
   if hosts.processes() > 1 and engine.mesh:
@@ -99,8 +102,8 @@ def _sample(
     'extracted': verdict.answer,
     'verdict': WORDS[verdict.right],
     'reason': verdict.reason,
-    'correct': verdict.right is True,
-    'reward': verdict.earned,
+    'correct': verdict.right,
+    'reward': None if verdict.right is None else verdict.earned,
     'parts': dict(verdict.parts or {}),
   } | turns
 
@@ -113,7 +116,7 @@ def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
   ended_PG = ended(mask_PGT, np.isin(tokens_PGT, eos))
-  length_PG = mask_PGT.sum(2)
+  length_PG = response_length(mask_PGT)
   G = mask_PGT.shape[1]
   return {
     str(p * G + g): {
@@ -135,53 +138,71 @@ def summarize(
     number of problems; group_size; length (mean tokens); truncated (share without an
     end token); undecided (share) and undecided_because (the most frequent reason, or
     ''); under pass and maj, the mean over problems and its stderr for each k; and under
-    parts, the same for each named part of the reward, over the responses that have the
-    part.
+    parts, the same for each named part of the reward, 0 where a response lacks it.
   """
 
   def column(name: str, kind: type | None = None) -> np.ndarray:
     values = np.asarray([sample[name] for sample in samples], kind)
     return values.reshape(-1, group_size)
 
-  correct_PG = column('correct')
-  answers = column('extracted', object).tolist()
-  votes = list(zip(answers, correct_PG.tolist(), strict=True))
-  passed = {k: [pass_at(group_size, int(c), k) for c in correct_PG.sum(1)] for k in ks}
+  decided = []  # the decided responses to each problem
+  votes = []  # their answers, and whether they are right
+  for i in range(0, len(samples), group_size):
+    responses = [x for x in samples[i : i + group_size] if x['correct'] is not None]
+    decided.append(responses)
+    answers = [x['extracted'] for x in responses]
+    votes.append((answers, [x['correct'] for x in responses]))
+  passed = {k: [pass_at(len(c), sum(c), k) for _, c in votes] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
-  parts = column('parts', object)
   names = (sample['parts'] for sample in samples)
-  reward_PG = column('reward')
-  undecided = [sample for sample in samples if sample['verdict'] == WORDS[None]]
+  accuracy = mean_of_decided(column('correct', float))
+  reward = mean_of_decided(column('reward', float))
+  undecided = [sample for sample in samples if sample['correct'] is None]
   reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
-    'accuracy': float(correct_PG.mean()),
-    'stderr': clustered_error(correct_PG),
-    'reward': float(reward_PG.mean()),
-    'reward_stderr': clustered_error(reward_PG),
-    'n': len(correct_PG),
+    'accuracy': accuracy['mean'],
+    'stderr': accuracy['stderr'],
+    'reward': reward['mean'],
+    'reward_stderr': reward['stderr'],
+    'n': len(samples) // group_size,
     'group_size': group_size,
     'length': float(column('tokens').mean()),
     'truncated': float(column('truncated').mean()),
     'undecided': len(undecided) / len(samples),
     'undecided_because': next((text for text, _ in reasons.most_common(1)), ''),
-    'pass': {k: _measure(values) for k, values in passed.items()},
-    'maj': {k: _measure(values) for k, values in voted.items()},
+    'pass': {k: mean_of_decided(values) for k, values in passed.items()},
+    'maj': {k: mean_of_decided(values) for k, values in voted.items()},
     'parts': {
-      name: _measure(_means_of_part(name, parts))
+      name: mean_of_decided([_part(name, responses) for responses in decided])
       for name in dict.fromkeys(itertools.chain(*names))
     },
   }
 
 
-def _measure(values: Sequence[float]) -> dict[str, float]:
-  value_P = np.asarray(values, float)
-  return {'mean': float(value_P.mean()), 'stderr': clustered_error(value_P[:, None])}
+def _part(name: str, responses: Sequence[dict[str, Any]]) -> float:
+  values = [response['parts'].get(name, 0.0) for response in responses]
+  return sum(values) / len(values) if values else math.nan
 
 
-def _means_of_part(name: str, parts_PG: np.ndarray) -> list[float]:
-  """Returns the mean of a part of the reward for each problem that has the part."""
-  present = ([parts[name] for parts in row if name in parts] for row in parts_PG)
-  return [sum(values) / len(values) for values in present if values]
+def mean_of_decided(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+  """Returns the mean over P problems of values [P, G] or [P], and its standard error.
+
+  nan values, of undecided responses, are left out of the mean of their problem. A
+  problem without other values is left out; without any problem both results are nan.
+
+  Responses to one problem are correlated, so the error is that of the mean of the
+  per-problem means; 0.0 with fewer than two problems. Treating all responses as
+  independent would give too small an error.
+  """
+  value_PG = np.reshape(values, (len(values), -1)).astype(float)
+  value_PG = value_PG[~np.isnan(value_PG).all(1)]
+  if not len(value_PG):
+    return {'mean': math.nan, 'stderr': math.nan}
+  mean_P = np.nanmean(value_PG, 1)
+  # A value that is filled with the mean of its problem does not change the mean.
+  filled_PG = np.where(np.isnan(value_PG), mean_P[:, None], value_PG)
+  error = mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0
+  return {'mean': float(filled_PG.mean()), 'stderr': error}
 
 
 def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -201,10 +222,10 @@ def pass_at(n: int, c: int, k: int) -> float:
   """Returns the chance that k of n responses, c of them right, include a right one.
 
   The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Codex, arXiv:2107.03374,
-  section 2.1) for 1 <= k <= n; integer binomials neither overflow nor cancel.
+  section 2.1); integer binomials neither overflow nor cancel. nan for n < k.
   """
   ways = math.comb(n, k)
-  return (ways - math.comb(n - c, k)) / ways
+  return (ways - math.comb(n - c, k)) / ways if ways else math.nan
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
@@ -212,7 +233,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
   A response votes for its exact answer string; without an answer it does not vote.
   A tie counts as the share of right answers among the tied answers, as in a fair draw;
-  a block without votes is wrong.
+  a block without votes is wrong. nan for fewer than k responses.
   """
   shares = []
   for i in range(0, len(answers) - k + 1, k):
@@ -221,7 +242,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
     most = max(votes.values(), default=0)
     first = [s for s, n in votes.items() if n == most]
     shares.append(sum(s in right for s in first) / max(len(first), 1))
-  return sum(shares) / len(shares)
+  return sum(shares) / len(shares) if shares else math.nan
 
 
 def table(result: dict[str, Any], title: str) -> str:
@@ -309,14 +330,3 @@ def plus_minus(middle: float, half: float, sign: str = '') -> str:
     return f'{middle:{sign}.4g}{" ± 0" * (half <= ROUNDING)}'
   decimals = max(0, 1 - int(f'{half:.1e}'[4:]))  # 1 - the exponent of 5.6e-02
   return f'{middle:{sign}.{decimals}f} ± {half:.{decimals}f}'
-
-
-def clustered_error(correct_PG: ArrayLike) -> float:
-  """Returns the standard error of the mean of correct_PG, clustered by problem.
-
-  Responses to one problem are correlated, so this is the standard error of the mean of
-  the per-problem means; 0.0 with fewer than two problems. Treating all responses as
-  independent would give too small an error.
-  """
-  mean_P = np.asarray(correct_PG, float).mean(1)
-  return mean_and_error(mean_P)[1] if len(mean_P) > 1 else 0.0

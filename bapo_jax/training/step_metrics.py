@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from bapo_jax.algorithms import diagnostics
-from bapo_jax.learner.learner import Updated
+from bapo_jax.learner.learner import Updated, settled
 from bapo_jax.models import experts
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout.rollout import COUNT, Rollout
@@ -27,6 +27,7 @@ from bapo_jax.types import (
   concat,
   ended,
   masked_mean,
+  response_length,
   trained_on,
 )
 
@@ -69,7 +70,7 @@ def describe(
     again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
     of_step, spread = _step_metrics(
-      new, again, groups, source_P, s.buffer, step, eos, reference_PGT
+      settled(new), again, settled(groups), source_P, s.buffer, step, eos, reference_PGT
     )
     if t.spec.routes:
       of_step |= _of_routes(new, groups, source_P, t.spec)
@@ -140,14 +141,12 @@ def _bytes(tree: Any) -> int:
 
 
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
-  """Returns the mean of every named part of the reward over the fresh responses."""
+  """Returns the mean of every named part of the reward over the decided responses."""
   totals = collections.Counter()
   for each in fresh:
     totals.update(each.parts)
-  counts = {name.removesuffix(COUNT) for name in totals if name.endswith(COUNT)}
-  return {
-    f'{metrics.PARTS}{x}': totals[x] / totals[f'{x}{COUNT}'] for x in sorted(counts)
-  }
+  count = totals.pop(COUNT, 0)
+  return {f'{metrics.PARTS}{x}': totals[x] / count for x in sorted(totals)}
 
 
 def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
@@ -220,31 +219,33 @@ def _step_metrics(
   eos: Array,
   reference_PGT: Array | None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-  length_PG = fresh.response_mask_PGT.sum(2)
+  length_PG = response_length(fresh.response_mask_PGT)
   ended_PG = ended(fresh.response_mask_PGT, jnp.isin(fresh.tokens_PGT, eos))
   right_PG = fresh.correct_PG
   filled_PG = jnp.broadcast_to(fresh.completed_step_P[:, None] >= 0, right_PG.shape)
-  wrong_PG = filled_PG & ~right_PG
+  judged_PG = filled_PG if fresh.decided_PG is None else filled_PG & fresh.decided_PG
+  wrong_PG = judged_PG & ~right_PG
   age_PGT = jnp.where(fresh.response_mask_PGT, now - fresh.policy_version_PGT, 0)
-  rate_P = right_PG.mean(1)
+  rate_P = right_PG.mean(1, where=fresh.decided_PG)
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  old_PGT = now - groups.policy_version_PGT
   sampled = fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   metrics = {
     'rollout/tokens': sampled,
     'rollout/seats': (fresh.completed_step_P >= 0).mean(),
-    'rollout/reward': masked_mean(fresh.reward_PG, filled_PG),
-    'rollout/accuracy': masked_mean(right_PG, filled_PG),
-    'rollout/length': masked_mean(length_PG, filled_PG),
     # nan, not 0, without responses: a 0 would lower the mean over steps.
-    'rollout/length_right': jnp.where(right_PG, length_PG, 0).sum() / right_PG.sum(),
-    'rollout/length_wrong': jnp.where(wrong_PG, length_PG, 0).sum() / wrong_PG.sum(),
-    'rollout/truncated': masked_mean(~ended_PG, filled_PG),
+    'rollout/reward': diagnostics.mean_or_nan(fresh.reward_PG, judged_PG),
+    'rollout/accuracy': diagnostics.mean_or_nan(right_PG, judged_PG),
+    'rollout/length': diagnostics.mean_or_nan(length_PG, filled_PG),
+    'rollout/length_right': diagnostics.mean_or_nan(length_PG, right_PG),
+    'rollout/length_wrong': diagnostics.mean_or_nan(length_PG, wrong_PG),
+    'rollout/truncated': diagnostics.mean_or_nan(~ended_PG, filled_PG),
     'rollout/age': masked_mean(age_PGT, fresh.response_mask_PGT),
     'rollout/age_max': age_PGT.max(),
     'batch/filled': (source_P >= 0).mean(),
     'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
-    'batch/age': masked_mean(now - groups.policy_version_PGT, trained_PGT),
+    'batch/age': masked_mean(old_PGT, trained_PGT),
     'buffer/hard': (buffer.hard.completed_step_P >= 0).sum(),
     'buffer/reusable': (buffer.reusable.completed_step_P >= 0).sum(),
     'buffer/hard_max_correct': buffer.thresholds.hard_max,
@@ -256,7 +257,7 @@ def _step_metrics(
     metrics['teacher/kl'] = masked_mean(below_PGT, trained_PGT)
   for i, source in enumerate(SOURCES):
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
-    age = jnp.where(own_PGT, now - groups.policy_version_PGT, 0).sum() / own_PGT.sum()
-    metrics |= {f'batch/{source}': (source_P == i).mean(), f'batch/age_{source}': age}
+    metrics[f'batch/{source}'] = (source_P == i).mean()
+    metrics[f'batch/age_{source}'] = diagnostics.mean_or_nan(old_PGT, own_PGT)
   trained_P = trained_on(groups).any(1)
   return metrics, diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))

@@ -148,7 +148,8 @@ def test_groups_get_their_rewards():
     for g in range(8):
       bonus = 0.25 if (p * 8 + g) % 3 else 0
       # A cache of one token: the penalty falls on the longest alone.
-      penalty = float(old.response_mask_PGT[p, g].sum() == 5) / 2
+      mask_T = np.asarray(old.response_mask_PGT[p, g])
+      penalty = float(mask_T[0] and mask_T[4]) / 2
       expected = float(old.correct_PG[p, g]) + bonus - penalty
       assert float(new.reward_PG[p, g]) == pytest.approx(expected)
   assert not np.asarray(new.reward_PG[2]).any()  # an empty seat
@@ -210,3 +211,25 @@ def test_an_answer_that_the_verifier_cannot_read_is_refused(rule, answers):
         gold.check(default)(row)
       assert repr(answer[:40]) in str(error.value)
       assert len(str(error.value)) < 300
+
+
+def test_a_conversation_cut_at_the_budget_has_the_full_overlong_penalty():
+  # A prompt of one token, then a budget of 8: two turns of 3 and 2 tokens around a
+  # message of 3, another of 4 tokens in all, and a single turn of 8.
+  sampled = ['.XXX...XX', '.XX.X....', '.XXXXXXXX']
+  mask_PGT = jnp.asarray([[[x == 'X' for x in row] for row in sampled]])
+  groups = making.groups([0], [0], [0], G=3, T=9)._replace(response_mask_PGT=mask_PGT)
+  lengths = []
+
+  class Recording(Standard):
+    def __call__(self, earned_PG, length_PG, truncated_PG, formatted_PG, longest):
+      lengths.append(length_PG.tolist())
+      arguments = earned_PG, length_PG, truncated_PG, formatted_PG
+      return super().__call__(*arguments, longest)
+
+  shaping = Recording(overlong_penalty=1.0, overlong_cache=4)
+  after = rewards.shaped(
+    groups, [''] * 3, eos=(99,), rule='aime', longest=8, shaping=shaping
+  )
+  assert lengths == [[[8, 4, 8]]]
+  assert after.reward_PG.tolist() == [[-0.5, 0, -0.5]]

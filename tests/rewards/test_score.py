@@ -85,7 +85,7 @@ def test_a_registered_function_runs_in_a_thread(verifier):
     ('{"a": 0.5, "b": 0.25}', True, 0.75),
     ('np.float32(0.5)', True, 0.5),
     ('Verdict(np.bool_(True), "by hand", None, np.float32(0.5))', True, 0.5),
-    ('Verdict(None, "by hand", None, -1)', None, -1.0),
+    ('Verdict(None, "by hand", None, -1)', None, 0.0),
     ('{}', False, 0.0),
   ],
 )
@@ -192,7 +192,7 @@ def test_a_batched_function_that_returns_too_few_values_decides_none(tmp_path):
   head = '@bapo_jax.declare(batched=True)\ndef score(samples):'
   verdicts = scored(written(tmp_path, 'return [1.0]', head), GOOD, BAD)
   assert [v.right for v in verdicts] == [None, None]
-  assert verdicts[0].reason.endswith(':score returned 1 values for 2 samples')
+  assert verdicts[0].reason.endswith('it returned 1 values for 2 samples')
 
 
 ASYNC = """

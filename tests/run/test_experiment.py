@@ -539,12 +539,11 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
   assert status == 0
   (row,) = [row for row in metrics.read(str(workdir)) if row['step'] == 1]
   assert 0 < row['rollout/reward'] < 1
-  decided = row['reward/close'] * (1 - row['rollout/undecided'])
-  assert decided == pytest.approx(row['rollout/reward'])
+  assert row['reward/close'] == pytest.approx(row['rollout/reward'])
   reason = 'the most frequent reason: python:close raises RuntimeError: no threes'
   out = capsys.readouterr().out
-  assert f'and count as wrong; {reason}' in out
-  assert 'python:close; right from a reward of 0.5\n' in out
+  assert f'and are left out; {reason}' in out
+  assert 'python:close; right from a reward of 0.5, left out if undecided\n' in out
 
 
 def test_a_reward_that_fails_at_once_is_refused_before_compiling(my, tmp_path):

@@ -112,6 +112,21 @@ def test_every_number_is_that_of_its_group_and_of_its_update(tmp_path):
   assert all(r[k] is None for r in rows[1]['responses'] for k in ('ratio', 'cut'))
 
 
+def test_an_undecided_response_is_neither_right_nor_wrong(tmp_path):
+  t, record = held_step()
+  decided_PG = record.groups.decided_PG.at[0, 1].set(False)
+  groups = record.groups._replace(
+    decided_PG=decided_PG, teaches_PG=record.groups.teaches_PG & decided_PG
+  )
+  first, *others = recorded(t, record._replace(groups=groups), tmp_path)
+  decided, undecided = first['responses']
+  assert (undecided['correct'], undecided['reward']) == (None, None)
+  # Alone in its group, the other one is compared with none.
+  assert decided['advantage'] == undecided['advantage'] == 0
+  assert not undecided['taught'] and not step_record.taught(first)
+  assert all(r['correct'] is not None for row in others for r in row['responses'])
+
+
 def test_advantages_that_differ_by_token_are_recorded_by_token(tmp_path):
   t, record = held_step()
   # Seat 3, reused: of two responses, the first ends a step of reward 1 after `4`, and

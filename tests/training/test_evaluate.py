@@ -98,9 +98,9 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
 
 
 def test_graded_rewards_and_their_parts_by_hand():
-  # Rewards .5 and 1, then .25 and undecided (0): problem means .75 and .125, whose mean
-  # is .4375 and standard error (.75 - .125) / 2. The undecided response has no parts:
-  # `fit` has the means .75 and .25. Only the second response has `style`.
+  # Rewards .5 and 1, then .25 and undecided: problem means .75 and .25,
+  # whose mean is .5 and standard error (.75 - .25) / 2; so has `fit`. Only the second
+  # response has `style`: the means are -1 and 0.
   graded = [(0.5, {'fit': 0.5}), (1.0, {'fit': 1.0, 'style': -2.0})]
   graded += [(0.25, {'fit': 0.25}), (None, {})]
 
@@ -114,15 +114,15 @@ def test_graded_rewards_and_their_parts_by_hand():
   asked = asked._replace(text=PROBLEMS[:2], answer=['2', '32'])
   result, samples = evaluated(Graded(), group_size=2, asked=asked)
   assert [(s['reward'], s['parts']) for s in samples] == [
-    (reward or 0.0, parts) for reward, parts in graded
+    (reward, parts) for reward, parts in graded
   ]
   assert (result['accuracy'], result['undecided']) == (0.5, 0.25)
-  assert samples[3]['verdict'] == 'undecided'
+  assert samples[3]['verdict'] == 'undecided' and samples[3]['correct'] is None
   assert result['undecided_because'] == 'slow'
   assert evaluate.rewards_of(result) == {
-    'reward': pytest.approx((0.4375, 0.3125)),
+    'reward': pytest.approx((0.5, 0.25)),
     'reward/fit': pytest.approx((0.5, 0.25)),
-    'reward/style': (-2.0, 0.0),
+    'reward/style': pytest.approx((-0.5, 0.5)),
   }
   # The only part is the reward itself.
   del result['parts']['style']
@@ -199,7 +199,7 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations(group):
     rate_P = rng.beta(0.4, 0.4, 60)
     correct_PG = rng.random((60, group)) < rate_P[:, None]
     means.append(correct_PG.mean())
-    errors.append(evaluate.clustered_error(correct_PG))
+    errors.append(evaluate.mean_of_decided(correct_PG)['stderr'])
   # Both known to 1/sqrt(2 * 4000) = 1.1 %; counting responses as if they were
   # independent gives a third of it at group 8.
   spread = np.std(means)
