@@ -79,7 +79,8 @@ SLIDERS = {
   'mask.m2po.limit': (0.002, 0.2, 0.002),
 }
 # The batch of the page has rows of one source, and no teacher.
-LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high', 'loss.reference'}
+LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high'}
+LEFT_OUT |= {'loss.reference', 'loss.reference_estimator'}
 RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
 LIMITS = ('least', 'most', 'above', 'below', 'infinite', 'rising')  # that the page uses
 

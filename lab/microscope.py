@@ -38,7 +38,6 @@ from bapo_jax.types import (
   AdvantageFunction,
   Batch,
   ClipFunction,
-  LossFunction,
   MaskFunction,
   Tree,
 )
@@ -71,7 +70,7 @@ class Task(NamedTuple):
 class Rule(NamedTuple):
   """A method: the rules of the slots that change the gradient."""
 
-  loss: LossFunction = loss.Clipped()
+  loss: loss.LossRule = loss.Clipped()
   clip: ClipFunction = clip.Fixed()
   mask: MaskFunction = masks.NoMask()
   advantage: AdvantageFunction = advantage.GroupRelative()

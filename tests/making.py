@@ -134,8 +134,13 @@ def close_trees(found, wanted, *, count):
 
 
 def objective(clip_rule, loss_rule='clipped', **knobs) -> objective_lib.Objective:
-  """Returns the objective of these rules, on the tiny model if no other is given."""
-  rules = {'clip_rule': clip_rule, 'loss_rule': loss.LossRule.rules.names[loss_rule]()}
+  """Returns the objective of these rules, on the tiny model if no other is given.
+
+  Knobs that all loss rules have, such as `kl`, are those of the loss rule.
+  """
+  shared = {k: knobs.pop(k) for k in [*knobs] if k in loss.LossRule.model_fields}
+  rule = loss.LossRule.rules.names[loss_rule](**shared)
+  rules = {'clip_rule': clip_rule, 'loss_rule': rule}
   return objective_lib.Objective(**{'spec': SPEC, 'temperature': 0.8} | rules | knobs)
 
 

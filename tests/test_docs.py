@@ -159,6 +159,17 @@ def test_every_module_and_file_in_prose_exists():
   assert exists('lab.sweep.table') and exists('benchmarks.training.learner')
 
 
+def test_a_linked_module_defines_the_name_beside_the_link():
+  checked = 0
+  for page, text in DOCS.items():
+    for name, link in re.findall(r'`(\w+)` in \[[^\]]+\]\(([^)#]+\.py)\)', text):
+      module = (ROOT / page).parent / link
+      defined = rf'(?m)^(?:def |class )?{name}\b'
+      assert re.search(defined, module.read_text()), f'{page}: {name} in {link}'
+      checked += 1
+  assert checked
+
+
 def test_every_metric_in_prose_is_in_the_glossary():
   stages = '|'.join(sorted({metric.split('/')[0] for metric in GLOSSARY}))
   for name, text in DOCS.items():

@@ -55,7 +55,7 @@ OF_SOME = frozenset(
 def diagnose(
   rule: LossFunction, stats: TokenStats, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
-  """Computes the scalar metrics of one optimiser minibatch; see metrics.GLOSSARY.
+  """Computes the scalar metrics of one optimiser minibatch; see runtime/glossary.py.
 
   Args:
     stats: statistics of the policy before the update, nats.
@@ -91,7 +91,7 @@ def diagnose(
   metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
   metrics |= _by_source(ratio_BT, weight_BT, batch)
   if batch.reference_BT is not None:
-    far_BT = loss.from_reference(logp_BT, batch)
+    far_BT = loss.from_reference(logp_BT, batch, 'k3')
     metrics['loss/reference'] = masked_mean(far_BT, loss_mask_BT)
   return metrics | {
     name: jnp.where(loss_mask_BT.any(), metrics[name], jnp.nan) for name in OF_TOKENS
@@ -251,7 +251,7 @@ def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
   A nan ratio is an error of the run and is not masked, so that the metrics show it.
   """
   loss_mask_BT = batch.loss_mask_BT
-  log_r_BT = loss.log_ratio(logp_BT, batch.behavior_logp_BT, loss_mask_BT)
+  log_r_BT = loss.log_r(logp_BT, batch)
   live_BT = jnp.where(loss_mask_BT, ratio_BT, 0)
   # Scaled by the largest ratio: the squares of large ratios would overflow.
   scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)

@@ -8,7 +8,7 @@ the policy that sampled the token, A the advantage, and sg stops the gradient.
 
 1. `ratio` compares the policy with the policy that sampled the tokens;
 2. the rules: `Clipped` (PPO, GRPO, DAPO) and published alternatives;
-3. `divergence` is the optional penalty;
+3. `divergence` and `from_reference` are the optional penalties;
 4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
    of each token in the gradient; `finder` puts the loss, clip and mask rule together.
 """
@@ -36,6 +36,7 @@ from bapo_jax.types import (
 
 Aggregate = Literal['token', 'sequence', 'constant']
 KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
+ReferenceEstimator = Literal['weighted', 'k3', 'k2', 'k1_reward']
 
 
 def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
@@ -43,9 +44,14 @@ def log_ratio(logp_BT: Array, old_BT: Array, loss_mask_BT: Array) -> Array:
   return jnp.where(loss_mask_BT, logp_BT - old_BT, 0)
 
 
+def log_r(logp_BT: Array, batch: Batch) -> Array:
+  """Returns log r = log pi - log mu of each token, nats; 0 outside the loss mask."""
+  return log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+
+
 def ratio(logp_BT: Array, batch: Batch) -> Array:
   """Returns r = pi / mu of each token; 1 outside the loss mask."""
-  return jnp.exp(log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT))
+  return jnp.exp(log_r(logp_BT, batch))
 
 
 class LossRule(Part):
@@ -86,6 +92,22 @@ class LossRule(Part):
     least=0,
     most=1000,
   )
+  reference_estimator: ReferenceEstimator = knob(
+    'weighted',
+    "The divergence from the teacher's p: weighted, r k3 (DeepSeek-V3.2); k3 of p / pi "
+    '(GRPO); k2, (log pi - log p)^2 / 2; k1_reward takes log mu - log p off the '
+    'advantage.',
+    needs='loss.reference > 0',
+  )
+
+  @property
+  def reference_in_reward(self) -> float:
+    """The part of `reference` that is taken off advantages, not off the objective.
+
+    Advantages change before the bounds are searched, so a clip rule cuts this cost, and
+    a rule that balances the policy gradient counts it.
+    """
+    return self.reference if self.reference_estimator == 'k1_reward' else 0.0
 
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
@@ -126,7 +148,7 @@ class Clipped(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     if self.limit < math.inf:
       log_r_BT = jnp.clip(log_r_BT, -self.limit, self.limit)
     bounds = find(jnp.exp(log_r_BT))
@@ -162,9 +184,7 @@ class Decoupled(LossRule):
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
     log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
-    stale_BT = jnp.exp(
-      log_ratio(batch.prox_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
-    )
+    stale_BT = jnp.exp(log_r(batch.prox_BT, batch))
     bounds = find(jnp.exp(log_r_BT))
     above = self.cap if self.beyond_cap == 'truncate' else 0.0
     factor_BT = jnp.where(stale_BT > self.cap, above, stale_BT)
@@ -189,7 +209,7 @@ class SequenceRatio(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
     mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
     ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0 with the gradient of logp
@@ -215,7 +235,7 @@ class Gmpo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     up_BT = batch.adv_BT > 0
     # Clipped as logarithms: a ratio that underflows still counts in the mean.
@@ -249,7 +269,7 @@ class Cispo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
     return _reinforce(weight_BT, logp_BT, batch), bounds
@@ -315,7 +335,7 @@ class Sapo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     # Limited where the gate is saturated: slope 0 times an infinite r would be nan.
     ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
     tau_BT = jnp.where(batch.adv_BT > 0, self.positive, self.negative)
@@ -351,7 +371,7 @@ class Vespo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
     log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
     up_BT = batch.adv_BT >= 0
@@ -377,7 +397,7 @@ class Aspo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
     sign_BT = jnp.where(batch.adv_BT > 0, -1, 1)
@@ -420,7 +440,7 @@ class Fipo(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     fixed_BT = jax.lax.stop_gradient(log_r_BT)
     decay_BT = jnp.full_like(fixed_BT, 2 ** (-1 / self.half_life))
@@ -470,7 +490,7 @@ def divergence(logp_BT: Array, batch: Batch, direction: KlDirection) -> Array:
       'squared', (log r)^2 / 2 (k2 of Schulman), the penalty of Direct Reward
       Optimisation (arXiv:2405.19107).
   """
-  log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+  log_r_BT = log_r(logp_BT, batch)
   if direction == 'behavior_policy':
     return k3(log_r_BT)
   if direction == 'squared':
@@ -483,13 +503,37 @@ def k3(log_r: Array) -> Array:
   return jnp.expm1(log_r) - log_r
 
 
-def from_reference(logp_BT: Array, batch: Batch) -> Array:
-  """Returns k3 of p_ref / pi, an estimate of KL(pi || p_ref): arXiv:2402.03300, Eq. 4.
+def from_reference(
+  logp_BT: Array, batch: Batch, estimator: ReferenceEstimator = 'weighted'
+) -> Array:
+  """Returns an estimate of KL(pi || p) of each token, nats; 0 outside the mask.
 
-  In nats per token; 0 outside the mask. The batch must have log p_ref.
+  p is the reference; the batch must have log p. For tokens sampled from mu, the value
+  of 'weighted' is unbiased and its expected gradient is that of KL(pi || p), for any
+  mu. With mu = pi the gradient of 'k2' is the same, and that of 'k3' is the gradient of
+  KL(p || pi). With mu != pi these two have the gradient of neither.
+
+  Like the paper, 'weighted' limits no weight. r is at most 1 / mu: a token that mu
+  hardly ever samples weighs much (loss/ratio_max), and r overflows only if
+  mu < e^-88; such an update is not finite, so it is skipped (learner/skipped).
+
+  Args:
+    logp_BT: log pi of each token, nats.
+    estimator: 'weighted', r k3(log(p / pi)) with r = pi / mu of the token, under every
+      loss rule (DeepSeek-V3.2, arXiv:2512.02556, Eq. 7); 'k3', k3(log(p / pi))
+      (arXiv:2402.03300, Eq. 4); 'k2', (log pi - log p)^2 / 2 (Schulman, 2020). For
+      'k1_reward' see `LossRule.reference_in_reward`.
   """
-  assert batch.reference_BT is not None
-  return k3(log_ratio(batch.reference_BT, logp_BT, batch.loss_mask_BT))
+  assert batch.reference_BT is not None and estimator != 'k1_reward'
+  log_q_BT = log_ratio(batch.reference_BT, logp_BT, batch.loss_mask_BT)
+  if estimator == 'k3':
+    return k3(log_q_BT)
+  if estimator == 'k2':
+    return jnp.square(log_q_BT) / 2
+  # r k3(log q) = p / mu - r (1 + log q). As a product it would be nan where pi
+  # underflows: r is 0 there, and q infinite.
+  far_BT = log_r(batch.reference_BT, batch)
+  return jnp.exp(far_BT) - ratio(logp_BT, batch) * (1 + log_q_BT)
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bapo_jax.algorithms.loss import log_ratio
+from bapo_jax.algorithms.loss import log_r
 from bapo_jax.knobs import knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import Batch
@@ -108,7 +108,7 @@ class IcePop(MaskRule):
   )
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     r_BT = jnp.exp(jax.lax.stop_gradient(log_r_BT))
     return (r_BT >= self.low) & (r_BT <= self.high)
 
@@ -143,7 +143,7 @@ class Opsm(MaskRule):
   )
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     tokens_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
     fallen_B = -jax.lax.stop_gradient(log_r_BT).sum(1) / tokens_B
     return (batch.adv_BT >= 0) | (fallen_B <= self.limit)[:, None]
@@ -166,7 +166,7 @@ class M2po(MaskRule):
   )
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
-    log_r_BT = log_ratio(logp_BT, batch.behavior_logp_BT, batch.loss_mask_BT)
+    log_r_BT = log_r(logp_BT, batch)
     square_BT = jnp.square(jax.lax.stop_gradient(log_r_BT)).astype(jnp.float32)
     # Floats that are not negative have the order of their bits, read as integers.
     bits_BT = jax.lax.bitcast_convert_type(square_BT, jnp.int32)

@@ -83,7 +83,9 @@ def advantages(
   Args:
     advantage_rule: None leaves out the rewards.
     reference_PGT, teacher: log p(teacher), and the factor on log p(teacher) - log mu,
-      which is the advantage of a token in on-policy distillation.
+      which is the advantage of a token in on-policy distillation. If mu samples the
+      tokens and is the policy, its gradient is that of -KL(pi || p(teacher)). For
+      another policy pi it is that of KL(pi || mu) - KL(pi || p(teacher)).
   """
   P, G, T = groups.tokens_PGT.shape
   reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
@@ -290,7 +292,8 @@ def learn(
     (params, opt, metrics, log-probability, ratio and cut of each token).
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
-  scale_B = loss.row_scale(batch.loss_mask_BT, objective.aggregate, objective.length)
+  rule = objective.loss_rule
+  scale_B = loss.row_scale(batch.loss_mask_BT, rule.aggregate, objective.length)
   computed = objective.computed(batch)
   # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
@@ -298,7 +301,6 @@ def learn(
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()
-  rule = objective.loss_rule
   metrics = diagnostics.diagnose(rule, stats, computed, bounds, scale_B) | {
     'loss/value': value,
     'learner/grad_norm': norm,

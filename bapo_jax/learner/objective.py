@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bapo_jax.algorithms import loss, masks
-from bapo_jax.algorithms.loss import Aggregate, KlDirection
+from bapo_jax.algorithms.loss import LossRule
 from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
@@ -26,13 +26,10 @@ from bapo_jax.types import (
   ClipFunction,
   EmbeddedPictures,
   FindBounds,
-  LossFunction,
   MaskFunction,
   TokenStats,
   Tree,
 )
-
-NO_MASK = masks.NoMask()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,32 +37,28 @@ class Objective:
   """The objective of an update, and how to compute it.
 
   Args:
+    loss_rule: also has the costs of the penalties, `loss.divergence` and
+      `loss.from_reference`, and the average over rows, `loss.row_scale`. A clip rule
+      that balances the policy gradient ignores both penalties.
     schedule: trades memory for time, see `layers.Schedule`.
     temperature: sampling temperature; divides the logits of the policy.
     pack: True packs rows and, without a penalty, skips rows without an advantage; False
       computes every token of every row.
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
-    aggregate, length: see `loss.row_scale`.
-    kl, kl_direction: cost per nat of `loss.divergence`, and its direction.
-    reference: cost per nat of `loss.from_reference`. A clip rule that balances the
-      policy gradient ignores both penalties.
+    length: see `loss.row_scale`.
   """
 
   clip_rule: ClipFunction
-  loss_rule: LossFunction
+  loss_rule: LossRule
   spec: ModelSpec
   temperature: float
   schedule: Schedule = Schedule()
   pack: bool = True
   grad_accum_steps: int = 1
   bounds_scope: str = 'minibatch'
-  aggregate: Aggregate = 'token'
   length: int = 1
-  kl: float = 0.0
-  kl_direction: KlDirection = 'behavior_policy'
-  reference: float = 0.0
-  mask_rule: MaskFunction = NO_MASK
+  mask_rule: MaskFunction = masks.NoMask()
 
   @property
   def together(self) -> bool:
@@ -79,7 +72,7 @@ class Objective:
     penalty. Its tokens still count in the denominators, through `loss.row_scale` of the
     full mask.
     """
-    if self.kl or self.reference or not self.pack:
+    if self.loss_rule.kl or self.loss_rule.reference or not self.pack:
       return batch
     mask_BT = batch.loss_mask_BT
     teaches_B1 = (mask_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
@@ -110,11 +103,13 @@ class Objective:
     self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds
   ) -> tuple[Array, Bounds]:
     """Returns (loss of a part of the batch, clip bounds used in it)."""
-    gain_BT, bounds = loss.gain(self.loss_rule, logp_BT, part, find)
-    if self.kl:
-      gain_BT -= self.kl * loss.divergence(logp_BT, part, self.kl_direction)
-    if self.reference:
-      gain_BT -= self.reference * loss.from_reference(logp_BT, part)
+    rule = self.loss_rule
+    gain_BT, bounds = loss.gain(rule, logp_BT, part, find)
+    if rule.kl:
+      gain_BT -= rule.kl * loss.divergence(logp_BT, part, rule.kl_direction)
+    if rule.reference and not rule.reference_in_reward:
+      far_BT = loss.from_reference(logp_BT, part, rule.reference_estimator)
+      gain_BT -= rule.reference * far_BT
     return -(gain_BT.sum(1) * scale_B).sum(), bounds
 
 
@@ -194,7 +189,7 @@ def gradient(
     (loss, gradients, (statistics, bounds)); statistics are 0 for tokens not computed.
   """
   o = objective
-  scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
+  scale_B = loss.row_scale(batch.loss_mask_BT, o.loss_rule.aggregate, o.length)
   scale_B *= filled_share(batch)
   trained, seen, of_params = pictured.variables(
     params, batch.pictures, o.spec, o.schedule

@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
+
+
+def matrices(params: Tree) -> Tree:
+  """Marks the parameters that decay: all but the scales of norms and the biases.
+
+  Layers are stacked, so a norm of [L, D] is no matrix: paths decide, not ranks. This is
+  the convention of Hugging Face's trainer: embedding, head, routers and adapters decay.
+  """
+  return jax.tree.map_with_path(
+    lambda path, _: not path_name(path).endswith(('norm', 'bias')), params
+  )
 
 
 def adamw(
@@ -18,19 +30,28 @@ def adamw(
   weight_decay: float = 0.0,
   max_norm: float = 1.0,
   master: bool = False,
+  decay_all: bool = False,
 ) -> optax.GradientTransformation:
   """Returns AdamW that first clips the gradient by its global norm.
 
   Args:
     warmup: optimiser updates of linear warm-up.
     b1, b2: decay of the moments.
+    weight_decay: decoupled decay, of `matrices`.
     max_norm: maximum global norm of the gradient.
     master: keeps float32 master weights beside narrower parameters; see `mastered`.
+    decay_all: all parameters decay.
   """
   schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
   tx = optax.chain(
     optax.clip_by_global_norm(max_norm),
-    optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
+    optax.adamw(
+      schedule,
+      b1=b1,
+      b2=b2,
+      weight_decay=weight_decay,
+      mask=None if decay_all else matrices,
+    ),
   )
   return mastered(tx) if master else tx
 

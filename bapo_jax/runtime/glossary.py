@@ -78,7 +78,7 @@ _SENTENCES = {
   'loss/entropy_change': 'Measured change of entropy from one update to the next, mean over the step, nats per token; nan with a single update.',
   'loss/kl': 'k3 estimate of KL(mu, pi), mean of r - 1 - log r over the computed tokens, nats per token, >= 0.',
   'loss/kl_plain': 'k1 estimate of KL(mu, pi), mean of -log r over the computed tokens, nats per token; noisier, may be negative.',
-  'loss/reference': 'k3 estimate of KL(pi, p), mean over the computed tokens, nats per token, >= 0; p: the teacher, or with loss.reference alone the first weights.',
+  'loss/reference': 'k3 estimate of KL(pi, p), whatever loss.reference_estimator is, mean over the computed tokens, nats per token, >= 0; p: the teacher, or with loss.reference alone the first weights.',
   'teacher/kl': 'k1 estimate of KL(mu, p), mean of log mu - log p over the tokens trained on, nats per token; p as in loss/reference.',
   'moe/agree': 'Share of the layers and computed tokens whose router would use the experts that the sampler used, in any order, in [0, 1]; a token without a recorded route does not agree; mean over the updates. These metrics exist with experts and model.replay_routes other than off only.',
   'moe/load': 'Tokens of the busiest expert over those of the mean expert, mean over the layers, >= 1, of the prompt and one response of each fresh group.',

@@ -98,11 +98,7 @@ def make_train_step(
     pack=config.learner.pack,
     grad_accum_steps=config.learner.grad_accum_steps,
     bounds_scope=config.learner.bounds_scope,
-    aggregate=config.loss.aggregate,
     length=config.sampler.max_new_tokens,
-    kl=config.loss.kl,
-    kl_direction=config.loss.kl_direction,
-    reference=config.loss.reference,
   )
   step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))

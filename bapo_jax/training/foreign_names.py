@@ -66,12 +66,14 @@ _OURS = {
   "loss.kl with loss.rule='reinforce' and loss.kl_direction='squared'": 'dro_beta',
   'loss.reference, a cost on the divergence from the first weights, or loss.kl, a cost '
   'on the divergence from the policy that sampled the batch': (
-    'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl use_kl_in_reward init_kl_coef'
+    'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl init_kl_coef'
   ),
   'teacher.path, or loss.reference alone for the first weights': (
     'ref_model ref sync_ref_model teacher_model teacher_model_name_or_path'
   ),
-  'loss.kl_direction': 'kl_penalty kl_loss_type',
+  'loss.reference_estimator, or loss.kl_direction': (
+    'kl_penalty kl_loss_type use_kl_in_reward use_bias_correction_kl'
+  ),
   "loss.aggregate ('sequence' for grpo, 'token' for dapo and bnpo, 'constant' for "
   'dr_grpo), or name a method: --config=FILE:dr_grpo, :gspo, :cispo, :sapo or :vespo': (
     'loss_type'

@@ -123,10 +123,11 @@ class Config(Section):
   def credit(self) -> dict[str, Any]:
     """The arguments of `learner.advantages` that are the same in all steps."""
     factors = self.batch.weights
+    teacher = self.teacher.weight if self.teacher.path else 0.0
     return {
       'advantage_rule': self.advantage if self.teacher.reward else None,
       'weights': tuple(getattr(factors, source) for source in SOURCES),
-      'teacher': self.teacher.weight if self.teacher.path else 0.0,
+      'teacher': teacher + self.loss.reference_in_reward,
     }
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':

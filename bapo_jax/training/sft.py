@@ -123,7 +123,8 @@ def fit(
   schedule: Schedule = Schedule(),
 ) -> Tree:
   """Returns the parameters after k.clean + k.noisy steps of k.batch solutions each."""
-  tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01)
+  # Norms and biases decay here too: recorded runs start from such weights.
+  tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01, decay_all=True)
   params = transformer.init(spec, jax.random.key(seed))
   params = exchange.placed(params, sharding.shardings(params, mesh))
   layout = sharding.shardings(jax.eval_shape(tx.init, params), mesh)

@@ -116,6 +116,60 @@ def test_the_divergence_has_the_value_and_the_gradient_of_an_exact_kl(direction)
   making.close(jax.grad(sampled)(z_V), jax.grad(exact)(z_V), count=64, terms=4)
 
 
+def distributions(seed, same):
+  """Returns (z, log mu, log p) of five words: z are the policy's logits, float64."""
+  rng = np.random.default_rng(seed)
+  z_V, other_V, p_V = (jnp.asarray(rng.normal(0, 1.5, 5)) for _ in range(3))
+  return z_V, *map(jax.nn.log_softmax, (z_V if same else other_V, p_V))
+
+
+@pytest.mark.parametrize(
+  ('estimator', 'same', 'backward'),
+  [
+    ('weighted', True, False),
+    ('weighted', False, False),
+    ('k2', True, False),
+    ('k3', True, True),
+  ],
+)
+def test_the_reference_has_the_gradient_of_an_exact_kl(estimator, same, backward):
+  # Every word weighted by the mu that samples it, against sums over the distributions:
+  # KL(pi, p) or, backward, KL(p, pi).
+  def exact(z_V, ref_V):
+    pair = jax.nn.log_softmax(z_V), ref_V
+    first, second = pair[::-1] if backward else pair
+    return (jnp.exp(first) * (first - second)).sum()
+
+  def sampled(z_V, logmu_V, ref_V):
+    batch = making.batch([1], [[True] * 5])
+    batch = batch._replace(behavior_logp_BT=logmu_V[None], reference_BT=ref_V[None])
+    kl_BT = loss.from_reference(jax.nn.log_softmax(z_V)[None], batch, estimator)
+    return (jnp.exp(logmu_V) * kl_BT[0]).sum()
+
+  with jax.enable_x64(True):
+    for seed in range(4):
+      z_V, logmu_V, ref_V = distributions(seed, same)
+      value, slope_V = jax.value_and_grad(sampled)(z_V, logmu_V, ref_V)
+      wanted, wanted_V = jax.value_and_grad(exact)(z_V, ref_V)
+      assert jnp.abs(wanted_V).max() > 0.05
+      np.testing.assert_allclose(slope_V, wanted_V, rtol=0, atol=1e-12)
+      if estimator == 'weighted':
+        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_token_whose_probability_has_vanished_has_a_finite_reference():
+  # pi underflows to 0: r k3 would be 0 times inf. r k3 = p / mu - r (1 + log(p / pi)).
+  batch = making.batch([1, 1], [[True], [False]], [[-1], [-1]])
+  batch = batch._replace(reference_BT=jnp.full((2, 1), -2.0))
+
+  def total(logp_BT):
+    return loss.from_reference(logp_BT, batch).sum()
+
+  value, slope_BT = jax.value_and_grad(total)(jnp.full((2, 1), -200.0))
+  making.close(value, math.exp(-1), count=1)
+  np.testing.assert_array_equal(slope_BT, 0)
+
+
 def test_sequence_is_the_gradient_of_the_papers_objective():
   # Eq. 5: mean over responses of min(s A, clip(s) A), s the geometric mean.
   logp_BT, batch = making.mixed_tokens()

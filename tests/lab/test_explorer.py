@@ -271,8 +271,6 @@ def test_the_penalty_is_that_of_a_run(drawn):
       rules['loss'],
       spec=None,
       temperature=1.0,
-      kl=rules['loss'].kl,
-      kl_direction=rules['loss'].kl_direction,
       mask_rule=rules['mask'],
     )
     gain = functools.partial(objective_of_row, objective)

@@ -50,7 +50,6 @@ def objective(**values) -> Direct:
     loss_rule=config.loss,
     spec=making.SPEC,
     temperature=1.0,
-    aggregate=config.loss.aggregate,
     length=T,
     grad_accum_steps=config.learner.grad_accum_steps,
   )
@@ -115,7 +114,9 @@ def on_the_path(chosen):
   """(points, logp_BT, batch) -> P and N of the gradient at each point."""
 
   def at(point, logp_BT, batch):
-    scale_B = loss.row_scale(batch.loss_mask_BT, chosen.aggregate, chosen.length)
+    scale_B = loss.row_scale(
+      batch.loss_mask_BT, chosen.loss_rule.aggregate, chosen.length
+    )
     k = chosen.clip_rule
     given = clip.Unclipped()(logp_BT, batch, None)._replace(
       low=point[0], high=point[1], cap=k.reused_high, dual=k.dual

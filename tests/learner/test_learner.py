@@ -1,5 +1,6 @@
 """Updates: which groups take part, what is skipped, and how the optimiser steps."""
 
+import dataclasses
 import functools
 import math
 
@@ -11,10 +12,11 @@ import optax
 import pytest
 import runs
 
+from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip, diagnostics
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
-from bapo_jax.models import logprobs
+from bapo_jax.models import logprobs, transformer
 
 P = 4
 G = 4
@@ -198,6 +200,38 @@ def test_optimizer_warms_up_and_limits_the_norm():
     sizes.append(float(jnp.abs(step['w']).max()))
   # Clipped to a norm of 1 the gradient is .58 in each place: eps 1e-8 is no part of it.
   making.close(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], count=16)
+
+
+UNTIED = dataclasses.replace(making.QWEN2, tied=False, o_bias=True)
+SPECS = making.QWEN2, UNTIED, making.QWEN3, making.MIXTURE, making.SEEING
+
+
+@pytest.mark.parametrize('master', [False, True])
+def test_weight_decay_shrinks_matrices_and_neither_norms_nor_biases(master):
+  # Without a gradient a step is the decay alone: 1 - lr * decay = .99 of the weight.
+  trees = [*map(making.params, SPECS), making.adapters()]
+  tx = optimizer.adamw(lr=0.1, weight_decay=0.1, master=master)
+
+  @jax.jit
+  def step(trees):
+    nothing = jax.tree.map(jnp.zeros_like, trees)
+    moves, _ = tx.update(nothing, tx.init(trees), trees)
+    return optax.apply_updates(trees, moves)
+
+  # What begins as 1 or 0 is the scale of a norm or a bias; adapters have neither.
+  kinds = {k: x[1] for spec in SPECS for k, x in transformer.describe(spec).items()}
+  seen = set()
+  after = jax.tree.leaves(step(trees))
+  for (path, before), weight in zip(
+    jax.tree.leaves_with_path(trees), after, strict=True
+  ):
+    name = sharding.path_name(path[1:])
+    kept = kinds.get(name) in ('ones', 'zeros')
+    wanted = np.asarray(before) * np.float32(1 if kept else 0.99)
+    np.testing.assert_allclose(weight, wanted, rtol=1e-6, err_msg=name)
+    seen.add((name.rpartition('/')[2], kept))
+  assert {('embed', False), ('router', False), ('patch', False), ('a', False)} < seen
+  assert {('q_norm', True), ('o_bias', True), ('merger_norm', True)} < seen
 
 
 def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():

@@ -96,7 +96,7 @@ def wanted():
   """(loss, gradient) of whole rows, one by one."""
   batch, logp_BT = example()
   o = objective()
-  scale_B = loss.row_scale(batch.loss_mask_BT, o.aggregate, o.length)
+  scale_B = loss.row_scale(batch.loss_mask_BT, o.loss_rule.aggregate, o.length)
 
   def of(logp_BT):
     return o.loss(logp_BT, batch, scale_B, o.search(logp_BT, batch, scale_B))[0]

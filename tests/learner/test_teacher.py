@@ -121,9 +121,20 @@ def test_a_teacher_that_is_the_policy_gives_no_advantage(params):
   assert not chosen.computed(batch).loss_mask_BT.any()
 
 
-@pytest.mark.parametrize('rule', ['unclipped', 'balanced'])
-def test_the_reference_adds_grpos_penalty_and_leaves_the_bounds(rule, params, others):
-  # Eq. 4 of arXiv:2402.03300, per token, in the mean over all tokens.
+@pytest.mark.parametrize(
+  ('rule', 'loss_rule', 'estimator'),
+  [
+    ('unclipped', 'clipped', 'k3'),
+    ('balanced', 'clipped', 'weighted'),
+    ('balanced', 'sequence', 'weighted'),
+    ('unclipped', 'clipped', 'k2'),
+  ],
+)
+def test_the_reference_adds_its_penalty_and_leaves_the_bounds(
+  rule, loss_rule, estimator, params, others
+):
+  # Eq. 7 of arXiv:2512.02556, with the token's ratio under a rule of responses too, and
+  # Eq. 4 of arXiv:2402.03300: per token, in the mean over all tokens.
   batch = making.off_policy(params, SPEC, 4, 8, 6, HEAT)
   batch = batch._replace(adv_BT=batch.adv_BT.at[:8].set(0))  # rows to compute as well
   old_BT, mask_BT = batch.behavior_logp_BT, batch.loss_mask_BT
@@ -135,9 +146,15 @@ def test_the_reference_adds_grpos_penalty_and_leaves_the_bounds(rule, params, ot
     logp_BT = score(params, groups).reshape(old_BT.shape)
     quotient_BT = jnp.exp(batch.reference_BT) / jnp.exp(logp_BT)
     k3_BT = quotient_BT - jnp.log(quotient_BT) - 1
-    return 0.3 * jnp.where(mask_BT, k3_BT, 0).sum() / mask_BT.sum()
+    cost_BT = {
+      'weighted': jnp.exp(logp_BT) / jnp.exp(old_BT) * k3_BT,
+      'k3': k3_BT,
+      'k2': jnp.log(quotient_BT) ** 2 / 2,
+    }[estimator]
+    return 0.3 * jnp.where(mask_BT, cost_BT, 0).sum() / mask_BT.sum()
 
   rules = dict(clip_rule=clip.ClipRule.rules.names[rule](), temperature=HEAT)
+  rules |= dict(loss_rule=loss_rule, reference_estimator=estimator)
   with_it, without = (
     objective_lib.gradient(params, batch, making.objective(**rules, reference=b))
     for b in (0.3, 0.0)
@@ -148,6 +165,57 @@ def test_the_reference_adds_grpos_penalty_and_leaves_the_bounds(rule, params, ot
   )
   for x, y in zip(with_it[2][1][:7], without[2][1][:7], strict=True):
     np.testing.assert_array_equal(x, y)
+
+
+IN_REWARD = {'loss.reference': 0.3, 'loss.reference_estimator': 'k1_reward'}
+
+
+def test_a_reference_in_the_reward_has_the_gradient_of_the_exact_divergence():
+  # Five responses of one token, each weighted by the probability with which the policy
+  # samples it. Rewards are equal, so all of the advantage is the cost.
+  rng = np.random.default_rng(0)
+  z_V, ref_V = jnp.float32(rng.normal(0, 1.5, (2, 5)))
+  ref_V = jax.nn.log_softmax(ref_V)
+  logmu_V = jax.nn.log_softmax(z_V)
+  groups = making.groups([0], [0], [0], 5, 1)
+  groups = groups._replace(behavior_logp_PGT=logmu_V[None, :, None])
+  knobs = tiny(**IN_REWARD).credit | {'reference_PGT': ref_V[None, :, None]}
+  adv_V = learner.advantages(groups, FRESH, **knobs)[0, :, 0]
+
+  def gained(z_V):  # E_mu[r A], the objective without a clip
+    r_V = jnp.exp(jax.nn.log_softmax(z_V) - logmu_V)
+    return (jnp.exp(logmu_V) * r_V * adv_V).sum()
+
+  def exact(z_V):
+    logp_V = jax.nn.log_softmax(z_V)
+    return -0.3 * (jnp.exp(logp_V) * (logp_V - ref_V)).sum()
+
+  wanted_V = jax.grad(exact)(z_V)
+  assert jnp.abs(wanted_V).max() > 0.02
+  np.testing.assert_allclose(jax.grad(gained)(z_V), wanted_V, atol=1e-6)
+
+
+def test_a_reference_in_the_reward_is_no_penalty_and_adds_to_a_teacher(params):
+  batch = making.off_policy(params, SPEC, 4, 8, 6, HEAT)
+  batch = batch._replace(reference_BT=batch.behavior_logp_BT + 0.1)
+  loss_of = {
+    estimator: gradient_value(params, batch, estimator)
+    for estimator in ('k1_reward', 'weighted')
+  }
+  assert loss_of['k1_reward'] == gradient_value(params, batch, 'k3', reference=0.0)
+  assert loss_of['weighted'] != loss_of['k1_reward']
+  assert tiny(**IN_REWARD).credit['teacher'] == 0.3
+  both = tiny(**IN_REWARD | {'teacher.path': 'a', 'teacher.weight': 0.5})
+  assert both.credit['teacher'] == 0.8
+  other = tiny(**IN_REWARD | {'loss.reference_estimator': 'k3'})
+  assert other.credit['teacher'] == 0
+
+
+def gradient_value(params, batch, estimator, reference=0.3):
+  """Returns the loss with this penalty, all rows computed."""
+  knobs = dict(reference=reference, reference_estimator=estimator, pack=False)
+  chosen = making.objective(clip.Unclipped(), temperature=HEAT, **knobs)
+  return objective_lib.gradient(params, batch, chosen)[0]
 
 
 @pytest.fixture(scope='module')
