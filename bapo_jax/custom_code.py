@@ -86,12 +86,16 @@ def _inner(function: Any) -> tuple[Any, Any]:
 
 
 def described(error: BaseException, path: str) -> str:
-  """Describes an error of a user's file, with the line of the file that raised it."""
-  path = os.path.abspath(path)
+  """Describes an error of a user's file, with the line of the file that raised it.
+
+  `path` is the path of the file or of a function in it.
+  """
+  path = os.path.abspath(file_of(path))
   frames = traceback.extract_tb(error.__traceback__)
   lines = [x.lineno for x in frames if os.path.abspath(x.filename) == path]
   where = f' ({os.path.basename(path)}, line {lines[-1]})' if lines else ''
-  return f'{type(error).__name__}: {error}{where}'
+  text = str(error).partition('\n')[0]  # JAX explains itself in further lines
+  return f'{type(error).__name__}: {text}{where}'
 
 
 def is_path(rule: str) -> bool:
@@ -274,14 +278,14 @@ def section(
   needs: dict[str, Any] = {}
   for path in paths:
     function = load(path)
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     arguments = getattr(base, 'arguments')  # noqa: B009 (every base has them)
     try:
+      signature = inspect.signature(function)
+      parameters = signature.parameters.values()
+      own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
       given = arguments or [p.name for p in parameters if p not in own]
       signature.bind(*given, **{p.name: p.default for p in own})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
       names = ', '.join(arguments)
       raise ValueError(
         f'{path} cannot be called with ({names}): {error}; define it as '

@@ -172,8 +172,8 @@ def _files(problems, knob: Knob):
   if custom_code.is_path(source):
     try:
       rows = list(custom_code.bind(source, problems.custom)())
-    except Exception as error:  # a user's function may raise anything
-      reason = custom_code.described(error, custom_code.file_of(source))
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+      reason = custom_code.described(error, source)
       raise ValueError(f'{source} raises {reason}') from error
     if not rows:
       raise ValueError(f'{source} returns no rows; return a list of dicts')

@@ -56,6 +56,8 @@ class Verifier:
   program (`custom_code.register`) cannot be sent to a process; they run in a thread.
   """
 
+  knob = 'rewards.rule'
+
   def __init__(self, k: Verification, environment: Environment | None = None):
     """Uses the rules of `k`; `environment`, if any, answers turns of responses."""
     self.rule = k.rule
@@ -122,6 +124,8 @@ class Verifier:
 
 class EnvironmentProcesses(Verifier):
   """Calls an environment as reward functions are called; its verdicts have messages."""
+
+  knob = 'rollout.environment'
 
   def __init__(self, k: Environment):
     super().__init__(k)

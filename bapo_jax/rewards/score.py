@@ -241,7 +241,7 @@ def _failed(rule, error):
   """Describes the error that a rule raised, as an undecided verdict."""
   reason = f'{rule}: {error}'
   if not isinstance(error, TimeoutError):
-    reason = f'{rule} raises {custom_code.described(error, custom_code.file_of(rule))}'
+    reason = f'{rule} raises {custom_code.described(error, rule)}'
   return Verdict(None, reason[:200], None)
 
 

@@ -19,7 +19,7 @@ from jax.stages import Lowered
 
 from bapo_jax import custom_code
 from bapo_jax.autosetup import check, derive, knob_lists
-from bapo_jax.data import prompts
+from bapo_jax.data import conversation, prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.rewards.rewards import Verifier
@@ -121,7 +121,7 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     if r.remote and not r.rollout_only:
       stack.enter_context(ending(build.links(r)))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
-    try_custom_reward(verifier, material)
+    try_custom(verifier, material)
     if r.rollout_only:
       sampler = build.rollout_sampler(r, material, verifier)
       stop = stack.enter_context(stoppable())
@@ -170,12 +170,14 @@ def saved_so_far(r: Resolved, workdir: str) -> str:
   return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
-def try_custom_reward(verifier: Verifier, material: Material) -> None:
-  """Calls custom reward functions on a response to the first problem, before compiling.
+def try_custom(verifier: Verifier, material: Material) -> None:
+  """Calls custom reward functions and environments on a response, before compiling.
 
   Logs that they leave it undecided. Raises ValueError if they fail there: they would
   probably fail everywhere.
   """
+  if verifier.environment is not None:
+    try_custom(verifier.environment, material)
   if not verifier.custom:
     return
   problems = material.problems
@@ -183,8 +185,8 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
   text = problems.text[0]
   row = problems.fields[0] if problems.fields else ''
   trial = answer or 'a trial response'
-  ends = 1, 2, len(trial)
-  sample = Sample(trial, answer, '', text, (1, 2, 3), row, ends=ends)
+  chat = conversation.messages(text, [trial], 'user')
+  sample = Sample(trial, answer, '', text, (1, 2, 3), row, chat, (1, 2, len(trial)))
   verdict = verifier.submit([sample]).one(0)
   if verdict.abstains:
     log(
@@ -193,9 +195,9 @@ def try_custom_reward(verifier: Verifier, material: Material) -> None:
     )
   elif verdict.right is None:
     raise ValueError(
-      f'rewards.rule={verifier.rule} fails on a trial response to the first problem: '
-      f'{verdict.reason}; define a reward as f(sample), which returns the number of '
-      'one response: sample.response, .answer, .prompt, .tokens and .row, a dict'
+      f'{verifier.knob}={verifier.rule} fails on a trial response to the first '
+      f'problem: {verdict.reason}; it is called as f(sample): sample.response, '
+      '.answer, .prompt, .tokens and .row, a dict (docs/guide/library.md)'
     )
 
 

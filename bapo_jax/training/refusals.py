@@ -1,12 +1,13 @@
 """Refuses configs that cannot work: every refusal is one sentence, with the way out.
 
 1. `of_config` judges the knobs alone, before any file is read;
-2. `of_inputs` judges them with the model, the tokenizer and the problems, and traces a
-   user's rules.
+2. `of_inputs` judges them with the model, the tokenizer and the problems, and calls a
+   user's rules as a step does.
 
 A start raises the first refusal; --mode=check prints all.
 """
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bapo_jax import custom_code
-from bapo_jax.algorithms import replay_buffer
-from bapo_jax.algorithms.clip import Balanced, ClipRule, Unclipped
+from bapo_jax.algorithms import loss, replay_buffer
+from bapo_jax.algorithms.advantage import GroupCentred
+from bapo_jax.algorithms.batch_rules import BatchRule
+from bapo_jax.algorithms.clip import Balanced, ClipRule, constant
 from bapo_jax.algorithms.loss import LossRule
 from bapo_jax.algorithms.replay_buffer import (
   SLACK,
@@ -29,17 +33,20 @@ from bapo_jax.algorithms.replay_buffer import (
 from bapo_jax.data import conversation, pictures, sources
 from bapo_jax.data.knobs import MADE
 from bapo_jax.data.row import Row
-from bapo_jax.data.tokenizer import Tokenizer
-from bapo_jax.knobs import Range
+from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.knobs import POSITIONS
-from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.parts import Part
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
 from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import Config
-from bapo_jax.types import Batch, Bounds, empty_groups
+from bapo_jax.types import (
+  SOURCES,
+  Bounds,
+  agree,
+  empty_groups,
+  take,
+)
 
 
 class Refused(ValueError):
@@ -258,14 +265,11 @@ def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
   else:
     return
 
-  def between(ends: Range, rate: float) -> float:
-    return group_size * (ends[0] + rate * (ends[1] - ends[0]))
-
   if group_size * max(high) < 1:
     return
-  bands = [(between(low, i / 100), between(high, i / 100)) for i in range(101)]
-  counts = range(1, group_size)  # a group with one verdict has no advantage
-  if not any(a - SLACK <= n <= b + SLACK for a, b in bands for n in counts):
+  lows, highs = (group_size * np.linspace(*ends, 101) for ends in (low, high))
+  counts = np.arange(1, group_size)[:, None]  # one verdict alone gives no advantage
+  if not ((lows - SLACK <= counts) & (counts <= highs + SLACK)).any():
     yield (
       f'buffer.thresholds.{text} contains no pass rate of '
       f'sampler.group_size={group_size} responses, such as {group_size // 2}/'
@@ -289,15 +293,24 @@ def of_positions(config: Config, positions: int) -> Iterator[str]:
 def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   """Yields a sentence for each reason why a config does not fit its files."""
   directory, tokenizer, spec = inputs.model
-  yield from _vocabulary(config, tokenizer, spec)
+  # JAX would clamp a token id beyond the embedding.
+  ids = tokenizer.backend.get_vocab()
+  last = max(ids, key=ids.__getitem__, default='')
+  worst = max([*tokenizer.eos, ids.get(last, 0)])
+  if worst >= spec.vocab:
+    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
+    yield (
+      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
+      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
+      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
+    )
   if directory:
     yield from of_positions(config, spec.positions)
     yield from _raised(hf_weights.check, directory, spec)
   else:
     yield from _raised(sources.sft_problems, config.problems, inputs.data)
   if config.rollout.environment:
-    role = config.rollout.custom.role
-    yield from _raised(conversation.between, tokenizer, role)
+    yield from _raised(conversation.between, tokenizer, config.rollout.custom.role)
   yield from _raised(open_teacher, config, inputs.model)
   yield from _raised(_check_rows, config, inputs)
   yield from of_custom_rules(config)
@@ -325,138 +338,146 @@ def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
     yield str(error)
 
 
-def _vocabulary(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> Iterator[str]:
-  """Yields a sentence for token ids beyond the embedding, which JAX would clamp."""
-  ids = tokenizer.backend.get_vocab()
-  last = max(ids, key=ids.__getitem__, default='')
-  worst = max([*tokenizer.eos, ids.get(last, 0)])
-  if worst >= spec.vocab:
-    what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
-    yield (
-      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
-      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
-    )
-
-
 def of_custom_rules(config: Config) -> Iterator[str]:
-  """Traces every custom rule once on small shapes.
+  """Calls every custom rule as a step does, on two groups of short responses.
 
-  Yields a sentence for each rule that raises an error, or returns a value of the
-  wrong type or shape, and for a loss that ignores the bounds or has the wrong sign.
+  Yields a sentence for each rule that raises an error, that returns another type, shape
+  or range than types.py declares, or that has no effect.
   """
   if not config.code:  # the arrays below would compile a program each
     return
-  B, T, P = 4, 8, 2
   G = config.sampler.group_size
-  seats = config.batch.seats(P)
-  f32, i32, flags = (jnp.zeros((B, T), kind) for kind in (jnp.float32, jnp.int32, bool))
-  batch = Batch(i32, flags, f32, f32, f32, i32[:, 0], flags, i32[:, 0])
-  none = Unclipped()(f32, batch, lambda _: f32)
   steps = bool(config.rewards.custom.steps)
-  groups = empty_groups(P, G, T, steps)
-  reward_PG = jnp.zeros((P, G))
+  ones_PGT = jnp.ones((2, G, 7))
+  # One response is right, so the rewards of the second group are equal.
+  groups = empty_groups(2, G, 7, steps)._replace(
+    response_mask_PGT=ones_PGT > 0,
+    behavior_logp_PGT=-ones_PGT,
+    reward_PG=jnp.eye(2, G, G - 1),
+    completed_step_P=jnp.zeros(2, jnp.int32),
+  )
+  seats = groups, groups.completed_step_P
+  batch = learner.flatten(*seats, GroupCentred())
+  # The policy has moved in the direction of A, but not in all tokens.
+  logp_BT = jnp.sign(batch.adv_BT) * jnp.linspace(-0.3, 0.9, 7)[None] - 1
+  again = take(groups, slice(2 * config.batch.reevaluates))
+  buffer = replay_buffer.init(2 * config.batch.uses_buffer, G, 7, steps=steps)
+  given = adv = reward_PG = groups.reward_PG
+  if config.advantage.reads == 'groups':
+    given, adv = groups, ones_PGT
   flag_PG = reward_PG > 0
-  by_group = config.advantage.reads == 'groups'
-  given, adv = (groups, groups.behavior_logp_PGT) if by_group else 2 * (reward_PG,)
-  called: list[Array] = []
+  earned = reward_PG, groups.response_mask_PGT.sum(2), flag_PG, ~flag_PG
+  bounds = constant(0.81, 1.23, 1.24)
 
   def find(ratio_BT: Array) -> Bounds:
-    called.append(ratio_BT)
-    return none
+    agree(ratio_BT=ratio_BT, logp_BT=logp_BT)
+    return bounds
 
-  def filled() -> Any:
-    buffer = replay_buffer.init(P, G, T, config.buffer.thresholds, steps)
-    return config.batch(groups, groups, buffer, 0, jax.random.key(0), seats=seats)
+  # Slot -> the rule, its traced arguments, the others, and a result of the right type.
+  trials: dict[str, Any] = {
+    'loss': (config.loss, (logp_BT, batch), (find,), (logp_BT, bounds)),
+    'clip': (
+      config.clip,
+      (loss.ratio(logp_BT, batch), batch),
+      (functools.partial(loss.weights, loss.Clipped(), logp_BT, batch),),
+      bounds._replace(keep_BT=batch.loss_mask_BT),
+    ),
+    'mask': (config.mask, (logp_BT, batch), (), batch.loss_mask_BT),
+    'advantage': (config.advantage, (given,), (), adv),
+    'batch': (
+      config.batch,
+      (groups, again, buffer, 1, jax.random.key(0)),
+      (2,),
+      seats,
+    ),
+    'buffer.thresholds': (config.buffer.thresholds, (0.5,), (G,), buffer.thresholds),
+    'rewards.shaping': (config.rewards.shaping, (), earned, (reward_PG, flag_PG)),
+  }
+  for slot, (rule, *trial) in trials.items():
+    fault = rule.custom and _fault(config, rule, *trial)
+    if fault:
+      yield f'{slot}.rule={rule.rule} {fault}'
 
-  shaping: Any = config.rewards.shaping
-  earned = reward_PG, flag_PG.astype(jnp.int32), flag_PG, flag_PG
-  chosen = empty_groups(seats, G, T, steps), jnp.zeros(seats, jnp.int32)
-  trials: list[tuple[str, Part, Callable[[], Any], Any]] = [
-    ('loss', config.loss, lambda: config.loss(f32, batch, find), (f32, none)),
-    ('clip', config.clip, lambda: config.clip(f32, batch, lambda _: f32), none),
-    ('mask', config.mask, lambda: config.mask(f32, batch), flags),
-    ('advantage', config.advantage, lambda: config.advantage(given), adv),
-    ('batch', config.batch, filled, chosen),
-    ('rewards.shaping', shaping, lambda: shaping(*earned), (reward_PG, flag_PG)),
-  ]
-  for name, part, call, wanted in trials:
-    if not part.custom:
-      continue
-    rule = f'{name}.rule={part.rule}'
-    try:
-      result = jax.eval_shape(call)
-    except Exception as error:  # a user's function may raise anything
-      reason = custom_code.described(error, custom_code.file_of(part.rule))
-      yield f'{rule} raises {reason}'
-      continue
+
+def _fault(config: Config, rule: Any, traced: tuple, others: tuple, wanted: Any) -> str:
+  """Calls a rule, compiled if an argument is traced; says what is wrong, or ''."""
+  arguments = *traced, *others
+  static = range(len(traced), len(arguments))
+  try:
+    call = jax.jit(rule, static_argnums=static) if traced else rule
+    result = jax.tree.map(jnp.asarray, call(*arguments))
     if misfit := _misfit(result, wanted):
-      yield f'{rule} returns {misfit}'
-    elif name == 'loss' and not called:
-      yield (
-        f'{rule} never calls `find`, so no clip rule has an effect; return '
-        '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
-      )
-    elif name == 'loss':
-      yield from (*_unused_bounds(config, f32, batch, none), *_sign(config, batch))
+      return f'returns {misfit}'
+    if any(np.isnan(x).any() for x in jax.tree.leaves(result)):
+      return 'returns nan for two groups, one of which has equal rewards'
+    if isinstance(rule, LossRule):
+      return _of_loss(config, traced, wanted[1], result[1])
+    if isinstance(rule, BatchRule) and not np.isin(result[1], range(-1, 3)).all():
+      return f'returns source_P={result[1]}; give indices into {SOURCES}, or -1'
+    if isinstance(rule, ThresholdRule) and max(result) > result.reusable_max > 0:
+      return f'returns {[*map(int, result)]}; the last must be the largest, or 0'
+    if not isinstance(rule, ClipRule):
+      return ''
+    # A bound has no axes, or an axis B, or the axes of the ratios.
+    _, low, *upper = np.broadcast_arrays(traced[0], *result[:4])
+    if (low > upper[0]).any():
+      return f'returns low={low.max():.4g} above high={upper[0].min():.4g}; swap them'
+    gives = 'nothing' if result.keep_BT is None else 'mask'
+    if (low > 0).any() or not np.isinf(upper).all():
+      gives = 'bounds'
+    if rule.gives in ('bounds', gives):
+      return ''
+    return f'declares gives={rule.gives!r}, but returns {gives}; change one of the two'
+  except (Exception, SystemExit) as error:  # a user's function may raise anything
+    return f'raises {custom_code.described(error, rule.rule)}'
 
 
-def _unused_bounds(
-  config: Config, logp_BT: Array, batch: Batch, bounds: Bounds
-) -> Iterator[str]:
-  """Yields a sentence if a clip rule gives bounds on which the gain does not depend."""
-  if config.clip.gives != 'bounds' or config.loss.bounds == 'ignored':
-    return
-  gain = jax.make_jaxpr(lambda bounds: config.loss(logp_BT, batch, lambda _: bounds)[0])
-  function = gain(bounds)
-  known = {id(x) for x in function.jaxpr.invars}
-  for equation in function.jaxpr.eqns:
-    if known.intersection(map(id, equation.invars)):
-      known.update(map(id, equation.outvars))
-  if not known.intersection(map(id, function.jaxpr.outvars)):
-    yield (
-      f'loss.rule={config.loss.rule} does not use the bounds that `find` returns, so '
-      f"clip.rule={config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
+def _of_loss(config: Config, traced: tuple, given: Bounds, bounds: Bounds) -> str:
+  """Says what is wrong with the gradient, or with bounds other than the given ones."""
+  logp_BT, batch = traced
+  weigh = jax.jit(functools.partial(loss.weights, config.loss))
+  weight_BT = weigh(logp_BT, batch, given)
+  old_BT = batch.behavior_logp_BT
+  if (bounds.high != given.high).any():
+    return (
+      'does not return the bounds of `find`, so no clip rule has an effect; return '
+      '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
     )
-
-
-def _sign(config: Config, batch: Batch) -> Iterator[str]:
-  """Yields a sentence if the gradient of a loss rule makes tokens with A > 0 rarer."""
-  logp_BT = batch.behavior_logp_BT - 1.0
-  up = batch._replace(
-    loss_mask_BT=~batch.loss_mask_BT,
-    behavior_logp_BT=logp_BT,  # of both policies: all ratios are 1
-    prox_BT=logp_BT,
-    adv_BT=jnp.ones_like(batch.adv_BT),
-  )
-  none = Unclipped()(logp_BT, up, lambda _: logp_BT)
-  weight = jax.grad(lambda logp_BT: config.loss(logp_BT, up, lambda _: none)[0].sum())
-  if jax.jit(weight)(logp_BT).sum() < 0:
-    yield (
-      f'loss.rule={config.loss.rule} lowers the probability of tokens with a positive '
-      'advantage; return the gain, which is maximised, and not a loss'
+  free_BT = weigh(logp_BT, batch, constant(0.1, math.inf, math.inf))
+  if not np.isfinite(weight_BT).all() or not free_BT.any():
+    return 'has a gradient of 0 or nan; return a gain that depends on logp_BT'
+  reads = config.clip.gives == 'bounds' and config.loss.bounds != 'ignored'
+  if reads and jnp.array_equal(weight_BT, free_BT):
+    return (
+      'does not use the bounds that `find` returns, so clip.rule='
+      f"{config.clip.rule!r} has no effect; choose clip.rule='unclipped'"
     )
+  # All ratios and advantages are 1.
+  if weigh(old_BT, batch._replace(adv_BT=-old_BT), given).sum() < 0:
+    return (
+      'lowers the probability of tokens with a positive advantage; return the gain, '
+      'which is maximised, and not a loss'
+    )
+  return ''
 
 
-def _misfit(found: Any, wanted: Any) -> str:
+def _misfit(result: Any, wanted: Any) -> str:
   """Describes how a result differs from the wanted type and shape; '' if it fits."""
-  if wanted is None:
-    return ''
-  if isinstance(wanted, Array):
-    shape = getattr(found, 'shape', None)
-    return '' if shape == wanted.shape else f'{_said(found)}, not {_said(wanted)}'
-  if isinstance(wanted, Bounds):
-    fits = isinstance(found, Bounds)
-    return '' if fits else f'{_said(found)}, not Bounds (see clip.constant)'
-  if not isinstance(found, type(wanted)) or len(found) != len(wanted):
-    return f'{_said(found)}, not {_said(wanted)}'
-  return next(filter(None, map(_misfit, found, wanted)), '')
+  if type(result) is Bounds is type(wanted):  # a bound has one of several shapes
+    result = result.keep_BT
+    wanted = result if result is None else wanted.keep_BT
+  nested = isinstance(wanted, tuple) and type(result) is type(wanted)
+  if nested and len(result) == len(wanted):
+    return next(filter(None, map(_misfit, result, wanted)), '')
+  said = _said(result)
+  needed = _said(wanted)
+  return '' if said == needed else f'{said}, not {needed}'
 
 
 def _said(value: Any) -> str:
   """Describes the type and the shape of a value, for an error message."""
-  if (shape := getattr(value, 'shape', None)) is not None:
-    return f'an array of shape {tuple(shape)}'
+  if isinstance(value, Array):
+    return f'{value.dtype}{[*value.shape]}'
   if type(value) is tuple:
     return f'({", ".join(map(_said, value))})'
   return type(value).__name__

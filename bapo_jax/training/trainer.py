@@ -148,7 +148,7 @@ def select(
   seats: int,
 ) -> tuple[Groups, Array]:
   """Applies a batch rule, as one program."""
-  return rule(fresh, reevaluated, buffer, now, key, seats=seats)
+  return rule(fresh, reevaluated, buffer, now, key, seats)
 
 
 def fill_batch(

@@ -1,0 +1,396 @@
+"""Custom functions of every slot, right and wrong, tried before a run starts.
+
+A wrong function gives one sentence that names the function; a right one gives none.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+from runs import tiny
+
+from bapo_jax import custom_code
+from bapo_jax.data import sources
+from bapo_jax.data.prompts import Problems
+from bapo_jax.rewards.knobs import Environment, Verification
+from bapo_jax.rewards.rewards import Verifier
+from bapo_jax.run import experiment
+from bapo_jax.training import refusals
+from bapo_jax.training.build import Material
+
+HEAD = """
+import math
+import bapo_jax, jax, jax.numpy as jnp, numpy as np
+from bapo_jax.algorithms import clip, loss
+from bapo_jax.types import Bounds, PassRateThresholds
+
+"""
+LOSS = 'def f(logp_BT, batch, find):\n  r = loss.ratio(logp_BT, batch)\n  b = find(r)\n'
+CLIP = (
+  'def f(ratio_BT, batch, weigh):\n  none = clip.constant(0.0, math.inf, math.inf)\n'
+)
+MASK = 'def f(logp_BT, batch):\n'
+ADVANTAGE = 'def f(reward_PG):\n'
+BATCH = 'def f(fresh, reevaluated, buffer, now, key, seats):\n'
+BANDS = 'def f(rate, G):\n'
+SHAPING = 'def f(earned_PG, length_PG, truncated_PG, formatted_PG):\n'
+MASKS = '@bapo_jax.declare(gives="mask")\n'
+BY_GROUP = '@bapo_jax.declare(reads="groups")\ndef f(groups):\n'
+
+# Slot, text, and a part of the sentence.
+WRONG = [
+  ('loss', LOSS + '  return r * batch.adv_BT', r'returns float32\[8, 7\], not \(float'),
+  (
+    'loss',
+    LOSS + '  return (r * batch.adv_BT).sum(1), b',
+    r'float32\[8\], not float32\[8',
+  ),
+  ('loss', LOSS + '  return r * batch.adv_BT, b, r', r'Bounds, float32\[8, 7\]\), not'),
+  (
+    'loss',
+    LOSS + '  return np.exp(logp_BT), b',
+    r'TracerArrayConversionError: .*line 10',
+  ),
+  (
+    'loss',
+    LOSS + '  return r * batch.adv_BT, find(r[0])',
+    r'ratio_BT must have axes BT',
+  ),
+  ('loss', LOSS + '  return jnp.sqrt(r - 1) * batch.adv_BT, b', 'nan'),
+  (
+    'loss',
+    LOSS + '  far = r - 1\n  return jnp.where(far > 9, jnp.sqrt(-1 - far**2), r) '
+    '* batch.adv_BT * (b.high - r), b',
+    'gradient of 0 or nan',
+  ),
+  ('loss', LOSS + '  return batch.adv_BT * (r < b.high), b', 'gradient of 0 or nan'),
+  (
+    'loss',
+    LOSS + '  return r * batch.adv_BT, clip.constant(0.8, 1.2, 9.0)',
+    'of `find`',
+  ),
+  ('loss', LOSS + '  return r * batch.adv_BT, b', 'does not use the bounds'),
+  (
+    'loss',
+    LOSS + '  raise SystemExit(3)',
+    r'raises SystemExit: 3 \(own\.py, line 10\)',
+  ),
+  ('clip', CLIP + '  return 0.8, 1.2', r'\(float32\[\], float32\[\]\), not Bounds'),
+  ('clip', CLIP + '  return none._replace(high=math.nan)', 'returns nan'),
+  (
+    'clip',
+    CLIP + '  return clip.constant(1.3, 0.8, math.inf)',
+    'low=1.3 above high=0.8',
+  ),
+  ('clip', CLIP + '  return none._replace(high=ratio_BT.sum(1))', r'shape \(8,\)'),
+  ('clip', CLIP + '  return none._replace(keep_BT=ratio_BT)', r'not bool\[8, 7\]'),
+  (
+    'clip',
+    CLIP + '  return none._replace(keep_BT=ratio_BT[:, 0] > 1)',
+    r'bool\[8\], not',
+  ),
+  (
+    'clip',
+    CLIP + '  weigh(1.2)\n  return none',
+    r'AttributeError.*\(own\.py, line 9\)',
+  ),
+  ('clip', MASKS + CLIP + '  return none', "gives='mask', but returns nothing"),
+  (
+    'clip',
+    MASKS + CLIP + '  return none._replace(keep_BT=ratio_BT < 2, low=0.5)',
+    "gives='mask', but returns bounds",
+  ),
+  (
+    'clip',
+    '@bapo_jax.declare(gives="nothing")\n' + CLIP + '  return clip.constant(0, 2, 9)',
+    "gives='nothing', but returns bounds",
+  ),
+  ('mask', MASK + '  return jnp.exp(logp_BT)', r'returns float32\[8, 7\], not bool\[8'),
+  ('mask', MASK + '  keep = logp_BT > -2', r'returns NoneType, not bool'),
+  ('mask', MASK + '  return logp_BT.sum(1) > -9', r'returns bool\[8\], not'),
+  ('mask', MASK + '  return [True, False]', r'returns list, not bool'),
+  ('mask', MASK + '  return "all"', 'raises TypeError'),
+  ('mask', MASK + '  if logp_BT.sum() > 0:\n    return 1', 'TracerBoolConversionError'),
+  (
+    'advantage',
+    ADVANTAGE + '  return np.sign(reward_PG)',
+    'TracerArrayConversionError',
+  ),
+  (
+    'advantage',
+    ADVANTAGE + '  return (reward_PG - reward_PG.mean(1, keepdims=True)) / '
+    'reward_PG.std(1, keepdims=True)',
+    'returns nan .* equal rewards',
+  ),
+  (
+    'advantage',
+    ADVANTAGE + '  return reward_PG[..., None]',
+    r'float32\[2, 4, 1\], not',
+  ),
+  ('advantage', ADVANTAGE + '  return reward_PG > 0.5', r'bool\[2, 4\], not float32'),
+  (
+    'advantage',
+    ADVANTAGE + '  return reward_PG - baseline',
+    "'baseline' is not defined",
+  ),
+  ('advantage', BY_GROUP + '  return groups.reward_PG', r'not float32\[2, 4, 7\]'),
+  ('advantage', 'f = int', 'cannot be called with'),
+  (
+    'batch',
+    BATCH + '  return fresh, jnp.zeros(seats)',
+    r'float32\[2\], not int32\[2\]',
+  ),
+  ('batch', BATCH + '  return fresh, jnp.full(seats, 7)', r'source_P=\[7 7\]; give'),
+  ('batch', BATCH + '  return 7', r'returns int32\[\], not \(Groups, int32'),
+  ('batch', BATCH + '  return fresh, now', r'returns int32\[\], not int32\[2\]'),
+  (
+    'batch',
+    BATCH + '  rows = buffer.reusable._replace(reward_PG=fresh.reward_PG)\n'
+    '  return rows, jnp.zeros(seats, int)',
+    r'returns int32\[0\], not int32\[2\]',
+  ),
+  (
+    'batch',
+    BATCH
+    + '  return fresh._replace(teaches_PG=fresh.reward_PG), jnp.zeros(seats, int)',
+    r'returns float32\[2, 4\], not bool',
+  ),
+  ('buffer.thresholds', BANDS + '  return 1, 1, 5', 'int32.*, not PassRateThresholds'),
+  (
+    'buffer.thresholds',
+    BANDS + '  best = rate * G',
+    'NoneType, not PassRateThresholds',
+  ),
+  (
+    'buffer.thresholds',
+    BANDS + '  return PassRateThresholds(0.1, 0.1, 0.6)',
+    r'returns float32\[\], not int32\[\]',
+  ),
+  (
+    'buffer.thresholds',
+    BANDS + '  return PassRateThresholds(3, 2, 1)',
+    r'returns \[3, 2, 1\]; the last must be the largest',
+  ),
+  (
+    'buffer.thresholds',
+    BANDS + '  return PassRateThresholds(0, 1, math.floor(rate * G))',
+    'ConcretizationTypeError',
+  ),
+  ('rewards.shaping', SHAPING + '  return earned_PG, 0.5', r'float32\[\], not bool'),
+  ('rewards.shaping', SHAPING + '  return earned_PG', r'not \(float32\[2, 4\], bool'),
+  (
+    'rewards.shaping',
+    SHAPING + '  return earned_PG / earned_PG, ~truncated_PG',
+    'returns nan',
+  ),
+  (
+    'rewards.shaping',
+    SHAPING + '  return earned_PG, (~truncated_PG).any(1)',
+    r'bool\[2\], not bool\[2, 4\]',
+  ),
+]
+RIGHT = [
+  (
+    'loss',
+    'def f(logp_BT, batch, find):\n'
+    '  far_B = (logp_BT - batch.behavior_logp_BT).mean(1, keepdims=True)\n'
+    '  r = jnp.exp(far_B + 0 * logp_BT)\n  b = find(r)\n'
+    '  inside = jnp.where(batch.adv_BT > 0, r < b.high, r > b.low)\n'
+    '  return jnp.where(inside, r * batch.adv_BT, 0), b',
+  ),
+  (
+    'loss',
+    '@bapo_jax.declare(bounds="ignored")\n'
+    + LOSS
+    + '  return jax.nn.sigmoid(r) * batch.adv_BT, b',
+  ),
+  (
+    'loss',
+    LOSS + '  inside = jnp.where(batch.adv_BT > 0, r < b.high, r > b.low)\n'
+    '  return jnp.where(inside & batch.loss_mask_BT, r * batch.adv_BT, 0), b',
+  ),
+  (
+    'loss',
+    LOSS + '  c = jnp.clip(r, b.low, b.high)\n'
+    '  return jnp.minimum(r * batch.adv_BT, c * batch.adv_BT), b',
+  ),
+  (
+    'clip',
+    CLIP + '  return Bounds(0.7, 1.4, math.inf, 4.0, 0.7, 1.4, 0, *3 * [False])',
+  ),
+  (
+    'clip',
+    CLIP + '  return clip.constant(0.8, 1.3, 3.0)._replace(low=0.9 - 0 * ratio_BT)',
+  ),
+  ('clip', MASKS + CLIP + '  return none._replace(keep_BT=ratio_BT < 1.2)'),
+  (
+    'clip',
+    CLIP + '  share = (weigh(none) > 0).mean(1, keepdims=True)\n'
+    '  return clip.constant(0.8, 1.3, math.inf)._replace(high=1.2 + share)',
+  ),
+  ('mask', MASK + '  return jnp.exp(logp_BT) > 0.01'),
+  ('mask', MASK + '  return (batch.adv_BT >= 0) | (logp_BT > -3)'),
+  ('advantage', ADVANTAGE + '  return reward_PG - reward_PG.max(1, keepdims=True)'),
+  ('advantage', ADVANTAGE + '  return jnp.where(reward_PG > 0.5, 1.0, -1.0)'),
+  (
+    'advantage',
+    BY_GROUP + '  return jnp.cumsum(groups.response_mask_PGT, 2) - 1.0',
+  ),
+  ('batch', BATCH.replace('seats', 'n') + '  return fresh, jnp.arange(n) - 1'),
+  ('batch', BATCH + '  return fresh, jnp.where(fresh.completed_step_P >= 0, 0, -1)'),
+  (
+    'batch',
+    '@bapo_jax.declare(uses_buffer=True)\n' + BATCH + '  from bapo_jax import types\n'
+    '  both = types.concat(fresh, buffer.reusable)\n'
+    '  source = jnp.repeat(jnp.array([0, 2]), seats, total_repeat_length=2 * seats)\n'
+    '  order = jax.random.permutation(key, 2 * seats)[:seats]\n'
+    '  return types.take(both, order), source[order]',
+  ),
+  ('buffer.thresholds', BANDS + '  return PassRateThresholds(0, 1, G - 1)'),
+  ('buffer.thresholds', BANDS + '  return PassRateThresholds(1, 1, 0)'),
+  (
+    'buffer.thresholds',
+    BANDS + '  most = jnp.floor(rate * G).astype(jnp.int32)\n'
+    '  return PassRateThresholds(jnp.int32(0), most * 0, most)',
+  ),
+  ('rewards.shaping', SHAPING + '  return np.maximum(earned_PG, 0.1), ~truncated_PG'),
+  (
+    'rewards.shaping',
+    SHAPING + '  return earned_PG - 0.01 * length_PG, formatted_PG | True',
+  ),
+]
+
+
+def sentences(tmp_path, slot, text):
+  """Returns what is said at a start with this function in a slot."""
+  path = tmp_path / 'own.py'
+  path.write_text(HEAD + text)
+  knobs = {f'{slot}.rule': f'{path}:f'}
+  if slot == 'buffer.thresholds':
+    knobs |= {'batch.rule': 'adapted'}
+  if slot == 'loss':
+    knobs['clip.rule'] = 'unclipped' if 'ignored' in text else 'fixed'
+  try:
+    return [*refusals.of_custom_rules(tiny(**knobs))]
+  except ValueError as error:
+    return [str(error)]
+
+
+@pytest.mark.parametrize(('slot', 'text', 'message'), WRONG)
+def test_a_wrong_rule_gives_one_sentence(tmp_path, slot, text, message):
+  (sentence,) = sentences(tmp_path, slot, text)
+  assert sentence.startswith(f'{slot}.rule={tmp_path}/own.py:f '), sentence
+  with pytest.raises(ValueError, match=message):
+    raise ValueError(sentence)
+  assert '\n' not in sentence
+
+
+@pytest.mark.parametrize(('slot', 'text'), RIGHT)
+def test_a_right_rule_gives_no_sentence(tmp_path, slot, text):
+  assert sentences(tmp_path, slot, text) == []
+
+
+def number(sample):
+  return len(sample.row['answer'])
+
+
+def message(turn):
+  return f'turn {turn.number} of {turn.messages[-1]["content"]}'
+
+
+def end(turn):
+  return None
+
+
+async def judge(sample):
+  return {'right': 1.0, 'brief': -0.1}
+
+
+def text(sample):
+  return 'right'
+
+
+def infinite(sample):
+  return float('inf')
+
+
+def two(sample):
+  return 1.0, 2.0
+
+
+def field(sample):
+  return sample.row['solution'] == sample.response
+
+
+def leaves(sample):
+  raise SystemExit(2)
+
+
+def count(turn):
+  return turn.number
+
+
+def nothing(turn):
+  return ''
+
+
+def role(turn):
+  return turn.messages[9]['role']
+
+
+@pytest.mark.parametrize(
+  ('slot', 'function', 'message'),
+  [
+    ('rewards', number, ''),
+    ('rewards', judge, ''),
+    ('environment', message, ''),
+    ('environment', end, ''),
+    ('rewards', text, "returned 'right', not a finite number"),
+    ('rewards', infinite, 'returned inf, not a finite number'),
+    ('rewards', two, r'returned \(1.0, 2.0\), not a finite number'),
+    ('rewards', field, "raises KeyError: 'solution'"),
+    ('rewards', leaves, 'raises SystemExit: 2'),
+    ('environment', count, 'returned 1, neither a message nor None'),
+    ('environment', nothing, "returned '', neither a message nor None"),
+    ('environment', role, 'raises IndexError: list index out of range'),
+  ],
+)
+def test_rewards_and_environments_are_called_once(slot, function, message):
+  knob = {'rewards': 'rewards.rule', 'environment': 'rollout.environment'}[slot]
+  path = custom_code.register(function)
+  rule = Verification(rule=path if slot == 'rewards' else 'exact')
+  environment = Environment(rule=path) if slot == 'environment' else None
+  numbers = np.zeros(1, np.int32)
+  problems = Problems(numbers, numbers[None], numbers, ['1+1='], ['2'])
+  with contextlib.closing(Verifier(rule, environment)) as verifier:
+    if not message:
+      experiment.try_custom(verifier, Material(problems, problems))
+      return
+    with pytest.raises(ValueError, match=rf'^{knob}={path} fails on .*{message}'):
+      experiment.try_custom(verifier, Material(problems, problems))
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('def f(): return [{"problem": "1+1=", "answer": "2"}]', ''),
+    ('def f():\n  yield {"problem": "1+1=", "answer": 2}', ''),
+    ('def f(): return None', 'raises TypeError'),
+    ('def f(): return []', 'returns no rows'),
+    ('def f(): return ["1+1="]', "row 1: '1.1=' has no named fields"),
+    ('def f(): return [{"x": 1}]', 'row 1: fields .* match no layout'),
+    ('def f(): return [{"problem": 1, "answer": "2"}]', "row 1: field 'problem'"),
+    ('def f(): raise SystemExit(4)', r'raises SystemExit: 4 \(own\.py, line 7\)'),
+    ('def f(path): return []', 'path'),
+  ],
+)
+def test_rows_are_read_before_a_run(tmp_path, text, message):
+  path = tmp_path / 'own.py'
+  path.write_text(HEAD + text)
+  knobs = {f'problems.{name}': f'{path}:f' for name in ('source', 'test_source')}
+  if not message:
+    assert len(sources.read(tiny(**knobs).problems).training) == 1
+    return
+  with pytest.raises(ValueError, match=rf'{path}:f.*{message}') as refused:
+    sources.read(tiny(**knobs).problems)
+  assert '\n' not in str(refused.value)
