@@ -41,7 +41,7 @@ METRICS = """
   rollout/responses batch/learnable batch/filled batch/reevaluated batch/reused
   clip/share_start clip/share clip/low clip/high clip/moved clip/target_met
   clip/no_evidence clip/fraction loss/entropy loss/ratio_max learner/grad_norm
-  learner/skipped learner/updates rollout/logp_diff moe/agree moe/load
+  learner/skipped learner/updates rollout/logp_diff moe/agree moe/agree_first moe/load
 """
 STEP_METRICS = METRICS.split()
 BOUNDS = {  # field of a result's `updates` -> metric

@@ -174,6 +174,8 @@ def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
     mean[name] = float(series[name].sum())
   for name in OF_FIRST:  # at later updates, the weights differ from those that sampled
     mean[name] = float(series[name][0])
+  if 'moe/agree' in series:
+    mean['moe/agree_first'] = float(series['moe/agree'][0])
   return mean
 
 

@@ -141,3 +141,16 @@ def cell_table(results: Results) -> str:
   names = ('area', 'final', 'agree', 'mismatch', 'load')
   header = ['cell', 'seeds', *(OUTCOMES[name][0] for name in names), 'collapsed']
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
+
+
+def first_update(results: Results) -> str:
+  """Returns how often routers agree in the first update of a step, and in the mean."""
+  rows = []
+  for (arm, *levels), of_seeds in cells(results).items():
+    runs = [*of_seeds.values()]
+    shares = (np.mean(outcomes(runs, x)) for x in ('agree_first', 'agree'))
+    mismatch = np.mean(outcomes(runs, 'mismatch'))
+    texts = (*(f'{share:.4f}' for share in shares), f'{mismatch:.5f}')
+    rows.append((', '.join((arm, *levels)), str(len(runs)), *texts))
+  header = ['cell', 'seeds', 'agreement, first update of a step', 'all updates']
+  return markdown.table(rows, [*header, OUTCOMES['mismatch'][0]], 'lrrrr')

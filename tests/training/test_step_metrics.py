@@ -18,7 +18,7 @@ import making
 import numpy as np
 import pytest
 import runs
-from runs import tiny
+from runs import ROUTED, tiny
 
 from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.progress import PhaseTimer
@@ -92,6 +92,19 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
     assert [math.isnan(row[name]) for row in rows] == [0, 1, 0, 1]
   for row in rows[::2]:
     assert 0 < row['rollout/logp_diff'] <= row['rollout/logp_diff_max'] < 1e-4
+
+
+def test_the_first_update_of_a_step_agrees_on_routes_and_later_ones_do_not(
+  tmp_path, one_device
+):
+  knobs: dict[str, Any] = {'model.replay_routes': 'measure', 'optimizer.lr': 0.1}
+  knobs |= {'learner.epochs': 2, 'steps': 1}
+  for step in steps(*started(tmp_path, **ROUTED, **knobs)):
+    first, *later = step.of_live('moe/agree')
+    # Equal rounding and the sampler's weights, until an update moves them.
+    assert step.row['moe/agree_first'] == pytest.approx(first) == 1
+    assert later and max(later) < 1
+    assert step.row['moe/agree'] == pytest.approx(np.mean([first, *later]))
 
 
 def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
