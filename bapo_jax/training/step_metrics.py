@@ -63,7 +63,7 @@ def describe(
     step, groups, source_P, updates, reference_PGT = record
     new = concat(*(each.groups for each in fresh))
     learned = live(updates)
-    row = _of_updates(learned)
+    row = of_updates(learned)
     row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
     reevaluated = sampled.reevaluated
     again = sampled.reevaluated.groups
@@ -150,7 +150,7 @@ def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   }
 
 
-def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
+def of_updates(updates: Sequence[Update]) -> dict[str, float]:
   """Averages over updates with tokens. Without such updates: nan, token counts 0."""
   if not updates:
     return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
