@@ -22,7 +22,7 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -349,6 +349,11 @@ def undone(
     else:
       missing[name] = run
   return missing
+
+
+def commits(results: Iterable[Result]) -> str:
+  """Returns the commits that results name, for a page."""
+  return ', '.join(dict.fromkeys(f'`{result["commit"][:12]}`' for result in results))
 
 
 def read(experiment: Experiment, results: str) -> dict[str, Result]:
