@@ -93,10 +93,10 @@ def section(runs: Sequence[Run]) -> str:
       f"Kendall's tau of the {len(RULES)} rules by the alignment of {RESPONSES} "
       f'responses at a staleness of {STALENESS} is {correlations}. {BLOCKS} blocks of '
       f'{BLOCK} updates with {16 * microscope.GROUP} responses each, sampled by the '
-      f'weights at the start of the block; means over {len(runs)} seeds, registered '
-      'in [protocol 3](../protocol3.md) before they were measured '
-      '([results](results/alignment.jsonl)). 21 rules are no sample, so nothing is '
-      'tested.',
+      f'weights at the start of the block; means over {len(runs)} seeds, at '
+      f'{experiments.commits(runs)}, registered in [protocol 3](../protocol3.md) '
+      'before they were measured ([results](results/alignment.jsonl)). 21 rules are no '
+      'sample, so nothing is tested.',
       'Both predictions held: above .5 over the run at the small rate, below .3 at the '
       'end at the large one. Where updates are small, the rules that are closest to '
       'the true gradient, those that cut least, train best; where they are large, '

@@ -78,11 +78,11 @@ def page(
 
 def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   """Returns the part of a page about one experiment: commits, figures, tables."""
-  commits = dict.fromkeys(f'`{result["commit"][:12]}`' for result in results.values())
-  noun = 'commit' + 's' * (len(commits) > 1)
+  commits = experiments.commits(results.values())
+  noun = 'commit' + 's' * (',' in commits)
   seconds = statistics.median(result['seconds'] for result in results.values())
   parts = [
-    f'{len(results)} of {planned} runs, at {noun} {", ".join(commits)}; training took '
+    f'{len(results)} of {planned} runs, at {noun} {commits}; training took '
     f'{seconds:.0f} s a run on one core (median, warm start excluded).'
   ]
   parts += [f'![{name}](figures/{name}.png)' for name in shown.figures]

@@ -22,7 +22,7 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ METRICS = """
   rollout/responses batch/learnable batch/filled batch/reevaluated batch/reused
   clip/share_start clip/share clip/low clip/high clip/moved clip/target_met
   clip/no_evidence clip/fraction loss/entropy loss/ratio_max learner/grad_norm
-  learner/skipped learner/updates rollout/logp_diff moe/agree moe/load
+  learner/skipped learner/updates rollout/logp_diff moe/agree moe/agree_first moe/load
 """
 STEP_METRICS = METRICS.split()
 BOUNDS = {  # field of a result's `updates` -> metric
@@ -369,6 +369,11 @@ def undone(
     else:
       missing[name] = run
   return missing
+
+
+def commits(results: Iterable[Result]) -> str:
+  """Returns the commits that results name, for a page."""
+  return ', '.join(dict.fromkeys(f'`{result["commit"][:12]}`' for result in results))
 
 
 def read(experiment: Experiment, results: str) -> dict[str, Result]:

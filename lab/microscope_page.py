@@ -330,7 +330,6 @@ def page(runs: Sequence[Run]) -> str:
     f'{np.mean([r[str(k)]["spread of log r"] for r in runs]):.3f}' for k in STALENESS
   )
   accuracy, half = interval(np.asarray([run['accuracy'] for run in runs]))
-  commits = ', '.join(dict.fromkeys(f'`{run["commit"][:12]}`' for run in runs))
   one_pair = best(runs, CELLS)
   return '\n\n'.join(
     [
@@ -338,11 +337,11 @@ def page(runs: Sequence[Run]) -> str:
       f'**Conclusion:** {conclusion(runs)}',
       '![cosine and alignment against staleness](figures/microscope.png)',
       f'Written by `python -m lab.microscope_page`, which measures what is missing; '
-      f'{len(runs)} of {len(SEEDS)} seeds, at {commits}; means with 95 % t intervals '
-      'over the seeds. Raw [results](results/microscope.jsonl) and [weights]'
-      '(results/microscope.npz). A seed takes two to four minutes of a core. The '
-      f'policy has {transformer.count(microscope.SPEC):,} parameters and an accuracy J '
-      f'of {accuracy:.3f} ± {half:.3f}, and every one of '
+      f'{len(runs)} of {len(SEEDS)} seeds, at {experiments.commits(runs)}; means with '
+      '95 % t intervals over the seeds. Raw [results](results/microscope.jsonl) and '
+      '[weights](results/microscope.npz). A seed takes two to four minutes of a core. '
+      f'The policy has {transformer.count(microscope.SPEC):,} parameters and an '
+      f'accuracy J of {accuracy:.3f} ± {half:.3f}, and every one of '
       f'its {microscope.SYMBOLS**microscope.POSITIONS:,} responses to each of '
       f'{microscope.PROMPTS} prompts is enumerated: the gradient of J is exact, and so '
       'is the expected update of every rule.',

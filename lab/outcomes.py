@@ -197,6 +197,7 @@ _OF_METRICS = {  # name -> (heading, function, metric)
   'reevaluated': ('re-evaluated', mean_of, 'batch/reevaluated'),
   'reused': ('reused', mean_of, 'batch/reused'),
   'agree': ('agreement of routes', mean_of, 'moe/agree'),
+  'agree_first': ('agreement, first update', mean_of, 'moe/agree_first'),
   'load': ('load', mean_of, 'moe/load'),
   'mismatch': ('mismatch, nats', mean_of, 'rollout/logp_diff'),
   'responses': ('responses', last_of, 'rollout/responses'),

@@ -81,6 +81,7 @@ _SENTENCES = {
   'loss/reference': 'k3 estimate of KL(pi, p), whatever loss.reference_estimator is, mean over the computed tokens, nats per token, >= 0; p: the teacher, or with loss.reference alone the first weights.',
   'teacher/kl': 'k1 estimate of KL(mu, p), mean of log mu - log p over the tokens trained on, nats per token; p as in loss/reference.',
   'moe/agree': 'Share of the layers and computed tokens whose router would use the experts that the sampler used, in any order, in [0, 1]; a token without a recorded route does not agree; mean over the updates. These metrics exist with experts and model.replay_routes other than off only.',
+  'moe/agree_first': 'moe/agree of the first update of the step, before the weights move; nan if it has no computed token.',
   'moe/load': 'Tokens of the busiest expert over those of the mean expert, mean over the layers, >= 1, of the prompt and one response of each fresh group.',
   'moe/missing': 'Share of the tokens trained on without a recorded route, in [0, 1]; the live router chooses their experts.',
   'learner/grad_norm': 'Global norm of the gradient before it is clipped, >= 0.',

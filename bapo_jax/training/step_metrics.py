@@ -64,7 +64,7 @@ def describe(
     step, groups, source_P, updates, reference_PGT = record
     new = concat(*(each.groups for each in fresh))
     learned = live(updates)
-    row = _of_updates(learned)
+    row = of_updates(learned)
     row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
     reevaluated = sampled.reevaluated
     again = sampled.reevaluated.groups
@@ -149,7 +149,7 @@ def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   return {f'{metrics.PARTS}{x}': totals[x] / count for x in sorted(totals)}
 
 
-def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
+def of_updates(updates: Sequence[Update]) -> dict[str, float]:
   """Averages over updates with tokens. Without such updates: nan, token counts 0."""
   if not updates:
     return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
@@ -173,6 +173,8 @@ def _of_updates(updates: Sequence[Update]) -> dict[str, float]:
     mean[name] = float(series[name].sum())
   for name in OF_FIRST:  # at later updates, the weights differ from those that sampled
     mean[name] = float(series[name][0])
+  if 'moe/agree' in series:
+    mean['moe/agree_first'] = float(series['moe/agree'][0])
   return mean
 
 

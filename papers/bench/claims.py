@@ -125,6 +125,7 @@ SHOWN = {
     for name, arms in YOKED_ARMS.items()
   },
   'routes': Shown((), whole=True, further=routes.tables),
+  'routes_first': Shown((), whole=True, further=routes.first_update),
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
     (Compared('int8', ('bfloat16',), 'final'),),

@@ -16,9 +16,10 @@ import numpy as np
 from scipy import stats
 
 from bapo_jax.runtime import markdown
+from lab import outcomes
 from lab.evidence import PREMISE_ABSENT, relation
 from lab.experiments import Result
-from lab.outcomes import Cell, contrast, holm, t_interval
+from lab.outcomes import Cell, holm, sign_flip, t_interval
 
 Results = Mapping[str, Result]
 FLIPS = 999_999  # random sign flips; all of them where there are fewer
@@ -30,7 +31,11 @@ DIGITS = {'mismatch': 5}  # of an outcome's table; 3 of the others
 
 
 class Difference(NamedTuple):
-  """A comparison: the mean over the cells `plus`, less the mean over `minus`."""
+  """A comparison: the mean over the cells `plus`, less the mean over `minus`.
+
+  The interaction (d - c) - (b - a) is twice the mean of d and a, less that of c and b:
+  its `summed` is 2.
+  """
 
   name: str
   text: str
@@ -41,6 +46,7 @@ class Difference(NamedTuple):
   checks: tuple[str, ...] = ()
   family: str = ''  # comparisons of one family share Holm's correction
   outcome: str = 'area'  # a key of OUTCOMES
+  summed: int = 1  # differences of means that the comparison adds up
 
 
 def at(arms: Sequence[str], levels: Sequence[str]) -> tuple[Cell, ...]:
@@ -63,18 +69,32 @@ class Tested(NamedTuple):
 
 
 def by_seed(x: Difference, results: Results, outcome: str = '') -> np.ndarray:
-  """Returns the difference of the means over the cells, for each seed that has all.
+  """Returns the comparison for each seed that has all of its cells.
 
   Args:
     outcome: '' for that of the comparison.
   """
-  total_S = contrast(results, x.plus, x.minus, outcome or x.outcome)
-  return total_S / len(x.plus)
+  values = outcomes.by_seed(results, (*x.plus, *x.minus), outcome or x.outcome)
+  plus_SN, minus_SN = np.split(np.asarray([*values.values()]), [len(x.plus)], 1)
+  difference_S = x.summed * (plus_SN.mean(1) - minus_SN.mean(1))
+  return difference_S[~np.isnan(difference_S)]
 
 
 def tested(values_S: np.ndarray) -> Tested:
   """Tests whether the mean of differences by seed is 0."""
   values_S = np.round(values_S, 12)  # equal sums of signs are equal
+  few = 2 ** len(values_S) <= FLIPS
+  return Tested(
+    float(values_S.mean()),
+    t_interval(values_S),
+    t_interval(values_S, 0.90),
+    sign_flip(values_S) if few else _random_flips(values_S),
+    values_S,
+  )
+
+
+def _random_flips(values_S: np.ndarray) -> float:
+  """Returns the two-sided p-value of the mean over FLIPS random sign patterns."""
   flips = stats.permutation_test(
     (values_S,),
     np.mean,
@@ -84,13 +104,7 @@ def tested(values_S: np.ndarray) -> Tested:
     batch=20_000,
     rng=np.random.default_rng(0),
   )
-  return Tested(
-    float(values_S.mean()),
-    t_interval(values_S),
-    t_interval(values_S, 0.90),
-    float(flips.pvalue),
-    values_S,
-  )
+  return float(flips.pvalue)
 
 
 def word(test: Tested, p: float, margin: float, claimed: int) -> str:

@@ -11,7 +11,8 @@ Those of ../protocol3.md: `yoked` (R), `yoked_s1` (B) and `yoked_depths` (D) giv
 the bounds that the search of another run chose, with the clip rules of bounds.py.
 
 Those of ../protocol4.md: `routes` trains a policy with experts, with and without replay
-of the sampler's routes.
+of the sampler's routes; `routes_first` records how often the routers agree in the first
+of 64 updates.
 """
 
 import functools
@@ -41,11 +42,13 @@ NAMES = (
   'yoked_s1',
   'yoked_depths',
   'routes',
+  'routes_first',
 )
 YOKED_SEEDS = tuple(range(600, 628))
 YOKED_S1_SEEDS = tuple(range(640, 656))
 YOKED_DEPTH_SEEDS = tuple(range(660, 668))
 ROUTES_SEEDS = tuple(range(700, 708))
+ROUTES_TRIAL = (699,)  # of the trial runs of protocol 4
 DUAL = 3.0  # of every clipping arm, as in the public code of Balanced PO
 
 # A micro-batch of 8 rows fits a core's cache; see docs/notes/performance.md.
@@ -334,6 +337,16 @@ def get_experiment(name: str) -> Experiment:
       REPLAYED,
       ROUTES_SEEDS,
       {'precision': COMPUTED, 'staleness': STALENESS},
+      lambda arm, levels, seed: {'problems.seed': seed},
+    ),
+    'routes_first': Experiment(
+      with_experts(),
+      {arm: x for arm, x in REPLAYED.items() if arm.endswith('_measure')},
+      ROUTES_TRIAL,
+      {
+        'precision': {'bfloat16': COMPUTED['bfloat16']},
+        'staleness': {'updates64': STALENESS['updates64']},
+      },
       lambda arm, levels, seed: {'problems.seed': seed},
     ),
   }[name]

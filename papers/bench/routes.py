@@ -25,18 +25,22 @@ MARGIN = {'area': 0.03}
 def replay(
   name: str,
   methods: Sequence[str],
-  precision: str,
+  precisions: Sequence[str],
   staleness: str,
   checks: tuple[str, ...] = (),
   outcome: str = 'area',
 ) -> Difference:
-  """Returns the effect of replay on an outcome, mean over methods."""
+  """Returns the effect of replay on an outcome, mean over methods and precisions."""
   plus, minus = (
-    tuple((f'{method}_{routes}', precision, staleness) for method in methods)
+    tuple(
+      (f'{x}_{routes}', precision, staleness)
+      for x in methods
+      for precision in precisions
+    )
     for routes in ('on', 'measure')
   )
   updates = staleness.removeprefix('updates')
-  where = f'{", ".join(methods)}; {precision}, updates per step {updates}'
+  where = f'{", ".join(methods)}; {", ".join(precisions)}, updates per step {updates}'
   return Difference(
     name,
     f'{where}: {OUTCOMES[outcome][0]}',
@@ -51,12 +55,12 @@ def replay(
 
 
 DIFFERENCES = (
-  *(replay('H1', (method,), 'bfloat16', 'updates64', ('C1',)) for method in METHODS),
+  *(replay('H1', (x,), ('bfloat16',), 'updates64', ('C1',)) for x in METHODS),
   *(
-    replay('H2', METHODS, 'bfloat16', staleness, ('C1',), 'mismatch')
+    replay('H2', METHODS, ('bfloat16',), staleness, ('C1',), 'mismatch')
     for staleness in STALENESS
   ),
-  *(replay('H3', (method,), 'float32', 'updates64') for method in METHODS),
+  *(replay('H3', (method,), ('float32',), 'updates64') for method in METHODS),
 )
 
 
@@ -83,12 +87,6 @@ def outcomes(runs: Sequence[Result], name: str) -> list[float]:
   return [OUTCOMES[name][1](run) for run in runs]
 
 
-def collapsed(result: Result) -> bool:
-  """Whether a run ended with less than half of its first accuracy, or diverged."""
-  first, last = (result['evaluations'][i][1] for i in (0, -1))
-  return result['diverged'] or last < first / 2
-
-
 def checks(results: Results) -> dict[str, tuple[str, Check]]:
   """Returns check -> (sentence, (whether it holds, figures))."""
   text = 'agreement of the routers below .99, bfloat16, first update of a step'
@@ -106,24 +104,70 @@ def tables(results: Results) -> str:
   parts = (
     differences.table(verdicts(results)),
     differences.check_table(checks(results)),
+    had_it_held(results),
+    effects(results),
+    ends(results),
+    cell_table(results),
   )
-  return '\n\n'.join((*parts, effects(results), cell_table(results)))
+  return '\n\n'.join(parts)
+
+
+def had_it_held(results: Results) -> str:
+  """Returns the words of H1 and H2 without their check, as text."""
+  words: dict[str, list[str]] = {}
+  for x in differences.judged(DIFFERENCES, results, MARGIN, {'C1': True}):
+    if x.difference.checks:
+      what = x.difference.text.partition(':')[0]
+      words.setdefault(x.difference.name, []).append(f'{what}: {x.word}')
+  said = (f'{name} ({"; ".join(texts)})' for name, texts in words.items())
+  return f'Had C1 held, the words would be: {", ".join(said)}.'
 
 
 def effects(results: Results) -> str:
-  """Returns the effect of replay on accuracy in every cell, without a test."""
+  """Returns the effect of replay on accuracy, without a test.
+
+  By cell, and at the largest staleness for all methods, by precision and for both.
+  """
+  compared = [
+    replay('', (method,), (precision,), staleness)
+    for precision in PRECISIONS
+    for staleness in STALENESS
+    for method in METHODS
+  ]
+  largest = STALENESS[-1]
+  compared += [replay('', METHODS, (x,), largest) for x in PRECISIONS]
+  compared.append(replay('', METHODS, PRECISIONS, largest))
   rows = []
-  for precision in PRECISIONS:
-    for staleness in STALENESS:
-      for method in METHODS:
-        x = replay('', (method,), precision, staleness)
-        row = (
-          differences.by_seed(x, results, outcome) for outcome in ('area', 'final')
-        )
-        text = x.text.partition(':')[0]
-        rows.append((text, *map(differences.mean_and_interval, row)))
+  for x in compared:
+    row = (differences.by_seed(x, results, outcome) for outcome in ('area', 'final'))
+    text = x.text.partition(':')[0]
+    rows.append((text, *map(differences.mean_and_interval, row)))
   header = ['replay less none, without a test', 'mean over the run', 'at the end']
   return markdown.table(rows, header, 'lrr')
+
+
+def ends(results: Results) -> str:
+  """Returns how runs of the largest staleness end: both precisions, by arm."""
+  by_arm: dict[str, list[Result]] = {arm: [] for arm in experiments.REPLAYED}
+  for run in results.values():
+    if run['levels']['staleness'] == STALENESS[-1]:
+      by_arm[run['arm']].append(run)
+  rows = []
+  for arm, runs in by_arm.items():
+    before, final = (outcomes(runs, name) for name in ('before', 'final'))
+    kept_R = np.divide(final, before)
+    means = (f'{np.mean(x):.3f}' for x in (before, final))
+    ended = sum(outcomes(runs, 'collapsed')), (kept_R < 1).sum(), (kept_R < 0.5).sum()
+    rows.append((arm, str(len(runs)), *(f'{count:g}' for count in ended), *means))
+  updates = STALENESS[-1].removeprefix('updates')
+  header = [f'{updates} updates per step, both precisions', 'runs', 'collapsed']
+  header += [
+    'below their start',
+    'below half of it',
+    OUTCOMES['before'][0],
+    OUTCOMES['final'][0],
+  ]
+  return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
 
 
 def cell_table(results: Results) -> str:
@@ -137,7 +181,20 @@ def cell_table(results: Results) -> str:
       mean, error = mean_and_error(outcomes(runs, name))
       row.append(f'{mean:.{digits}f} ± {error:.{digits}f}')
     row.append(f'{np.mean(outcomes(runs, "load")):.2f}')
-    rows.append([*row, f'{sum(map(collapsed, runs))}'])
+    rows.append([*row, f'{sum(outcomes(runs, "collapsed")):g}'])
   names = ('area', 'final', 'agree', 'mismatch', 'load')
   header = ['cell', 'seeds', *(OUTCOMES[name][0] for name in names), 'collapsed']
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
+
+
+def first_update(results: Results) -> str:
+  """Returns how often routers agree in the first update of a step, and in the mean."""
+  rows = []
+  for (arm, *levels), of_seeds in cells(results).items():
+    runs = [*of_seeds.values()]
+    shares = (np.mean(outcomes(runs, x)) for x in ('agree_first', 'agree'))
+    mismatch = np.mean(outcomes(runs, 'mismatch'))
+    texts = (*(f'{share:.4f}' for share in shares), f'{mismatch:.5f}')
+    rows.append((', '.join((arm, *levels)), str(len(runs)), *texts))
+  header = ['cell', 'seeds', 'agreement, first update of a step', 'all updates']
+  return markdown.table(rows, [*header, OUTCOMES['mismatch'][0]], 'lrrrr')

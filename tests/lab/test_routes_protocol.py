@@ -6,7 +6,7 @@ import making
 import numpy as np
 import pytest
 
-from papers.bench import experiments, routes
+from papers.bench import differences, experiments, routes
 
 SETTING = experiments.get_experiment('routes')
 
@@ -71,12 +71,57 @@ def test_routers_that_agree_anyway_are_a_premise_that_is_absent():
   assert absent == {'H1': True, 'H2': True, 'H3': False}
 
 
-def test_a_run_collapses_below_half_of_its_first_accuracy():
-  runs = [
-    making.result(None, [(0, 0.5), (20, last)], diverged=diverged)
-    for last, diverged in ((0.26, False), (0.24, False), (0.5, True))
+def test_runs_that_end_low_are_counted_by_the_words_one_definition(results):
+  # 64 updates: .5 at the start and the best; .34 is above two thirds of it, .33 is not.
+  changed = dict(results)
+  for seed, last in ((700, 0.34), (701, 0.33), (702, 0.52)):
+    name = f'grpo_on-float32-updates64-seed{seed}'
+    changed[name] = results[name] | {
+      'evaluations': [[0, 0.5, 0.01, 0.0], [20, last, 0.01, 0.0]]
+    }
+  name = 'grpo_on-float32-updates64-seed703'
+  changed[name] = changed[name] | {'diverged': True, 'planned': 20}
+  rest = [
+    run
+    for name, run in changed.items()
+    if name.startswith('grpo_on-') and 'updates64' in name and run['seed'] > 703
   ]
-  assert [routes.collapsed(run) for run in runs] == [False, True, True]
+  assert len(rest) == 4 + 4  # of two precisions; the other eight are below
+  below = sum(run['evaluations'][-1][1] < 0.5 for run in rest)
+  for seed in range(700, 704):
+    run = changed[f'grpo_on-bfloat16-updates64-seed{seed}']
+    below += run['evaluations'][-1][1] < 0.5
+  row = next(x for x in routes.ends(changed).splitlines() if x.startswith('| grpo_on '))
+  # 701 and 703 collapsed; 700, 701 and 703 ended below their start, 703 below half.
+  assert row.startswith(f'| grpo_on | 16 | 2 | {below + 3} | 1 | 0.500 |')
+  (cell,) = (
+    x
+    for x in routes.cell_table(changed).splitlines()
+    if x.startswith('| grpo_on, float32, updates64 |')
+  )
+  assert cell.endswith('| 2 |')
+
+
+def test_the_effect_in_both_precisions_is_the_mean_of_the_two(results):
+  one, two, both = (
+    differences.by_seed(routes.replay('', ('gspo',), x, 'updates64'), results)
+    for x in (('float32',), ('bfloat16',), routes.PRECISIONS)
+  )
+  np.testing.assert_allclose(both, (one + two) / 2)
+
+
+def test_the_first_update_has_a_column_of_its_own():
+  run = making.result(
+    arm='grpo_measure',
+    levels={'precision': 'bfloat16', 'staleness': 'updates64'},
+    steps={
+      'moe/agree_first': [0.98, 0.96],
+      'moe/agree': [0.9, 0.8],
+      'rollout/logp_diff': [0.002, 0.004],
+    },
+  )
+  text = routes.first_update({'a': run})
+  assert '| grpo_measure, bfloat16, updates64 | 1 | 0.9700 | 0.8500 | 0.00300 |' in text
 
 
 def test_tables_show_every_cell(results):

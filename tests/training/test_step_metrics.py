@@ -22,7 +22,7 @@ from runs import tiny
 
 from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, inputs, resolve, trainer
+from bapo_jax.training import build, inputs, resolve, step_metrics, trainer
 from bapo_jax.types import Batch
 
 
@@ -92,6 +92,19 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
     assert [math.isnan(row[name]) for row in rows] == [0, 1, 0, 1]
   for row in rows[::2]:
     assert 0 < row['rollout/logp_diff'] <= row['rollout/logp_diff_max'] < 1e-4
+
+
+def test_the_routers_agreement_of_the_first_update_is_beside_the_mean():
+  # .98 before the weights move, .9 and .82 after one and two updates: mean .9. The
+  # last update has no computed token, and so no share.
+  shares = [0.98, 0.9, 0.82, math.nan]
+  names = {*step_metrics.OF_UPDATES, *step_metrics.SUMS}
+  updates = [dict.fromkeys(names, 1.0) | {'moe/agree': x} for x in shares]
+  row = step_metrics.of_updates(updates)
+  assert row['moe/agree_first'] == 0.98
+  assert row['moe/agree'] == pytest.approx(0.9)
+  dense = step_metrics.of_updates([dict.fromkeys(names, 1.0)])
+  assert 'moe/agree_first' not in dense
 
 
 def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
