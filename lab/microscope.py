@@ -30,6 +30,7 @@ from jax.flatten_util import ravel_pytree
 from scipy import stats
 
 from bapo_jax.algorithms import advantage, clip, loss, masks
+from bapo_jax.algorithms.loss import LossRule
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner.objective import Objective
 from bapo_jax.models import layers, transformer
@@ -70,7 +71,7 @@ class Task(NamedTuple):
 class Rule(NamedTuple):
   """A method: the rules of the slots that change the gradient."""
 
-  loss: loss.LossRule = loss.Clipped()
+  loss: LossRule = loss.Clipped()
   clip: ClipFunction = clip.Fixed()
   mask: MaskFunction = masks.NoMask()
   advantage: AdvantageFunction = advantage.GroupRelative()
