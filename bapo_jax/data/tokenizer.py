@@ -301,13 +301,19 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[list[int]]:
   """
   if not strings:
     return []
-  rows = _ids(tokenizer.backend, list(strings))
-  unknown = tokenizer.backend.unk_token_id
+  backend = tokenizer.backend
+  rows = _ids(backend, list(strings))
   for string, row in zip(strings, rows, strict=True):
-    for character in string if unknown in row else '':
-      if unknown in _ids(tokenizer.backend, character):
+    if backend.unk_token_id not in row:
+      continue
+    # Where each token is in the string: a character alone may be unknown that is part
+    # of a known token, such as the < of <eos>.
+    places = backend(string, add_special_tokens=False, return_offsets_mapping=True)
+    for i, (start, end) in zip(row, places['offset_mapping'], strict=True):
+      text = string[start:end]
+      if i == backend.unk_token_id and backend.unk_token not in text:
         raise ValueError(
-          f'tokenizer.path: no token for {character!r} in {string[:60]!r}; remove '
+          f'tokenizer.path: no token for {text!r} in {string[:60]!r}; remove '
           'the character from the problem or choose another tokenizer'
         )
   return rows

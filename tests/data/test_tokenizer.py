@@ -103,6 +103,11 @@ def test_an_unknown_character_is_named(problem, character):
   assert wrong in str(error.value)
 
 
+def test_an_unknown_character_is_named_behind_a_special_token():
+  with pytest.raises(ValueError, match="no token for 'Q' in '<eos>1Q'"):
+    tokenizer_lib.encode(TOKENIZER, ['<eos>1+1', '<eos>1Q'])
+
+
 @pytest.mark.parametrize(
   ('own', 'generation', 'config', 'ends'),
   [
