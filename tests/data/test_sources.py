@@ -144,3 +144,13 @@ def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():
     with pytest.raises(ValueError, match=f'problems.{source}.wording'):
       knobs = problems(source, **{source: {'wording': 'sentence'}})
       sources.sft_problems(knobs, sources.read(knobs))
+
+
+def test_a_comma_may_be_in_the_name_of_a_file(tmp_path):
+  path = tmp_path / 'a,b.jsonl'
+  path.write_text('{"problem": "1 + 1", "answer": "2"}\n')
+  problems = ProblemsConfig(source=str(path), test_source=f'{path},{path}')
+  assert sources.absent(problems, 'source') == []
+  assert len(sources.absent(problems, 'test_source')) == 4  # a list has its commas
+  problems = problems.model_copy(update={'test_source': str(path)})
+  assert len(sources.read(problems).training) == 1
