@@ -22,6 +22,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
+from bapo_jax.runtime.files import first_line
+
 START_S = 300.0  # hosts of one job start minutes apart
 HEARTBEAT_S = 10  # a process without a heartbeat for this long counts as gone
 GRACE_S = 3.0  # `leave` waits this long for the other processes
@@ -169,9 +171,13 @@ def _join(cluster: Cluster, start_s):
   except Exception as error:  # raised by metadata servers, host names or Kubernetes
     if not cluster and str(error) == 'coordinator_address should be defined.':
       return False
+    problem = f'the processes of this run cannot be joined ({first_line(error)})'
+    if not cluster and isinstance(error, jax.errors.JaxRuntimeError):
+      # Such as a detected port that the job before still uses: it may be free later.
+      _console(f'{problem}; start again, or give --coordinator with a free port')
+      sys.exit(LOST)
     raise ValueError(
-      f'the processes of this run cannot be joined ({type(error).__name__}: {error}); '
-      'give --coordinator, --process and --processes'
+      f'{problem}; give --coordinator, --process and --processes'
     ) from error
   return True
 

@@ -1,5 +1,6 @@
 """Processes of one run: they join, agree, refuse what differs, and end together."""
 
+import contextlib
 import pathlib
 import re
 import signal
@@ -41,6 +42,25 @@ def test_a_port_that_is_taken_is_refused():
     address = f'127.0.0.1:{taken.getsockname()[1]}'
     with pytest.raises(ValueError, match=address):
       hosts.initialise(address, 0, 2, start_s=0.0)
+
+
+def test_a_detected_port_that_is_taken_ends_a_start_that_may_be_repeated():
+  # JAX takes a port by the number of the SLURM job; restarts.sh repeats status 4 only.
+  job = next(n for n in range(4096) if is_free(61440 + n))
+  task = {'JOB_ID': job, 'STEP_NODELIST': 'localhost', 'STEP_NUM_NODES': 1}
+  task |= {'NTASKS': 2, 'PROCID': 0, 'LOCALID': 0}
+  environment = {f'SLURM_{name}': str(value) for name, value in task.items()}
+  code = 'from bapo_jax.runtime import hosts; hosts.initialise(start_s=10.0)'
+  with socket.create_server(('', 61440 + job)):
+    run = processes.call(sys.executable, '-c', code, status=hosts.LOST, **environment)
+  assert 'cannot be joined' in run.stderr and 'start again' in run.stderr
+  assert 'Traceback' not in run.stderr
+
+
+def is_free(port):
+  with contextlib.suppress(OSError), socket.create_server(('', port)):
+    return True
+  return False
 
 
 def test_the_port_of_transfers_is_none_that_the_system_gives_away():
