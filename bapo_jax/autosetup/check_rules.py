@@ -216,7 +216,7 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       f'{more if config.batch.rule == "fresh_only" else ""}',
     )
   if not sampled.mixed:
-    kind = {1: 'right', 0: 'wrong'}.get(accuracy, 'undecided')
+    kind = {1.0: 'right', 0.0: 'wrong'}.get(accuracy, 'undecided')
     verdict = f'all {n} responses are {kind}'
     if 0 < accuracy < 1:
       verdict = 'in every group, either all responses are right or all are wrong'

@@ -95,6 +95,7 @@ def advantages(
     all_PG = jnp.ones_like(groups.correct_PG)
     decided_PG = all_PG if groups.decided_PG is None else groups.decided_PG
     adv_PGT = advantage_rule(groups._replace(decided_PG=decided_PG))
+    adv_PGT = jnp.where(decided_PG[..., None], adv_PGT, 0)
   else:
     adv_PG = compared(advantage_rule, groups.reward_PG, groups.decided_PG)
     adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
