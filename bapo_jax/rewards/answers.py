@@ -55,7 +55,7 @@ def is_blank(content: str) -> bool:
   It is then empty, or it is dots, underscores or words such as `your answer`, as in a
   response that quotes its instruction: `Put your answer in \boxed{}`.
   """
-  if len(content) > LONGEST_BLANK:
+  if len(content) > LONGEST_BLANK or content[:1].isdigit():
     return False
   bare = SPACE.sub(' ', content).strip()
   return not bare or bool(PLACE.fullmatch(bare))
