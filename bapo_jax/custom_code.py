@@ -36,7 +36,6 @@ AnyFunction = TypeVar('AnyFunction', bound=Function)
 
 PATH = re.compile(rf'({knobs_lib.PATH})')
 OBJECTS = 'python'  # the "file" of functions that a Python program registers
-EXAMPLE = 'path/to/file.py:function'
 FOLDER = 'custom_'  # begins the name of a package that stands for a folder
 _registered: dict[str, Function] = {}
 _sections: dict[Any, type[Any]] = {}
@@ -251,8 +250,8 @@ def digest(path: str) -> str:
         text = stream.read()
     except OSError as error:
       raise ValueError(
-        f'{file} cannot be read ({error.strerror}); give {EXAMPLE}, relative to the '
-        'current directory'
+        f'{file} cannot be read ({error.strerror}); give path/to/file.py:function, '
+        'relative to the current directory'
       ) from error
   return hashlib.sha256(text).hexdigest()[:12]
 

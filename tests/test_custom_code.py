@@ -142,7 +142,7 @@ def test_a_rule_that_never_reads_the_bounds_is_found(tmp_path):
     ('logp_BT', False),
     ('logp_BT * bounds.low', True),
     ('jnp.log(bounds.high) * 0 + logp_BT', False),
-    ('jax.jit(jnp.minimum)(logp_BT, logp_BT * bounds.low)', True),
+    ('jax.jit(jnp.maximum)(logp_BT, logp_BT * bounds.low)', True),
     ('logp_BT * jax.lax.stop_gradient(bounds.dual)', True),
   ],
 )

@@ -155,6 +155,15 @@ WRONG = [
     + '  return fresh._replace(teaches_PG=fresh.reward_PG), jnp.zeros(seats, int)',
     r'returns float32\[2, 4\], not bool',
   ),
+  (
+    'batch',
+    '@bapo_jax.declare(uses_buffer=True)\n' + BATCH + '  from bapo_jax import types\n'
+    '  both = types.concat(fresh, buffer.reusable)\n'
+    '  source = jnp.repeat(jnp.array([0, 2]), seats, total_repeat_length=2 * seats)\n'
+    '  order = jnp.arange(2) * 3\n'
+    '  return types.take(both, order), source[order]',
+    r'source_P=\[. .\]; give -1 for empty groups',
+  ),
   ('buffer.thresholds', BANDS + '  return 1, 1, 5', 'int32.*, not PassRateThresholds'),
   (
     'buffer.thresholds',
@@ -243,6 +252,7 @@ RIGHT = [
     '@bapo_jax.declare(uses_buffer=True)\n' + BATCH + '  from bapo_jax import types\n'
     '  both = types.concat(fresh, buffer.reusable)\n'
     '  source = jnp.repeat(jnp.array([0, 2]), seats, total_repeat_length=2 * seats)\n'
+    '  source = jnp.where(both.completed_step_P < 0, -1, source)\n'
     '  order = jax.random.permutation(key, 2 * seats)[:seats]\n'
     '  return types.take(both, order), source[order]',
   ),

@@ -41,7 +41,6 @@ from bapo_jax.rewards.shaping import Standard
 from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import Config
 from bapo_jax.types import (
-  SOURCES,
   Bounds,
   agree,
   empty_groups,
@@ -318,16 +317,18 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
 
 def _check_rows(config: Config, inputs: Inputs) -> None:
   """Raises a ValueError for a row whose answer or pictures cannot be used."""
-  has_vision = inputs.model.spec.vision is not None
+  check_pictures = functools.partial(
+    pictures.check_row, has_vision=inputs.model.spec.vision is not None
+  )
   check = gold.check(config.rewards.rule)
 
   def check_row(row: Row) -> None:
     check(row)
-    pictures.check_row(row, has_vision=has_vision)
+    check_pictures(row)
 
   sources.check(config.problems, inputs.data, check_row)
   for knob in sources.SPLITS:  # generated rows are all alike
-    pictures.check_row(inputs.data.of(knob)[0], has_vision=has_vision)
+    check_pictures(inputs.data.of(knob)[0])
 
 
 def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
@@ -354,7 +355,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     response_mask_PGT=ones_PGT > 0,
     behavior_logp_PGT=-ones_PGT,
     reward_PG=jnp.eye(2, G, G - 1),
-    completed_step_P=jnp.zeros(2, jnp.int32),
+    completed_step_P=jnp.zeros(2, int),
   )
   seats = groups, groups.completed_step_P
   batch = learner.flatten(*seats, GroupCentred())
@@ -374,11 +375,11 @@ def of_custom_rules(config: Config) -> Iterator[str]:
     return bounds
 
   # Slot -> the rule, its traced arguments, the others, and a result of the right type.
-  trials: dict[str, Any] = {
+  trials = {
     'loss': (config.loss, (logp_BT, batch), (find,), (logp_BT, bounds)),
     'clip': (
       config.clip,
-      (loss.ratio(logp_BT, batch), batch),
+      (-logp_BT, batch),  # ratios are positive
       (functools.partial(loss.weights, loss.Clipped(), logp_BT, batch),),
       bounds._replace(keep_BT=batch.loss_mask_BT),
     ),
@@ -399,7 +400,7 @@ def of_custom_rules(config: Config) -> Iterator[str]:
       yield f'{slot}.rule={rule.rule} {fault}'
 
 
-def _fault(config: Config, rule: Any, traced: tuple, others: tuple, wanted: Any) -> str:
+def _fault(config: Config, rule: Any, traced: Any, others: Any, wanted: Any) -> str:
   """Calls a rule, compiled if an argument is traced; says what is wrong, or ''."""
   arguments = *traced, *others
   static = range(len(traced), len(arguments))
@@ -412,8 +413,11 @@ def _fault(config: Config, rule: Any, traced: tuple, others: tuple, wanted: Any)
       return 'returns nan for two groups, one of which has equal rewards'
     if isinstance(rule, LossRule):
       return _of_loss(config, traced, wanted[1], result[1])
-    if isinstance(rule, BatchRule) and not np.isin(result[1], range(-1, 3)).all():
-      return f'returns source_P={result[1]}; give indices into {SOURCES}, or -1'
+    if isinstance(rule, BatchRule):
+      groups, source_P = result
+      last_P = np.where(groups.completed_step_P < 0, -1, 2)
+      if ((source_P < -1) | (source_P > last_P)).any():
+        return f'returns source_P={source_P}; give -1 for empty groups, else 0, 1 or 2'
     if isinstance(rule, ThresholdRule) and max(result) > result.reusable_max > 0:
       return f'returns {[*map(int, result)]}; the last must be the largest, or 0'
     if not isinstance(rule, ClipRule):
@@ -432,7 +436,7 @@ def _fault(config: Config, rule: Any, traced: tuple, others: tuple, wanted: Any)
     return f'raises {custom_code.described(error, rule.rule)}'
 
 
-def _of_loss(config: Config, traced: tuple, given: Bounds, bounds: Bounds) -> str:
+def _of_loss(config: Config, traced: Any, given: Bounds, bounds: Bounds) -> str:
   """Says what is wrong with the gradient, or with bounds other than the given ones."""
   logp_BT, batch = traced
   weigh = jax.jit(functools.partial(loss.weights, config.loss))
