@@ -219,7 +219,9 @@ def tune(entry: Entry) -> dict[float, Runs]:
   rates = [*protocol.FIRST]
   while True:
     entry.train(map(arm_of, rates), protocol.TUNING)
-    runs = {rate: entry.stored(arm_of(rate), protocol.TUNING) for rate in rates}
+    runs: dict[float, Runs] = {
+      rate: entry.stored(arm_of(rate), protocol.TUNING) for rate in rates
+    }
     following = protocol.to_add({x: mean_accuracy(y) for x, y in runs.items()})
     if following is None:
       return runs

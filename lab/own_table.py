@@ -73,7 +73,9 @@ def table(rule: str, batch: pathlib.Path) -> dict[str, Any]:
     part = 'clip' if _gives_bounds(custom_code.load(rule), recorded) else 'loss'
     name = rule
   if part not in BASES:
-    raise ValueError(f'{rule}: give {custom_code.EXAMPLE}, loss.<rule> or clip.<rule>')
+    raise ValueError(
+      f'{rule}: give path/to/file.py:function, loss.<rule> or clip.<rule>'
+    )
   kind = BASES[part].rules.type_of(name)
   make = functools.partial(kind, rule=name)
   defaults = _floats(kind)
