@@ -113,7 +113,7 @@ def trainings(
   knobs = {'mesh.data': 2, 'mesh.fsdp': 2} | overrides
   commands = []
   for i in range(processes):
-    command = runs.command(workdir, **knobs, **(each[i] if each else {}))
+    command = runs.command(workdir, **knobs | (each[i] if each else {}))
     flags = [f'--coordinator={address}', f'--process={i}', f'--processes={processes}']
     command['args'] += flags if processes > 1 else []
     command |= {'env': environment(processes)} | dict(apart[i] if apart else {})

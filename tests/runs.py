@@ -117,7 +117,8 @@ def flags(
   Leaves out the knobs of TINY that have no effect, which the command line refuses.
   """
   made = [f'--config.{name}={value}' for name, value in overrides.items()]
-  tiny = {name: f'--config.{name}={value}' for name, value in TINY.items()}
+  rest = {name: value for name, value in TINY.items() if name not in overrides}
+  tiny = {name: f'--config.{name}={value}' for name, value in rest.items()}
   values = config.load(str(file))
   found = config.overrides([*tiny.values(), *made, *given], values)
   merged = config.decided(config.merged(values, found))

@@ -188,10 +188,9 @@ def changed(run: RunFiles) -> Iterator[Element]:
   }
   if comparable:
     counts = [f'{len(changes[v])} {text}' for v, (text, _) in CHANGES.items()]
-    text = (
-      f'Of {len(pairs)} responses, of which undecided ones are in no group: '
-      f'{"; ".join(counts)}. Some of each:'
-    )
+    if undecided := len(pairs) - sum(map(len, changes.values())):
+      counts.append(f'{undecided} undecided before or after')
+    text = f'Of {len(pairs)} responses: {"; ".join(counts)}. Some of each:'
     yield element('p', text)
   for verdicts, (text, limit) in CHANGES.items():
     first: dict[str, tuple] = {}  # problem -> its first response

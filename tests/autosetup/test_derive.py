@@ -259,7 +259,8 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   (work / 'config.json').write_text('no JSON')
   paths = asked_for.model.path, *(f'{tmp_path}/{name}.jsonl' for name in 'ab')
   flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
-  assert 'derived from model, problems and machine' in refused(flags)
+  with pytest.raises(ValueError, match='derived from model, problems and machine'):
+    main.main(main.parse(['bapo_jax', *flags]))
   named = refused([*flags, f'--workdir={main.WORKDIR}'])
   assert 'runs/default/config.json' in named
 

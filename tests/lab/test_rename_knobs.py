@@ -11,6 +11,8 @@ from lab import rename_knobs
 INF = float('inf')
 # As older versions wrote it: every rule has a section of its own.
 OLD = {
+  'steps': 80,
+  'sampler': {},
   'clip': {
     'rule': 'fixed',
     'own': {},

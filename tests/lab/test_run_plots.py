@@ -12,10 +12,11 @@ from lab.rule_maps import PROBABILITY, RATIO
 @pytest.fixture
 def two(tmp_path):
   rows = [{'rollout/reward': 0.1, 'loss/entropy': np.nan}, {'rollout/reward': 0.3}]
-  full = recordings.run(tmp_path / 'full', rows, {'a': {'b': 1, 'c': [2]}}, first=1)
+  config = {'steps': 3, 'sampler': {}, 'clip': {'b': 1, 'c': [2]}}
+  full = recordings.run(tmp_path / 'full', rows, config, first=1)
   responses = [recordings.response('abc', True, 1.0)]
   recordings.step(tmp_path / 'full', 2, *[{'responses': responses}] * 2)
-  config = {'a': {'b': 2, 'c': [2]}}
+  config |= {'clip': {'b': 2, 'c': [2]}}
   bare = recordings.run(tmp_path / 'bare', [{'rollout/reward': 0.2}], config, first=1)
   return [run_plots.read_run(full, 'first'), run_plots.read_run(bare)]
 
@@ -25,7 +26,7 @@ def test_a_run_is_read_without_model_or_config(two, tmp_path):
   assert (full.label, bare.label) == ('first', 'bare')
   assert [r['rollout/reward'] for r in full.rows] == [0.1, 0.3]
   assert [g.step for g in full.groups] == [2, 2] and bare.groups == []
-  assert run_plots.differences(two) == {'a.b': [1, 2]}
+  assert run_plots.differences(two) == {'clip.b': [1, 2]}
   with pytest.raises(ValueError, match='nowhere'):
     run_plots.read_run(tmp_path / 'nowhere')
 

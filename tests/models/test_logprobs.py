@@ -11,7 +11,7 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import logprob_tiles, logprobs
 from bapo_jax.models.logprob_tiles import Tile
-from bapo_jax.tools.plan import hlo
+from benchmarks import hlo
 
 B = 8
 T = 7

@@ -14,8 +14,8 @@ from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import ahead
-from bapo_jax.tools.plan import hlo
 from bapo_jax.types import Prompts
+from benchmarks import hlo
 
 # One layer: each way of dispatching compiles anew, and test_model.py has two.
 SPEC = transformer.ModelSpec(
