@@ -49,6 +49,8 @@ from limits import (  # noqa: F401
 # tests would inherit that, and wait for an interrupt that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
+# Likewise nohup and SIGHUP.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -29,12 +29,14 @@ LIMIT_S = 1200  # five times what the slowest takes on an idle machine
 SMALLEST = {
   'algorithms.clip_search': '--repeat=1 --shapes=8x16',
   'first_contact': '--small --out=RUNS.json',
+  'meshes': '--config=configs/aime.py --topology=h100:2',
   'models.experts': '--tokens 16 --width=16 --ffn=8 --rounds=1',
   'models.load_weights': '--gb=0.1',
   'rewards.verifiers': '--count=40 --characters=100 --workers=1',
   'rollout.quantized': '--model=MODEL --data=PROBLEMS --prompts=2',
   'rollout.sampler': '--batch=8 --waves=1 --alone',
   'rollout.turns': '--rounds=1 --slots=8',
+  'seconds': '--config=configs/aime.py --topology=h100:1',
   'training.collectives': '--length=2 --times=1 --count TINY',
   'training.first_step': 'TINY',
   'training.learner': '--rows=8 --length=32 --rounds=1 --cases=1:1',
@@ -50,7 +52,11 @@ SMALLEST = {
   'training.trl_step': '--model=MODEL --problems=PROBLEMS --out=RUNS --prompts=2 '
   '--group=2 --new=4 --updates=2 --steps=1 --lr=1e-6',
 }
-NEEDS = {'training.train_step': 'torch', 'training.trl_step': 'trl'}
+NEEDS = {
+  'seconds': 'jax_cuda12_plugin',
+  'training.train_step': 'torch',
+  'training.trl_step': 'trl',
+}
 SKIPPED = {  # pattern -> reason
   r'pip install': 'installs packages',
   r'-m pytest': 'runs this test',
