@@ -9,6 +9,7 @@ formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
 import itertools
+import json
 import math
 import os
 import sys
@@ -234,6 +235,8 @@ def run(config: Config, topology: str) -> bool:
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search(config, spec, chip, devices, plan.room(chip))
   print(table(found, refused))
+  flags = found[0].flags if found else ''
+  print(json.dumps({'topology': topology, 'fits': len(found), 'flags': flags}))
   return bool(found)
 
 

@@ -10,6 +10,7 @@ was compared with a machine of several chips.
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -198,6 +199,7 @@ def run(config: Config, topology: str, mean_share: float) -> None:
     for name, make in programs.programs_of(job.spec).items()
   }
   print(table(linked, chip, job, mean_share))
+  print(json.dumps({'topology': topology, 'bytes_on_links': linked}))
 
 
 def main() -> None:
