@@ -190,7 +190,7 @@ def try_custom(verifier: Verifier, material: Material) -> None:
   verdict = verifier.submit([sample]).one(0)
   if verdict.abstains:
     log(
-      f'rewards.rule={verifier.rule} leaves a trial response to the first problem '
+      f'{verifier.knob}={verifier.rule} leaves a trial response to the first problem '
       f'undecided: {verdict.reason}'
     )
   elif verdict.right is None:

@@ -299,10 +299,10 @@ def test_an_evaluation_without_a_verdict_has_no_accuracy_and_no_traceback():
 def test_problems_are_paired_by_their_decided_responses():
   rows = [answered(True), answered(None), answered(None), answered(None)]
   samples = [x | {'id': i // 2, 'problem': str(i // 2)} for i, x in enumerate(rows)]
-  run = python_types.SimpleNamespace(after={'samples': samples})
+  run = python_types.SimpleNamespace(after={'samples': samples}, knobs={})
   means = comparison.by_problem(run)
-  assert means['eval/accuracy'] == {(0, '0'): 1.0}
-  assert set(means['eval/length']) == {(0, '0'), (1, '1')}
+  assert means['eval/accuracy'] == {(0, '0', ()): 1.0}
+  assert set(means['eval/length']) == {(0, '0', ()), (1, '1', ())}
 
 
 def scored(rule, **knobs):
@@ -329,7 +329,7 @@ def asked_of(function):
   material = build.Material(problems(), problems())
   verifier = Verifier(Verification.model_validate({'rule': rule}))
   try:
-    experiment.try_custom_reward(verifier, material)
+    experiment.try_custom(verifier, material)
   finally:
     verifier.close()
 
