@@ -138,14 +138,14 @@ def test_runs_of_a_seed_share_a_warm_start_and_are_compared(tmp_path, capsys):
   sizes = 'steps=1 sft.clean=3 sft.noisy=1 problems.train=64 problems.test=16'
   flags = [f'--config.{size}' for size in sizes.split()]
   arguments = ['bapo', 'sweep', '--config=configs/aime.py', f'--workdir={tmp_path}']
-  arguments += ['--set', 'clip.rule=fixed,unclipped', '--seeds=1,4', *flags]
-  for done_before in (0, 4):  # the second time all runs are done, and stay as they are
+  arguments += ['--set', 'clip.rule=fixed,unclipped', '--seeds=4', *flags]
+  for done_before in (0, 2):  # the second time all runs are done, and stay as they are
     assert main.start(main.parse(arguments)) == 0
     assert (
       capsys.readouterr().out.count('done before, held-out accuracy') == done_before
     )
   starts = set()
-  for run in sweep.grid(['clip.rule=fixed,unclipped'], [1, 4]):
+  for run in sweep.grid(['clip.rule=fixed,unclipped'], [4]):
     assert len(metrics.read(str(tmp_path / run))) == 1 + 1  # of step 0, and a step
     (start,) = (tmp_path / run / 'warmstart').iterdir()
     starts.add(start.name)

@@ -23,7 +23,7 @@ def printed(workdir, number=None, views='', terminal=False):
 
 def evaluated(tmp_path, *problems):
   """A run with one evaluation: each problem, its responses and their verdicts."""
-  (tmp_path / 'config.json').write_text('{}')
+  (tmp_path / 'config.json').write_text('{"steps": 1, "sampler": {}, "clip": {}}')
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
     | {'reward': float(right)}
