@@ -198,11 +198,11 @@ def test_greedy_decoding(trio):
   row_B = np.arange(len(length_B))
   head_DV = transformer.head(params).T
   actor = decoder.actor(params, spec)
-  keys_values, shift_B = jax.jit(sequence.prefill, static_argnames='spec')(
+  prefilled, shift_B = jax.jit(sequence.prefill, static_argnames='spec')(
     actor, tokens_BT, pictures, spec
   )
   cache = decoder.empty_cache(spec, len(row_B), [T + NEW])
-  cache = decoder.store(cache, keys_values, row_B, row_B)
+  cache = decoder.store(cache, prefilled.cache, row_B, row_B)
   decode = jax.jit(decoder.decode, static_argnames='spec')
   # Starts from the last token of each prompt.
   grown_BT = np.pad(tokens_BT, ((0, 0), (0, NEW)))
