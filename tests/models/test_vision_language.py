@@ -209,7 +209,7 @@ def test_greedy_decoding(trio):
   hidden = []
   for t in range(NEW):
     position_B = length_B - 1 + t
-    hidden_BD, cache = decode(
+    hidden_BD, cache, *_ = decode(
       actor, grown_BT[row_B, position_B], position_B, cache, spec, shift_B
     )
     grown_BT[row_B, position_B + 1] = np.asarray(hidden_BD @ head_DV).argmax(-1)
