@@ -39,7 +39,7 @@ UNIT = {  # what a cost counts
 
 
 class Work(NamedTuple):
-  """What a program does per call, or per token in every slot."""
+  """Counts what a program does per call, or per token in every slot."""
 
   cost: Cost
   traffic: Sequence[Traffic]
