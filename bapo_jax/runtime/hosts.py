@@ -99,8 +99,8 @@ def initialise(
     cluster = coordinator, process, processes
   if cluster:
     _check(*cluster)
-    if cluster[2] == 1:
-      return
+  if (cluster[2] if cluster else _slurm_tasks()) == 1:
+    return
   _explain_abort(
     f'not all processes reached {cluster[0] if cluster else "the coordinator"} within '
     f'{start_s:.0f} s; start every process with the same --coordinator'
@@ -128,16 +128,41 @@ def _check(coordinator, process, processes):
     raise ValueError(
       f'--process={process}: give 0 to {processes - 1} for --processes={processes}'
     )
-  if process or processes == 1:
-    return
+  if not process and processes > 1 and (problem := _taken(port)):
+    raise ValueError(f'--coordinator={coordinator}: {problem}; give a free port')
+
+
+def _slurm_tasks():
+  """Returns the number of tasks of this SLURM step, 0 outside of one.
+
+  Ends the process with status LOST if the first task finds the port of the job taken:
+  it may be free when the job is started again.
+  """
+  names = ('STEP_NODELIST', 'JOB_ID', 'PROCID', 'NTASKS')
+  step, job, task, tasks = (os.environ.get(f'SLURM_{name}', '') for name in names)
+  if not (step and job and task and tasks):
+    return 0
+  # The number that JAX takes by itself, which then crashes if the port is taken.
+  port = os.environ.setdefault('JAX_COORDINATOR_PORT', str(61440 + int(job) % 4096))
+  if int(task) == 0 and int(tasks) > 1 and (problem := _taken(port)):
+    _console(
+      f'port {port} of SLURM job {job}: {problem}; start again, or set '
+      'JAX_COORDINATOR_PORT to a free port for all tasks'
+    )
+    sys.exit(LOST)
+  return int(tasks)
+
+
+def _taken(port):
+  """Returns why this host cannot listen on the port, '' if it can.
+
+  gRPC would share a port with another run, whose processes would join this one.
+  """
   try:
-    # gRPC would share a port with another run, whose processes would join this one.
     with socket.create_server(('', int(port))):
-      pass
+      return ''
   except OSError as error:
-    raise ValueError(
-      f'--coordinator={coordinator}: {error.strerror}; give a free port'
-    ) from None
+    return error.strerror
 
 
 def _join(cluster: Cluster, start_s):
@@ -171,13 +196,9 @@ def _join(cluster: Cluster, start_s):
   except Exception as error:  # raised by metadata servers, host names or Kubernetes
     if not cluster and str(error) == 'coordinator_address should be defined.':
       return False
-    problem = f'the processes of this run cannot be joined ({first_line(error)})'
-    if not cluster and isinstance(error, jax.errors.JaxRuntimeError):
-      # Such as a detected port that the job before still uses: it may be free later.
-      _console(f'{problem}; start again, or give --coordinator with a free port')
-      sys.exit(LOST)
     raise ValueError(
-      f'{problem}; give --coordinator, --process and --processes'
+      f'the processes of this run cannot be joined ({first_line(error)}); '
+      'give --coordinator, --process and --processes'
     ) from error
   return True
 
