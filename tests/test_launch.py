@@ -167,6 +167,7 @@ def test_slurm_enters_the_queue_again_only_when_asked_to(
     scontrol=f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n',
   )
   env = {'PATH': path, 'REQUEUE': requeue, 'SLURM_JOB_ID': '77', 'RESTARTS': '0'}
+  env['PYTHON'] = sys.executable
   run(LAUNCH / 'slurm.sbatch', *FLAGS, env=env, status=status)
   called = tmp_path / 'calls'
   assert (called.read_text().strip() if called.exists() else '') == calls
