@@ -69,11 +69,9 @@ def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
   for name in module.NAMES:
     seeds = module.get_experiment(name).seeds
     if name.startswith('rates_'):  # tuning seeds of protocol 5, used for nothing else
-      others = [
-        module.get_experiment(x).seeds for x in {*module.NAMES} - {*rates.NAMES}
-      ]
-      tests = [module.get_experiment(x).seeds for x in ('own_s1', 'own_s2')]
-      assert len(seeds) == 3 and not set(seeds) & set().union(*others, *tests)
+      others = {x for x in module.NAMES if not x.startswith('rates_')}
+      used = set().union(*(module.get_experiment(x).seeds for x in others))
+      assert len(seeds) == 3 and not set(seeds) & used
     elif name in TUNED:
       assert set(seeds) <= set(module.TUNING) and len(seeds) >= 2
     else:
