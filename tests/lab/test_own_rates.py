@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from papers.bench import claims, own_rates, rates
+from papers.bench import claims, differences, own_rates, rates
 
 pytestmark = pytest.mark.fast
 
@@ -55,6 +55,7 @@ def stage_1(setting, accuracy_of):
 @pytest.fixture
 def chosen(monkeypatch):
   """Every arm tried at the first three rates; its own one is the middle one."""
+  monkeypatch.setattr(differences, 'FLIPS', 9_999)
   for setting in ('s1', 's2'):
     monkeypatch.setitem(rates.TRIED, setting, dict.fromkeys(ARMS, rates.FIRST))
     monkeypatch.setitem(rates.OWN, setting, dict.fromkeys(ARMS, 2e-4))
