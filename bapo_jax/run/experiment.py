@@ -326,7 +326,8 @@ class Run:
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
-          signal = stop.signal or self.t.sampler.signal
+          elsewhere = self.t.sampler.elsewhere()
+          signal = stop.signal or (elsewhere.signal if elsewhere else 0)
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
@@ -358,10 +359,10 @@ class Run:
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
-    if self.t.sampler.elsewhere:
-      busy = self.busy
-      self.busy = self.t.sampler.busy()
-      row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
+    if elsewhere := self.t.sampler.elsewhere():
+      busy = elsewhere.busy - self.busy
+      self.busy = elsewhere.busy
+      row['overlap/sampler_idle'] = 1 - busy / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
       row['overlap/ended'] = time.perf_counter() - self.t.timer.began
       sampling = row['overlap/sampled'] - row['overlap/sampling']
@@ -461,12 +462,10 @@ def compiled(
   """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):
-    elsewhere = t.sampler.compile()
     if early is None:
       early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
     train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
-    elsewhere.result()
   step = functools.partial(train_step.compile(), base=t.base)
   return dataclasses.replace(t, train_step=step, compiled=others)
 
