@@ -1,8 +1,10 @@
 """Carries out a training run, from the summary at its start to the report.
 
-1. `train` opens the workdir, resolves the config, builds the trainer, resumes;
-2. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
-3. the report is written from files of the workdir, so it includes all earlier steps.
+1. `train` resolves the config and opens the workdir; `_load` reads the problems;
+2. `_train` builds the trainer and resumes; in processes that only sample, `_serve`
+   obeys those that train;
+3. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
+4. the report is written from files of the workdir, so it includes all earlier steps.
 """
 
 import contextlib
@@ -77,7 +79,11 @@ def train(config: Config, workdir: str) -> int:
       if hosts.is_first():
         claim(workdir, r.config)
     workdirs.check_shared(workdir)
-    return _train(r, workdir, timer)
+    material, identity = _load(r, workdir, timer)
+    hosts.divide(processes_of(r.own_mesh))
+    if r.rollout_only:
+      return _serve(r, material)
+    return _train(r, material, identity, workdir, timer)
 
 
 def claim(workdir: str, config: Config) -> None:
@@ -105,8 +111,11 @@ def claim(workdir: str, config: Config) -> None:
   workdirs.open_workdir(workdir, values, free)
 
 
-def _train(r: Resolved, workdir, timer: PhaseTimer):
-  """Reads the problems, trains and writes the report; an OSError names the file."""
+def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[str]]:
+  """Reads the problems and prints the first screen.
+
+  Returns the problems and their fingerprints, see `same_problems`.
+  """
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
@@ -116,16 +125,27 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
   log(first_screen(r, material, workdir))
-  hosts.divide(processes_of(r.own_mesh))
+  return material, identity
+
+
+def _serve(r: Resolved, material: Material) -> int:
+  """Samples for the processes that train until they end; returns the exit status."""
+  with contextlib.closing(build.make_verifier(r.config)) as verifier:
+    try_custom(verifier, material)
+    sampler = build.rollout_sampler(r, material, verifier)
+    with stoppable() as stop:
+      return serve(sampler, build.links(r), stop)
+
+
+def _train(
+  r: Resolved, material: Material, identity: list[str], workdir: str, timer: PhaseTimer
+) -> int:
+  """Trains and writes the report; an OSError names the file."""
   with contextlib.ExitStack() as stack:
-    if r.remote and not r.rollout_only:
+    if r.remote:
       stack.enter_context(ending(build.links(r)))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     try_custom(verifier, material)
-    if r.rollout_only:
-      sampler = build.rollout_sampler(r, material, verifier)
-      stop = stack.enter_context(stoppable())
-      return serve(sampler, build.links(r), stop)
     knobs = r.config.checkpoint
     settings = evaluate.settings(r.config.evaluate, material.held_out)
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best, settings)
@@ -137,11 +157,9 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     early = None
     if not begun and r.rollout_mesh is None and hosts.processes() == 1:
       # Beside the loading. Several processes would not compile in one order.
-      *state, base = build.abstract(r.config, r.spec, r.mesh)
-      frozen = base, build.teacher_of(r, state[0], base, abstract=True)
-      like = build.make_trainer(r, material, verifier, timer, *frozen)
-      stack.callback((lane := Lane()).close)
-      early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
+      lane = Lane()
+      stack.callback(lane.close)
+      early = _compiling(r, material, verifier, timer, lane)
     t, s = build.build(r, material, verifier, workdir, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
@@ -158,6 +176,16 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
         stop.current = 'the report'
         run.report(s)
   return status
+
+
+def _compiling(
+  r: Resolved, material: Material, verifier: Verifier, timer: PhaseTimer, lane: Lane
+) -> Future[list[Lowered]]:
+  """Compiles the programs of a run in a thread, for weights that are not loaded yet."""
+  params, opt, base = build.abstract(r.config, r.spec, r.mesh)
+  teacher = build.teacher_of(r, params, base, abstract=True)
+  t = build.make_trainer(r, material, verifier, timer, base, teacher)
+  return lane.submit(lambda: ahead.compile_all(programs(t, params, opt)))
 
 
 def saved_so_far(r: Resolved, workdir: str) -> str:
