@@ -120,7 +120,7 @@ def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
-  if hosts.processes() > 1:  # each read its own copy of the files
+  if len(hosts.side()) > 1:  # each read its own copy of the files
     model = hf_directory.identity(r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
@@ -155,7 +155,7 @@ def _train(
     if r.model.directory and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     early = None
-    if not begun and r.rollout_mesh is None and hosts.processes() == 1:
+    if not begun and r.rollout_mesh is None and len(hosts.side()) == 1:
       # Beside the loading. Several processes would not compile in one order.
       lane = Lane()
       stack.callback(lane.close)
@@ -236,7 +236,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   devices = jax.devices()
   memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
   frozen = ''
-  count = hosts.processes()
+  count = len(hosts.side())
   routed = f', {spec.active} of {spec.experts} experts per token' * bool(spec.experts)
   if few := budget.adapters(c, spec):
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
@@ -326,10 +326,10 @@ class Run:
     config = self.t.config
     s = first
     knobs = config.metrics.model_dump() | {'config': config.model_dump()}
-    at = self.workdir, s.step or -1
+    after = s.step or -1
     with (
-      metrics.writing(*at, **knobs) as write,
-      metrics.writing(*at, metrics.UPDATES) as write_update,
+      metrics.writing(self.workdir, after, **knobs) as write,
+      metrics.writing(self.workdir, after, metrics.UPDATES) as write_update,
     ):
       if s.step == 0:
         row, message = self.evaluate(s)
