@@ -169,8 +169,15 @@ def fill_batch(
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
       reevaluated = sampled.reevaluated.groups
-      inputs = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      filled = select(t.config.batch, *inputs)
+      filled = select(
+        t.config.batch,
+        fresh,
+        reevaluated,
+        s.buffer,
+        s.step,
+        keys.batch,
+        t.config.seats,
+      )
       filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
@@ -188,6 +195,14 @@ def update(
 ) -> tuple[TrainState, StepRecord]:
   """Runs all optimiser updates of the step."""
   reference_PGT = t.referred(batch)
+  rules = learner.Rules(
+    train_step=t.train_step,
+    epochs=t.config.learner.epochs,
+    minibatches=t.config.learner.minibatches,
+    proximal=t.proximal,
+    place=lambda batch: sharding.split_rows(batch, t.mesh),
+    **t.config.credit,
+  )
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -196,16 +211,11 @@ def update(
         batch,
         source_P,
         key,
-        train_step=t.train_step,
-        epochs=t.config.learner.epochs,
-        minibatches=t.config.learner.minibatches,
-        proximal=t.proximal,
+        rules,
         pictures=t.seen(batch),
-        place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
         number=s.step * t.config.updates_per_step,
         reference_PGT=reference_PGT,
-        **t.config.credit,
       )
     )
   learned = live(updates)
