@@ -51,8 +51,11 @@ def tabulate(r: Resolved) -> Material:
 
   Raises ValueError if a prompt is too long, or too few problems are left.
   """
-  knobs = r.config.prompts, r.config.problems
-  return Material(*prompts.load(r.tokenizer, *knobs, r.data, r.spec.vision))
+  return Material(
+    *prompts.load(
+      r.tokenizer, r.config.prompts, r.config.problems, r.data, r.spec.vision
+    )
+  )
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -166,9 +169,13 @@ def make_trainer(
   train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   temperature = config.sampler.temperature
-  score, _ = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
+  rows = config.micro_batch_rows
+  score, _ = _scorers(rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
-  of_teacher = (r.teacher or r.model).spec, r.schedule, temperature
+  reference = None
+  if teacher is not None:
+    of_teacher = (r.teacher or r.model).spec
+    reference, _ = _scorers(rows, of_teacher, r.schedule, temperature)
   engine = make_engine(r, gallery)
   pictures = pictured.embedder(gallery, spec, mesh, base, r.schedule)
   if r.remote:
@@ -195,9 +202,7 @@ def make_trainer(
     timer=timer,
     base=base,
     teacher=teacher,
-    reference=None
-    if teacher is None
-    else _scorers(config.micro_batch_rows, *of_teacher)[0],
+    reference=reference,
     pictures=pictures,
     held_out_gallery=held_out,
   )
@@ -223,9 +228,15 @@ def lower_reference(t: Trainer) -> Iterator[Lowered]:
   """Lowers the program that scores a batch with the teacher, if there is one."""
   if t.reference is None or t.pictures is not None:  # shapes of pictures vary
     return
-  sizes = t.config.seats, t.config.sampler.group_size, t.config.row_length
-  kinds = t.verifier.steps, t.spec.routes
-  groups = jax.eval_shape(lambda: empty_groups(*sizes, *kinds))
+  groups = jax.eval_shape(
+    lambda: empty_groups(
+      t.config.seats,
+      t.config.sampler.group_size,
+      t.config.row_length,
+      t.verifier.steps,
+      t.spec.routes,
+    )
+  )
   groups = sharding.abstract(groups, sharding.layout_of_rows(groups, t.mesh))
   with sharding.current(t.mesh):
     yield t.reference.lower(t.teacher, groups, None)
@@ -292,11 +303,14 @@ def recomputes(config: Config) -> bool:
 
 def empty_buffer(config: Config, spec: ModelSpec) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
-  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
-  G = config.sampler.group_size
-  T = config.row_length
-  kinds = bool(config.rewards.custom.steps), spec.routes
-  return replay_buffer.init(capacity, G, T, config.buffer.thresholds, *kinds)
+  return replay_buffer.init(
+    config.buffer.capacity if config.batch.uses_buffer else 0,
+    config.sampler.group_size,
+    config.row_length,
+    config.buffer.thresholds,
+    steps=bool(config.rewards.custom.steps),
+    routes=spec.routes,
+  )
 
 
 def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:

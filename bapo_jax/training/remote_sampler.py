@@ -5,7 +5,6 @@
    weights arrive and groups leave meanwhile.
 """
 
-import collections
 import contextlib
 import functools
 import time
@@ -24,7 +23,7 @@ from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.signals import Stop
-from bapo_jax.training.sampler import Arrivals, Elsewhere, LocalSampler
+from bapo_jax.training.sampler import Arriving, Elsewhere, LocalSampler
 from bapo_jax.training.submission import Actor, Round, Sampled
 from bapo_jax.types import Tree
 
@@ -44,7 +43,7 @@ class Order(NamedTuple):
 
 
 class Collected(NamedTuple):
-  """The answer to the order 'collect': the groups of the oldest submission."""
+  """The answer to the order 'collect': the groups of a step."""
 
   groups: Any  # (fresh, re-evaluated), whole on every device
   described: list[dict[str, Any]]
@@ -64,8 +63,8 @@ class RemoteSampler:
 
   def __init__(self, links: Links, learners: Mesh, timer: PhaseTimer):
     self._links = links
+    self._learners = learners
     self._timer = timer
-    self._arrivals = Arrivals(self._receive, learners, timer)
     self._sent = -1  # version of the actor that the other side has
     self._elsewhere = Elsewhere(0.0, 0)  # when groups were last fetched
 
@@ -83,10 +82,11 @@ class RemoteSampler:
     self._sent = actor.version
     with self._timer('send'):
       self._order('submit', (prompts, actor._replace(weights=weights), step))
-    return self._arrivals.expect()
+    receive = functools.partial(self._collect, step)
+    return Arriving(receive, self._learners, self._timer)
 
-  def _receive(self) -> Sampled:
-    self._order('collect')
+  def _collect(self, step: int) -> Sampled:
+    self._order('collect', step)
     answer: Collected = self._links.back.receive()
     self._elsewhere = answer.sampler
     offset = time.perf_counter() - time.time()
@@ -138,7 +138,7 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
   """
   kept = ahead.compile_all(sampler.programs())  # noqa: F841 (keeps them compiled)
   lane = Lane()
-  tasks = collections.deque[Future[Sampled]]()
+  tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not collected
   weights = None
   while True:
     order: Order = links.there.receive()
@@ -148,10 +148,10 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
         weights = weights if actor.weights is None else actor.weights
         actor = actor._replace(weights=weights)
         sample = functools.partial(_sample, sampler, prompts, actor, step)
-        tasks.append(lane.submit(sample))
+        tasks[step] = lane.submit(sample)
       case 'collect':
-        sampled = tasks.popleft().result()
-        ready = sum(task.done() for task in tasks)
+        sampled = tasks.pop(order.value).result()
+        ready = sum(task.done() for task in tasks.values())
         links.back.send(
           Collected(
             groups=sampled.groups,

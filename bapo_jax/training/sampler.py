@@ -7,7 +7,6 @@
 All three return the same groups for the same prompts, actor and step.
 """
 
-import collections
 import dataclasses
 import functools
 import time
@@ -212,9 +211,15 @@ class LocalSampler:
     engine = self.engine
     # With pictures the shapes of a batch are not known before.
     if self.score is not None and self.pictures is None and weights is not None:
-      steps = self.verification.verifier.steps
-      sizes = self.count, engine.group_size, engine.length, steps, engine.spec.routes
-      groups = jax.eval_shape(lambda: empty_groups(*sizes))
+      groups = jax.eval_shape(
+        lambda: empty_groups(
+          self.count,
+          engine.group_size,
+          engine.length,
+          self.verification.verifier.steps,
+          engine.spec.routes,
+        )
+      )
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)
       # Tokens come from the sampler, verdicts from the host.
@@ -238,48 +243,30 @@ class LocalSampler:
 
 
 class Arriving(Future[Sampled]):
-  """The groups of a submission to other devices; `result` fetches them."""
-
-  def __init__(self, fetch: Callable[['Arriving'], None]):
-    super().__init__()
-    self._fetch = fetch
-
-  def result(self, timeout: float | None = None) -> Sampled:
-    """Fetches the groups and returns them."""
-    if not self.done():
-      self._fetch(self)
-    return super().result(timeout)
-
-
-class Arrivals:
-  """Moves the groups of submissions to the learner's devices, in their order.
+  """The groups of a submission to other devices; `result` fetches them once.
 
   Args:
-    receive: waits for the groups of the oldest submission that is not fetched.
-    learners: the devices of the learner.
+    receive: waits for the groups.
+    learners: the devices of the learner, to which the groups are copied.
     timer: has the phases 'wait' and 'receive'.
   """
 
   def __init__(self, receive: Callable[[], Sampled], learners: Mesh, timer: PhaseTimer):
+    super().__init__()
     self._receive = receive
     self._learners = learners
     self._timer = timer
-    self._waiting = collections.deque[Arriving]()
 
-  def expect(self) -> Arriving:
-    """Returns the future groups of one more submission."""
-    self._waiting.append(Arriving(self._fetch))
-    return self._waiting[-1]
-
-  def _fetch(self, wanted: Arriving) -> None:
-    """Fetches the groups of this submission and of all earlier submissions."""
-    while not wanted.done():
+  def result(self, timeout: float | None = None) -> Sampled:
+    """Fetches the groups and returns them."""
+    if not self.done():
       with self._timer('wait'):
         sampled = self._receive()
       with self._timer('receive'):
         layout = sharding.layout_of_rows(sampled.groups, self._learners)
         groups = jax.block_until_ready(jax.device_put(sampled.groups, layout))
-      self._waiting.popleft().set_result(sampled.with_groups(*groups))
+      self.set_result(sampled.with_groups(*groups))
+    return super().result(timeout)
 
 
 class ThreadSampler:
@@ -293,10 +280,10 @@ class ThreadSampler:
 
   def __init__(self, local: LocalSampler, learners: Mesh, timer: PhaseTimer):
     self._local = local
+    self._learners = learners
     self._timer = timer
     self._lane = Lane()
-    self._tasks = collections.deque[Future[Sampled]]()
-    self._arrivals = Arrivals(self._receive, learners, timer)
+    self._tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not fetched
     self.state = local.state
     self.restore = local.restore
     self.programs = local.programs
@@ -311,15 +298,16 @@ class ThreadSampler:
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Queues a submission, and does not wait for its groups."""
     sample = functools.partial(self._local.sample, prompts, actor, step)
-    self._tasks.append(self._lane.submit(sample))
-    return self._arrivals.expect()
+    self._tasks[step] = self._lane.submit(sample)
+    receive = functools.partial(self._receive, step)
+    return Arriving(receive, self._learners, self._timer)
 
-  def _receive(self) -> Sampled:
-    return self._tasks.popleft().result()
+  def _receive(self, step: int) -> Sampled:
+    return self._tasks.pop(step).result()
 
   def elsewhere(self) -> Elsewhere:
     """Describes the thread."""
-    ready = sum(task.done() for task in self._tasks)
+    ready = sum(task.done() for task in self._tasks.values())
     return Elsewhere(self._lane.busy(), ready)
 
   def close(self, status: int | None = None) -> None:
