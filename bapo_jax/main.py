@@ -378,13 +378,20 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    options = args.to, args.dtype, size, args.checkpoint, args.adapter
-    return export.export(config, workdir, *options)
+    return export.export(
+      config,
+      workdir,
+      args.to,
+      args.dtype,
+      shard_bytes=size,
+      which=args.checkpoint,
+      adapter=args.adapter,
+    )
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
     return int(not plan.run(config, args.topology))
-  if hosts.processes() > 1:
+  if len(hosts.side()) > 1:
     hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
   from bapo_jax.run import experiment
 
@@ -427,7 +434,7 @@ def main(args: argparse.Namespace) -> None:
       # A check prints every refusal, a start the first.
       sentences = getattr(error, 'sentences', [error])
       fail(*sentences[: None if args.mode == 'check' else 1])
-    if hosts.alone():
+    if len(hosts.run()) == 1:
       raise
     hosts.failed(error)
   hosts.finish(status)

@@ -196,7 +196,7 @@ def test_the_digest_follows_the_text(tmp_path):
   path.write_text('def f(reward_PG): return reward_PG')
   place = f'{path}:f'
   first, function = custom_code.digest(place), custom_code.load(place)
-  assert custom_code.load(place) is function
+  assert custom_code.load(place).function is function.function
   path.write_text('def f(reward_PG): return -reward_PG')
   assert custom_code.digest(place) != first and custom_code.load(place)(1) == -1
 

@@ -156,16 +156,15 @@ def test_without_undecided_responses_an_update_keeps_its_bits():
     raise InterruptedError
 
   rule = advantage.GroupRelative()
-  knobs = {'advantage_rule': rule, 'epochs': 1, 'minibatches': 1}
+  step = lambda *_: None  # noqa: E731
+  rules = learner.Rules(step, rule, epochs=1, minibatches=1, place=place)
   source_P, key = jnp.zeros(4, jnp.int32), jax.random.key(0)
   with pytest.raises(InterruptedError):
-    learner.update(
-      {}, {}, groups, source_P, key, train_step=lambda *_: None, place=place, **knobs
-    )
+    learner.update({}, {}, groups, source_P, key, rules)
   bare = groups._replace(decided_PG=None)
   _, (order_P,) = learner._seats(bare, source_P, key, 1)
   arrays = bare, source_P, None, None, None
-  wanted = learner._part(arrays, np.asarray(order_P), -1, 0, rule, (1.0,) * 3, 0.0)
+  wanted = learner._part(arrays, np.asarray(order_P), -1, 0, advantage_rule=rule)
   np.testing.assert_array_equal(made[0].adv_BT, wanted.adv_BT)
   some = groups._replace(decided_PG=groups.decided_PG.at[0, 0].set(False))
   assert learner.settled(some).decided_PG is not None
