@@ -418,20 +418,6 @@ def test_unknown_parts_of_the_address_are_named(browser):
     assert page.errors == []
 
 
-def test_the_legend_explains_the_lines_that_are_drawn(browser):
-  legend = "[...document.querySelectorAll('#reading li')].filter("
-  legend += "(x) => x.checkVisibility()).map((x) => x.innerText.split(' ')[0])"
-  with browser.open(explorer.PAGE) as page:
-    for setting, names in {
-      "'clip.rule': 'unclipped'": [],
-      "'clip.rule': 'fixed'": ['Dashed:'],
-      "'clip.rule': 'balanced', 'clip.balanced.target': 0.47": ['Dashed:', 'Dotted:'],
-      "'clip.rule': 'fixed', p: 0.5": ['Dashed:', 'Grey:'],
-    }.items():
-      page.evaluate(f'(set({{ ...DEFAULTS, {setting} }}), 0)')
-      assert page.evaluate(legend) == names
-
-
 OWN = '''
 """A rule in a file."""
 
@@ -600,14 +586,6 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
       f'--config.loss.rule=clipped--config.clip.rule={place}'
     )
     assert page.errors == page.requests == []
-
-
-def test_a_rule_of_ours_can_be_shown_as_its_table():
-  data = own_table.table('loss.sapo', explorer.BATCH)
-  assert [axis['name'] for axis in data['axes']] == [
-    'loss.own.positive',
-    'loss.own.negative',
-  ]
 
 
 def test_a_recorded_step_is_read_as_elsewhere():
