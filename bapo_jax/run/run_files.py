@@ -30,7 +30,6 @@ class RunFiles(NamedTuple):
   after: files.Object | None  # the last evaluation
   groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
-  start: int = 0  # all steps up to it are shared with the other runs of a page
 
   @property
   def last(self) -> int:
