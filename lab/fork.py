@@ -90,6 +90,7 @@ def plan(
       or an arm is invalid.
   """
   run = config_lib.from_json(workdirs.read_config(workdir))
+  workdirs.check_version(workdir)
   saved = checkpoint_steps(workdir)
   first = step if step is not None else max(saved, default=0)
   if first not in saved:
@@ -109,10 +110,11 @@ def plan(
   for (name, arm), i in itertools.product(names.items(), range(seeds)):
     config = config_of(run, arm, {'seed': run.seed + i, 'steps': last})
     forks.append(Fork(os.path.join(to, name, f'seed{config.seed}'), config))
-  if forks[0].config.code != run.code:
+  code = workdirs.read_resolved(workdir)['code']
+  if forks[0].config.code != code:
     raise ValueError(
       f'{workdir}: custom functions have changed since the run began '
-      f'({", ".join(run.code)} then); restore their files'
+      f'({", ".join(code)} then); restore their files'
     )
   return Plan(workdir, first, last, forks, to)
 
@@ -145,6 +147,7 @@ def copy(workdir: str, step: int, fork: Fork) -> None:
   part = f'{fork.path}.tmp'
   shutil.rmtree(part, ignore_errors=True)
   os.makedirs(os.path.join(part, 'eval'))
+  experiment.claim(part, fork.config)
   # The training resumes after `step`, and then removes the rows of later steps.
   parts = ('warmstart', f'checkpoints/{step}', 'eval/0.json', f'eval/{step}.json')
   for name in ('metrics.jsonl', *parts):
@@ -154,7 +157,6 @@ def copy(workdir: str, step: int, fork: Fork) -> None:
       shutil.copytree(path, copied)
     elif os.path.exists(path):
       shutil.copy(path, copied)
-  files.write_json(os.path.join(part, 'config.json'), fork.config.model_dump())
   os.replace(part, fork.path)  # a kill leaves a complete fork or none
 
 
