@@ -103,7 +103,7 @@ def row_count(copies: int, experts: int, block: int) -> int:
   return (copies + min(experts, copies) * (block - 1)) // block * block
 
 
-def block_size(copies: int, experts: int, kernel: str) -> int:
+def block_size(copies: int, experts: int, kernel: str | None) -> int:
   """Returns rows per block: about those of an expert, so that little is padding."""
   if kernel != 'blocks':
     return 1
@@ -225,7 +225,7 @@ def _expert(size_E: Array, rows: int) -> Array:
 KERNELS = {'ragged': _ragged, 'tokamax': _tokamax, 'dense': _dense}
 
 
-def resolve(kind: str, platform: str) -> str:
+def resolve(kind: str | None, platform: str) -> str:
   """Returns the kernel that `model.experts_kernel=kind` selects on this platform.
 
   Raises:
@@ -233,12 +233,12 @@ def resolve(kind: str, platform: str) -> str:
   """
   is_gpu = platform in ('gpu', 'cuda')
   has_tokamax = is_gpu and importlib.util.find_spec('tokamax') is not None
-  if kind == 'auto':
+  if kind is None:
     return 'ragged' if platform == 'tpu' else 'tokamax' if has_tokamax else 'blocks'
   if kind == 'tokamax' and not has_tokamax:
     raise ValueError(
       'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this '
-      f'{platform} lacks one of them; set it to auto'
+      f'{platform} lacks one of them; set it to None'
     )
   return kind
 
@@ -288,9 +288,7 @@ def mlp(
     recorded: [..., K], see `choose`.
   """
   weight, chosen = choose(w['router'], y, spec, recorded)
-  kernel = spec.experts_kernel
-  if kernel == 'auto':
-    kernel = resolve(kernel, jax.default_backend())
+  kernel = spec.experts_kernel or resolve(None, jax.default_backend())
   run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
   gate, up, down = (w[name] for name in EXPERTS)
   mesh = sharding.ambient()

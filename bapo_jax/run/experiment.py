@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ def train(config: Config, workdir: str) -> int:
   with workdirs.locked(workdir), workdirs.writable(workdir), early:
     with hosts.together():
       if hosts.is_first():
-        claim(workdir, r.config)
+        claim(workdir, r.config, r.user)
     workdirs.check_shared(workdir)
     material, identity = _load(r, workdir, timer)
     hosts.divide(processes_of(r.own_mesh))
@@ -86,8 +87,10 @@ def train(config: Config, workdir: str) -> int:
     return _train(r, material, identity, workdir, timer)
 
 
-def claim(workdir: str, config: Config) -> None:
+def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   """Writes the config to a new workdir, or compares it with the config of its run.
+
+  `user` is the config that the user wrote, if the program has decided knobs of it.
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
   affects only rounding, and with problems.changed='accept' the section `problems`. If
@@ -96,10 +99,11 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
+  user = user or config
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
-  free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
+  free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
-  values = config.model_dump()
+  values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)
   # `resume` reports a damaged checkpoint.
   with contextlib.suppress(OSError, ValueError):
@@ -107,8 +111,10 @@ def claim(workdir: str, config: Config) -> None:
     if done and (config.steps <= done['step'] or config.responses <= done['responses']):
       before = workdirs.read_config(workdir)
       for name in ('steps', 'responses'):
-        values[name] = max(values[name], before[name])
-  workdirs.open_workdir(workdir, values, free)
+        values[name] = max(getattr(config, name), before[name])
+  decided = {knob: operator.attrgetter(knob)(config) for knob in user.undecided}
+  found = {'config': values, 'decided': decided, 'code': config.code}
+  workdirs.open_workdir(workdir, user.model_dump(), found, free)
 
 
 def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[str]]:
@@ -124,6 +130,7 @@ def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[
     model = hf_directory.identity(r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
+  log(derive.screen(r.config, r.derived))
   log(first_screen(r, material, workdir))
   return material, identity
 
@@ -234,18 +241,20 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   c = r.config
   spec = r.spec
   devices = jax.devices()
-  memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
+  sizes = budget.sizes_of(c, spec)
+  room = budget.limit(r.mesh)
+  memory = budget.sentence(sizes, r.schedule, r.budget.update, room)
   frozen = ''
   count = len(hosts.side())
   routed = f', {spec.active} of {spec.experts} experts per token' * bool(spec.experts)
-  if few := budget.adapters(c, spec):
+  if few := sizes.adapters:
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
-  elif tower := budget.frozen_tower(c, spec):
+  elif tower := sizes.frozen:
     frozen = f', {tower:,} of them, the vision tower, frozen'
-  sizes = r.budget.checkpoint
-  total = sum(sizes.values())
+  saved = r.budget.checkpoint
+  total = sum(saved.values())
   unit, scale = ('GiB', 2**30) if total >= 2**30 else ('MiB', 2**20)
-  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in saved.items())
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
@@ -255,12 +264,12 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
     f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
-    f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
+    f'  tokenizer  {c.tokenizer_path}, {len(r.tokenizer.backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
     f'  verifier   {c.rewards.rule}{right}\n'
-    f'{knob_lists.lines(c)}\n'
+    f'{knob_lists.lines(r.user, c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}'
     f'{f"; the last {c.mesh.rollout} only sample" if c.mesh.rollout else ""}\n'

@@ -293,12 +293,13 @@ def links(r: Resolved) -> Links:
 def recomputes(config: Config) -> bool:
   """Returns whether the learner recomputes the sampler's log-probabilities."""
   when = config.learner.recompute_logprobs
+  if when is not None:
+    return when == 'on'
   weighs = config.loss.weighs_sampler or config.mask.weighs_sampler
   narrow = config.model.compute != 'float32' and not weighs
   # A quantised actor is another policy than the learner's, and a rounding error is not:
   # its responses keep the log-probabilities of the policy that sampled them.
-  narrow &= config.sampler.actor_dtype == 'compute'
-  return when == 'on' or (when == 'auto' and narrow)
+  return narrow and config.sampler.actor_dtype == 'compute'
 
 
 def empty_buffer(config: Config, spec: ModelSpec) -> ReplayBuffer:

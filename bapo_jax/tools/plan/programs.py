@@ -27,6 +27,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.training import budget, build, inputs, policy
+from bapo_jax.training.budget import Budget, Sizes
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -45,6 +46,16 @@ class Job(NamedTuple):
   def shape(self) -> dict[str, int]:
     """The number of devices along each axis of the mesh."""
     return dict(self.mesh.shape)
+
+  @property
+  def sizes(self) -> Sizes:
+    """The sizes of the run, for the formulas of the memory."""
+    return budget.sizes_of(self.config, self.spec)
+
+  @property
+  def counted(self) -> Budget:
+    """The bytes of the run by hand."""
+    return budget.count(self.sizes, self.spec, self.schedule, self.mesh)
 
 
 class Program(NamedTuple):
@@ -105,7 +116,7 @@ def buffer(job: Job) -> Tree:
 def beside(job: Job, *others: Tree) -> float:
   """Returns the bytes per device of other trees, of the buffer and of a teacher."""
   split = job.shape['fsdp'] * job.shape['tensor']
-  teacher = budget.teacher_bytes(job.config, job.spec) / split
+  teacher = budget.teacher_bytes(job.sizes, job.spec) / split
   return bytes_per_device((others, buffer(job))) + teacher
 
 
