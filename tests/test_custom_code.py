@@ -17,8 +17,7 @@ MY = f'{HERE / "my_functions.py"}'
 
 def check(made):
   """Raises the first refusal of a custom rule."""
-  for sentence in refusals.of_custom_rules(made):
-    raise ValueError(sentence)
+  refusals.judge(refusals.of_custom_rules(made))
 
 
 SAPO = {'loss.rule': f'{MY}:sapo', 'clip.rule': 'unclipped'}
@@ -154,7 +153,7 @@ def test_every_slot_takes_a_function_that_fits():
   check(made)
   by_token = {'advantage.rule': f'{MY}:first_token', 'rewards.rule': f'{MY}:halves'}
   check(tiny(**by_token, **{'batch.rule': f'{MY}:all_fresh'}))
-  assert made.code == (f'{MY} {custom_code.digest(f"{MY}:sapo")}',)
+  assert made.code == [f'{MY} {custom_code.digest(f"{MY}:sapo")}']
   assert made.clip.gives == 'mask'
 
 
@@ -163,7 +162,7 @@ def test_the_digest_follows_the_text(tmp_path):
   path.write_text('def f(reward_PG): return reward_PG')
   place = f'{path}:f'
   first, function = custom_code.digest(place), custom_code.load(place)
-  assert custom_code.load(place) is function
+  assert custom_code.load(place).function is function.function
   path.write_text('def f(reward_PG): return -reward_PG')
   assert custom_code.digest(place) != first and custom_code.load(place)(1) == -1
 

@@ -259,7 +259,7 @@ def sentences(tmp_path, slot, text):
   if slot == 'loss':
     knobs['clip.rule'] = 'unclipped' if 'ignored' in text else 'fixed'
   try:
-    return [*refusals.of_custom_rules(tiny(**knobs))]
+    return [refusal.text for refusal in refusals.of_custom_rules(tiny(**knobs))]
   except ValueError as error:
     return [str(error)]
 

@@ -151,6 +151,8 @@ def test_a_stored_config_of_another_version_is_one_sentence_that_names_the_file(
 ):
   values = main.read_config(TINY, []).model_dump() | {'seed': -3}
   (tmp_path / 'config.json').write_text(json.dumps(values))
+  assert 'of an older version' in refused(['eval', str(tmp_path)])
+  (tmp_path / 'resolved.json').write_text('{"code": []}')
   line = refused(['eval', str(tmp_path)])
   assert f'{tmp_path}/config.json: seed=-3: give an integer' in line
 

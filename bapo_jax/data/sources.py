@@ -66,8 +66,10 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   return lines
 
 
-def read(problems: ProblemsConfig) -> Data:
+def read(problems: ProblemsConfig, *, whole: bool = False) -> Data:
   """Reads or generates the rows of both sources; downloads named data sets.
+
+  `whole` keeps all fields of a row, and accepts rows without an answer.
 
   Raises:
     ValueError: problems cannot be generated or read; the message names file and line.
@@ -89,8 +91,8 @@ def read(problems: ProblemsConfig) -> Data:
     else:
       rows[knob] = [
         row
-        for folder, items in _files(problems, knob)
-        for row in layouts.read_rows(items, whole=problems.whole, folder=folder)
+        for folder, items in _files(problems, knob, whole)
+        for row in layouts.read_rows(items, whole=whole, folder=folder)
       ]
   return Data(rows['source'], rows['test_source'], generated)
 
@@ -166,12 +168,12 @@ def sft_problems(
   return data.generated[source][: problems.train], solve
 
 
-def _files(problems, knob: Knob):
+def _files(problems, knob: Knob, whole=False):
   """Yields (folder of pictures, (location, fields) pairs) of each file of a source."""
   source = getattr(problems, knob)
   if custom_code.is_path(source):
     try:
-      rows = list(custom_code.bind(source, problems.custom)())
+      rows = list(custom_code.load(source).bound(problems.custom)())
     except (Exception, SystemExit) as error:  # a user's function may raise anything
       reason = custom_code.described(error, source)
       raise ValueError(f'{source} raises {reason}') from error
@@ -189,7 +191,7 @@ def _files(problems, knob: Knob):
       return
     paths = hub.find_files(name, split, f'problems.{knob}')
   for path in paths:
-    yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
+    yield os.path.dirname(path), local_files.items(path, whole=whole)
 
 
 def _plain(value):

@@ -23,7 +23,7 @@ from bapo_jax.run.series import ERRORS, fifths, mean, series
 from bapo_jax.training.evaluate import mean_and_error, plus_minus
 
 # Knobs that may differ within a group, beside the seeds: they change no result.
-NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
+NUISANCE = ('title', 'cache', 'metrics', 'checkpoint')
 METRICS = """
   eval/accuracy eval/reward eval/length rollout/reward loss/entropy loss/kl clip/share
   clip/fraction eval/truncated rollout/accuracy rollout/length rollout/truncated

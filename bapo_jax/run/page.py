@@ -337,10 +337,9 @@ def _progress(rows: Sequence[Row]):
 
 def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
-  hidden = {'title', *config_lib.by_program(run.values)}
   columns = dict(zip(('value', 'default'), _known(run), strict=True))
   yield element('h2', 'Knobs with an effect that are not at their defaults')
-  yield _knobs(columns, hidden.__contains__)
+  yield _knobs(columns, 'title'.__eq__)
   config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
 
@@ -358,7 +357,7 @@ def _known(run: RunFiles):
     config = config_lib.from_json(run.values)
     values = {}
   for name, field, _ in knobs.fields(config):
-    meaning = f'{"Derived. " * (name in config.derived)}{field.description or ""}'
+    meaning = f'{"Derived. " * (name in run.decided)}{field.description or ""}'
     values[name] = shown(run.knobs.get(name)), meaning
     defaults[name] = shown(field.get_default(call_default_factory=True)), meaning
   for name in needs.inert(config):

@@ -6,6 +6,7 @@ Only this module reads the model's config.json and the tokenizer.
 import dataclasses
 from typing import NamedTuple
 
+from bapo_jax import custom_code
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
@@ -68,7 +69,10 @@ def read(config: Config) -> Inputs:
     )
   # A damaged model is found before data are downloaded, and the other way round.
   model = None if lacks else open_model(config, directory)
-  data = sources.read(config.problems)
+  # Custom functions may read all fields of a row.
+  functions = config.rewards.rule, config.rollout.environment, config.problems.source
+  whole = any(custom_code.paths_in(text or '') for text in functions)
+  data = sources.read(config.problems, whole=whole)
   if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
   return Inputs(model, data)
@@ -82,8 +86,7 @@ def open_model(config: Config, directory: str | None = None) -> Model:
   """
   if directory is None:
     directory = hf_directory.resolve(config.model.path)
-  derived = 'tokenizer.template' in config.derived
-  template = '{problem}' if derived else config.tokenizer.template
+  template = config.tokenizer.template or '{problem}'  # None: not decided yet
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
   return Model(directory, tokenizer, read_spec(config, directory, tokenizer))
 

@@ -52,7 +52,7 @@ def findings(tmp_path, model, training=None, held_out=None, free=PLENTY, **overr
   """name -> kind of what is found before anything is sampled."""
   given = flags(tmp_path, model, training, held_out, **overrides)
   r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-  found = check_rules.of_config(r, facts.gather(r.config, r.inputs, r.mesh), free)
+  found = check_rules.of_config(r, facts.gather(r.config, r.inputs), free)
   assert all(len(each.text.split('; ')[-1]) > 10 for each in found), 'the way out'
   return {each.name: each.kind for each in found}
 
@@ -92,7 +92,7 @@ def test_held_out_problems_are_not_counted_among_the_training_problems(
   def training(**overrides):
     given = flags(tmp_path, chat_model, TRAINING, SOME, **overrides)
     r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-    return len(facts.gather(r.config, r.inputs, r.mesh).training)
+    return len(facts.gather(r.config, r.inputs).training)
 
   assert (training(), training(**KEEP)) == (36, 40)
   assert '2.22 passes over 36 problems, 8 a step' in capsys.readouterr().out

@@ -122,11 +122,13 @@ def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
     sampled(),
     jnp.zeros(P, jnp.int32),
     jax.random.key(0),
-    train_step=step,
-    advantage_rule=advantage.GroupRelative(),
-    epochs=2,
-    minibatches=2,
-    proximal=proximal if loss.LossRule.rules.names[rule]().needs_proximal else None,
+    learner.Rules(
+      train_step=step,
+      advantage_rule=advantage.GroupRelative(),
+      epochs=2,
+      minibatches=2,
+      proximal=proximal if loss.LossRule.rules.names[rule]().needs_proximal else None,
+    ),
   )
   assert len(calls) >= 2  # the search's own pass, and that of the gradient
   assert all(call is not None for call in calls)

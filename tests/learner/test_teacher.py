@@ -281,7 +281,8 @@ def test_a_budget_counts_the_teacher(llama):
     ({'loss.reference': 0.1}, 4 * few),  # a copy of the policy
     ({'loss.reference': 0.1, 'lora.rank': 2}, 0),  # the frozen weights are there
   ):
-    assert budget.teacher_bytes(tiny(**knobs), spec) == expected
+    sizes = budget.sizes_of(tiny(**knobs), spec)
+    assert budget.teacher_bytes(sizes, spec) == expected
 
 
 # A step with every part: advantages of a teacher and of the reward, and the penalty.

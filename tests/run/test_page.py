@@ -93,17 +93,16 @@ def test_the_page_has_the_wall_time_of_the_run(tmp_path):
 
 def test_what_no_user_set_is_not_listed_as_set(tmp_path):
   problems = {'source': 'a.jsonl', 'test_source': 'b.jsonl'}
-  config = parse(
-    {'model': {'path': 'm'}, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
-  )
+  config = parse({'model': {'path': 'm'}, 'problems': problems, 'steps': None})
   run = workdir(tmp_path, [{}])
   (run / 'config.json').write_text(json.dumps(config.model_dump()))
+  ran = {'config': config.model_dump() | {'steps': 9}, 'decided': {'steps': 9}}
+  (run / 'resolved.json').write_text(json.dumps(ran))
   text = made(run).text
   assert '<code>model.path</code>' in text
-  for name in ('tokenizer.path', 'derived', 'code', 'problems.whole'):
-    assert f'<code>{name}</code>' not in text, name
-  *_, meaning = cells(text, 'steps')
-  assert meaning.startswith('Derived. ')
+  assert '<code>tokenizer.path</code>' not in text
+  value, *_, meaning = cells(text, 'steps')
+  assert value == '9' and meaning.startswith('Derived. ')
 
 
 def test_a_default_is_that_of_the_rule(tmp_path):

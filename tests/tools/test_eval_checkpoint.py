@@ -87,7 +87,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
 ):
   run = tmp_path / 'run'
   run.mkdir()
-  for name in ('config.json', 'checkpoints'):
+  for name in ('config.json', 'resolved.json', 'checkpoints'):
     (run / name).symlink_to(whole_run.workdir / name)
   # No directory can be made there, also for root, to whom all modes are open.
   (run / 'eval').write_text('')

@@ -157,9 +157,10 @@ def test_without_undecided_responses_an_update_keeps_its_bits():
       batches.append(batch)
       return params, opt, {}, None
 
-    source_P, key = jnp.zeros(4, jnp.int32), jax.random.key(0)
-    knobs = {'advantage_rule': advantage.GroupRelative(), 'train_step': train_step}
-    learner.update({}, {}, groups, source_P, key, epochs=1, minibatches=1, **knobs)
+    rule = advantage.GroupRelative()
+    rules = learner.Rules(train_step, rule, epochs=1, minibatches=1)
+    source_P = jnp.zeros(4, jnp.int32)
+    learner.update({}, {}, groups, source_P, jax.random.key(0), rules)
     return batches[0].adv_BT
 
   bare = groups._replace(decided_PG=None)
