@@ -374,13 +374,20 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    options = args.to, args.dtype, size, args.checkpoint, args.adapter
-    return export.export(config, workdir, *options)
+    return export.export(
+      config,
+      workdir,
+      args.to,
+      args.dtype,
+      shard_bytes=size,
+      which=args.checkpoint,
+      adapter=args.adapter,
+    )
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
     return int(not plan.run(config, args.topology, workdir))
-  if hosts.processes() > 1:
+  if len(hosts.side()) > 1:
     asked = {'config': config.model_dump(), 'functions': config.code}
     hosts.same_everywhere(asked | machine.versions())
   from bapo_jax.run import experiment
@@ -424,7 +431,7 @@ def main(args: argparse.Namespace) -> None:
       # A check prints every refusal, a start the first.
       refused = [x.text for x in getattr(error, 'refusals', [])] or [error]
       fail(*refused[: None if args.mode == 'check' else 1])
-    if hosts.alone():
+    if len(hosts.run()) == 1:
       raise
     hosts.failed(error)
   hosts.finish(status)

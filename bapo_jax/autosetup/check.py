@@ -121,11 +121,11 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     kept = ahead.compile_all(t.sampler.programs())
-  submitted = Round(0), trainer.actor_of(t, s), 0
-  t.sampler.submit(*submitted).result()
+  actor = trainer.actor_of(t, s)
+  t.sampler.submit(Round(0), actor, 0).result()
   del kept  # the first call has found its programs
   began = time.perf_counter()
-  sampled = t.sampler.submit(*submitted).result()
+  sampled = t.sampler.submit(Round(0), actor, 0).result()
   return time.perf_counter() - began, sampled.fresh
 
 
@@ -143,8 +143,10 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
 
 def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
   """Decodes the first prompts of the training problems, special tokens included."""
-  rows = material.problems.tokens_NT[:n], material.problems.length_N[:n]
-  return tokenizer_lib.decode_prompts(r.tokenizer, *rows, r.spec.image_token)
+  problems = material.problems
+  return tokenizer_lib.decode_prompts(
+    r.tokenizer, problems.tokens_NT[:n], problems.length_N[:n], r.spec.image_token
+  )
 
 
 def quoted(text: str) -> str:

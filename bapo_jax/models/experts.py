@@ -174,7 +174,8 @@ def _backward(block, saved, d_RO):
   x_RI, w_EIO, size_E = saved
 
   def body(i, e, dw_EIO):
-    x, d = _slice(x_RI, i, block), _slice(d_RO, i, block)
+    x = _slice(x_RI, i, block)
+    d = _slice(d_RO, i, block)
     dw = jnp.einsum('ri,ro->io', x, d, preferred_element_type=jnp.float32)
     return dw_EIO.at[e].add(dw)
 
@@ -262,7 +263,8 @@ def _experts(y, weight, chosen, gate, up, down, *, kernel: str, experts: int) ->
 
   `gate`, `up` and `down` are its part of the weights, of all `experts`.
   """
-  shape, K = y.shape, weight.shape[-1]
+  shape = y.shape
+  K = weight.shape[-1]
   mine = jax.tree.leaves(gate)[0].shape[0]
   first = lax.axis_index('tensor') * mine if mine < experts else 0
   chosen_NK = chosen.reshape(-1, K) - first
@@ -288,10 +290,10 @@ def mlp(
   weight, chosen = choose(w['router'], y, spec, recorded)
   kernel = spec.experts_kernel or resolve(None, jax.default_backend())
   run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
-  args = y, weight, chosen.used, *(w[name] for name in EXPERTS)
+  gate, up, down = (w[name] for name in EXPERTS)
   mesh = sharding.ambient()
   if mesh is None:
-    return run(*args), chosen
+    return run(y, weight, chosen.used, gate, up, down), chosen
   rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
   summed = jax.shard_map(
     lambda *args: lax.psum(run(*args), 'tensor'),
@@ -299,7 +301,7 @@ def mlp(
     out_specs=rows,
     check_vma=False,
   )
-  return summed(*args), chosen
+  return summed(y, weight, chosen.used, gate, up, down), chosen
 
 
 def load(routes_BTX: Array, spec: ModelSpec) -> Array:

@@ -107,17 +107,11 @@ def interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
 
 
 def final(run: RunFiles, name: str) -> float:
-  """Returns the last evaluation or count, or the mean over the last fifth of steps.
-
-  If runs have a common start, the mean is over all steps after the start.
-  """
+  """Returns the last evaluation or count, or the mean over the last fifth of steps."""
   if name.startswith('eval/') or name == 'rollout/responses':
     _, values = series(run.rows, name)
     return float(values[-1]) if len(values) else math.nan
-  rows = fifths(run.rows)[1]
-  if run.start:
-    rows = [row for row in run.rows if row['step'] > run.start]
-  return mean(rows, name)
+  return mean(fifths(run.rows)[1], name)
 
 
 def cell(group: Group, name: str) -> str:

@@ -159,18 +159,15 @@ def _comparison(groups: Sequence[Group]):
   text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
   yield element('p', text, class_='soft')
   yield element('h2', 'At the end')
-  means = 'over the last fifth of the steps'
-  if start := runs[0].start:
-    means = f'over the steps after step {start}, where the runs begin to differ'
   unit, differences = comparison.differences(groups)
   yield element(
     'p',
     f'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
-    f'the others are means {means}. Groups of several seeds: mean ± '
-    f'{100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: its '
-    'evaluation ± one standard error over the problems, without the variation between '
-    f'seeds. Differences: mean ± t interval over the n {unit}s that both have, for '
-    'each number by itself; of many such intervals some miss the true difference.',
+    'the others are means over the last fifth of the steps. Groups of several seeds: '
+    f'mean ± {100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: '
+    'its evaluation ± one standard error over the problems, without the variation '
+    f'between seeds. Differences: mean ± t interval over the n {unit}s that both have, '
+    'for each number by itself; of many such intervals some miss the true difference.',
     class_='soft',
   )
   header = ['metric', *names, *(f'{name} - {names[0]}' for name in names[1:])]

@@ -31,7 +31,6 @@ class RunFiles(NamedTuple):
   groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
   decided: Mapping[str, Any]  # dotted name -> value of knobs that the program decided
-  start: int = 0  # all steps up to it are shared with the other runs of a page
 
   @property
   def last(self) -> int:

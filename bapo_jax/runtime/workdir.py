@@ -79,7 +79,7 @@ def check_shared(workdir: str) -> None:
   Raises:
     ValueError: a process cannot read the lock within SHARED_S seconds.
   """
-  if hosts.processes() == 1:
+  if len(hosts.side()) == 1:
     return
   path = os.path.join(workdir, LOCK)
   held = hosts.everyones(_text(path))[0]

@@ -181,6 +181,8 @@ def test_an_int8_actor_rounds_each_output_of_each_expert():
   error = np.asarray(w['expert_up'].values) * scale_EF[:, None] - whole
   assert (np.abs(error) <= 0.501 * scale_EF[:, None]).all()
   assert isinstance(w['router'], jax.Array)
+  again = decoder.actor(decoder.params_of(actor, spec), spec)
+  jax.tree.map(np.testing.assert_array_equal, again, actor)
   read = {
     name: jnp.asarray(w[name].values * w[name].scale[:, None])
     for name in transformer.EXPERTS

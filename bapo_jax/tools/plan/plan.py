@@ -56,8 +56,15 @@ def compiled(program: Program, mesh: Mesh) -> Row:
   m = executable.memory_analysis()
   assert m is not None, 'every TPU and GPU reports it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
-  parts = m.argument_size_in_bytes, output, m.temp_size_in_bytes
-  return Row(program, *parts, sum(parts) + program.resident, executable)
+  needed = m.argument_size_in_bytes + output + m.temp_size_in_bytes
+  return Row(
+    program,
+    m.argument_size_in_bytes,
+    output,
+    m.temp_size_in_bytes,
+    needed + program.resident,
+    executable,
+  )
 
 
 def bytes_needed(message: str, program: Program) -> float:

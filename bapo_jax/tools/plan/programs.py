@@ -185,15 +185,14 @@ def prefill(job: Job) -> Program:
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots = slots_of(job)
-  # As many prompts as responses, as in an evaluation of one response per prompt:
-  # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
-  kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
+  # As many prompts as responses, as in an evaluation of one response per prompt.
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
-  numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
-  seen = [pixels_of(job, R)] if spec.vision else []
+  of_prompt = jax.ShapeDtypeStruct((R,), jnp.int32)
+  entering = jax.ShapeDtypeStruct((len(decode_lib.Entering._fields), R), jnp.int32)
+  pictures = pixels_of(job, R) if spec.vision else None
   return Program(
     decode_lib.admit,
-    (actor(job), slots, tokens, *numbers, *seen),
+    (actor(job), slots, tokens, of_prompt, entering, pictures),
     {'spec': spec},
     beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
