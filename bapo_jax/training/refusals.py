@@ -264,13 +264,17 @@ def _contradictions(config: Config) -> Iterator[str]:
     )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
+
+
+def _verifier(config: Config) -> Iterator[str]:
+  """Yields a sentence for each reason why a verifier does not fit other rules."""
   rule = config.advantage
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
     yield (
       f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
       f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
     )
-  if 'countdown' in (config.rewards.rule or '').split(','):
+  if 'countdown' in config.rewards.rule.split(','):
     for name in ('source', 'test_source'):
       if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
         yield (
@@ -327,6 +331,7 @@ JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _model: ('model.path', 'tokenizer.path', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _lengths: LENGTHS,
+  _verifier: ('rewards.rule', 'advantage.rule', 'problems.source'),
   _contradictions: ('batch.rule', 'clip.sources', 'buffer.thresholds', 'teacher.path'),
 }
 
