@@ -68,7 +68,8 @@ def read(config: Config) -> Inputs:
     )
   # A damaged model is found before data are downloaded, and the other way round.
   model = None if lacks else open_model(config, directory)
-  data = sources.read(config.problems)
+  # A custom function may read every field of a row.
+  data = sources.read(config.problems, whole=bool(config.called))
   if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
   return Inputs(model, data)
