@@ -133,7 +133,7 @@ def _shared_path(r: Resolved) -> str:
   made_by = {
     'versions': machine.versions() | {'code': WARM_START},
     'machine': [machine.processor(), os.environ.get('XLA_FLAGS'), device.device_kind],
-    'mesh': [dict(r.mesh.shape), hosts.processes()],
+    'mesh': [dict(r.mesh.shape), len(hosts.side())],
     'spec': dataclasses.asdict(r.spec) | {'actor_dtype': None},  # not sampled from
     'schedule': r.schedule._replace(bounds_pass=''),
   }

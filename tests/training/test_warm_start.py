@@ -187,10 +187,10 @@ def test_rows_are_cut_at_their_length(reader):
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
-  assert tiny().tokenizer.path == 'characters'
-  assert tiny(**{'model.path': 'm'}).tokenizer.path == 'm'
-  assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer.path == 't'
-  assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
+  assert tiny().tokenizer_path == 'characters'
+  assert tiny(**{'model.path': 'm'}).tokenizer_path == 'm'
+  assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer_path == 't'
+  assert tiny(**{'tokenizer.path': 't'}).tokenizer_path == 't'
 
 
 def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
