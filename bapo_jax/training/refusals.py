@@ -380,9 +380,8 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
   Yields a refusal for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  # The arrays below would compile a program each.
   if not any(operator.attrgetter(name)(config).custom for name in PARTS):
-    return
+    return  # the arrays below would compile a program each
   G = config.sampler.group_size
   steps = bool(config.rewards.custom.steps)
   ones_PGT = jnp.ones((2, G, 7))
