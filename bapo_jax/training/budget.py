@@ -9,7 +9,6 @@ only weights are counted. On a host, Python and compiled programs take about hal
 more. --mode=plan compiles instead.
 """
 
-import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data.knobs import MADE
 from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -102,7 +100,6 @@ class Sizes(NamedTuple):
   slots: int  # of decoding
   depth: int
   lags: bool  # whether an actor stays for several steps
-  evaluated: int  # responses of an evaluation, if their number is known
   capacity: int  # groups in the replay buffer; 0 without a buffer
   warm_start: int  # rows of an update of the warm start; 0 without one
   adapters: int  # trained numbers of adapters; 0 without adapters
@@ -132,7 +129,6 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
   c = config
   learner = c.learner
   searched = c.clip.rule not in ('fixed', 'unclipped')
-  made = c.problems.test_source in MADE
   return Sizes(
     row_length=c.row_length,
     group_size=c.sampler.group_size,
@@ -144,7 +140,6 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     slots=c.sampler.max_num_seqs,
     depth=c.rollout.depth,
     lags=c.rollout.weight_sync_interval > 1,
-    evaluated=made * c.problems.test * c.evaluate.group_size,
     capacity=c.batch.uses_buffer * c.buffer.capacity,
     warm_start=0 if c.model.path else c.sft.batch,
     adapters=adapters(c, spec),
@@ -200,8 +195,7 @@ def count(
     scoring = _passes(sizes, teacher, schedule._replace(remat='full'), mesh)
     gathered = max(gathered, scoring[0])
     saved = max(saved, scoring[1])
-  trained_on = max(sizes.places, sizes.seats) * group
-  responses = max(trained_on, sizes.evaluated * sizes.row_length)
+  responses = max(sizes.places, sizes.seats) * group
   return Budget(
     weights=(weights + teacher_bytes(sizes, spec)) / split,
     moments=moments / split,
@@ -299,7 +293,6 @@ def _passes(
   pass of one layer, with the queries' gradients by block of keys, or three tiles of
   logits if they are larger.
   """
-  spec = _with_kernel(spec, mesh)
   tensor = mesh.shape['tensor']
   T = sizes.row_length
   c = itemsize(spec.compute)
@@ -336,17 +329,6 @@ def _passes(
   routes = route_bytes(spec, tensor) * sizes.minibatch_rows / shards * T
   per_token += route_bytes(spec)
   return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
-
-
-def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
-  """Returns the spec with the kernels that are chosen on this mesh."""
-  platform = mesh.devices.flat[0].platform
-  if spec.attention is None:
-    kernel = attention.resolve(None, platform, spec.compute, spec.head_width)
-    spec = dataclasses.replace(spec, attention=kernel)
-  if spec.experts_kernel is None:
-    spec = dataclasses.replace(spec, experts_kernel=experts.resolve(None, platform))
-  return spec
 
 
 def itemsize(dtype: str) -> int:
@@ -482,7 +464,6 @@ def choices(sizes: Sizes, spec: ModelSpec, mesh: Mesh, memory: float) -> list[Sc
   columns = (False, True) if mesh.shape['tensor'] > 1 else (False,)
   if sizes.sequence_sharding is not None:
     columns = (sizes.sequence_sharding == 'on',)
-  spec = _with_kernel(spec, mesh)
   tiles = [sizes.tile_mib or TILE_CPU]
   if platform != 'cpu' and not sizes.tile_mib:
     tiles = sorted({int(TILE_SHARE * memory / 2**20), TILE_SHORT}, reverse=True)

@@ -6,7 +6,6 @@ Only this module reads the model's config.json and the tokenizer.
 import dataclasses
 from typing import NamedTuple
 
-from bapo_jax import custom_code
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import EMBEDDED
@@ -69,10 +68,8 @@ def read(config: Config) -> Inputs:
     )
   # A damaged model is found before data are downloaded, and the other way round.
   model = None if lacks else open_model(config, directory)
-  # Custom functions may read all fields of a row.
-  functions = config.rewards.rule, config.rollout.environment, config.problems.source
-  whole = any(custom_code.paths_in(text or '') for text in functions)
-  data = sources.read(config.problems, whole=whole)
+  # A custom function may read every field of a row.
+  data = sources.read(config.problems, whole=bool(config.called))
   if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
   return Inputs(model, data)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import custom_code, sharding
+from bapo_jax import sharding
 from bapo_jax.data import sources
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
@@ -108,15 +108,10 @@ def _frozen_reader(model: Model, workdir: str) -> Read:
 def warm_start_path(config: Config, workdir: str) -> str:
   """Returns the warm-started weights' directory, named by a hash of their recipe."""
   problems = config.problems
-  source = config.problems.source
-  kind = {source} if source in ('countdown', 'drawn') else {'family', 'level'}
-  if 'family' in kind and problems.family == 'pair':
-    kind |= {'pair'}
   recipe = {name: getattr(config, name).model_dump() for name in RECIPE}
   recipe |= {'seed': recipe['sft'].pop('seed'), 'length': config.row_length}
-  recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
-  if custom_code.is_path(source):  # its rows may have the solutions to imitate
-    recipe['problems'] |= problems.custom.model_dump() | {'code': config.code}
+  recipe['problems'] = problems.model_dump(include={'source', 'custom'})
+  recipe['problems']['files'] = sources.file_digests(problems)
   # The warm start trains all weights, and replays nothing. What a policy does not have
   # is not in its recipe: names of directories outlive knobs that are new.
   unused = {'train_tower', 'replay_routes'}
@@ -183,10 +178,10 @@ def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
     except ValueError as error:  # the recipe is known, so repeat it
       log(f'The warm start {path} is damaged ({error}); repeating it.')
   with timer('warm start'):
-    material = sources.sft_problems(config.problems, r.data)
+    imitated = sources.imitated(config.problems, r.data)
     T = config.row_length
     params = sharding.under(mesh, sft.fit)(
-      r.tokenizer, spec, mesh, T, *material, config.sft, config.sft.seed, r.schedule
+      r.tokenizer, spec, mesh, T, imitated, config.sft, config.sft.seed, r.schedule
     )
   if not _finite(params):
     raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')

@@ -11,6 +11,7 @@ A start raises the first refusal; --mode=check prints all.
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from bapo_jax.algorithms.replay_buffer import (
   ThresholdRule,
 )
 from bapo_jax.data import conversation, pictures, sources
-from bapo_jax.data.knobs import EMBEDDED, MADE
+from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 from bapo_jax.learner import learner
@@ -41,7 +42,7 @@ from bapo_jax.models.knobs import POSITIONS
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
 from bapo_jax.training.inputs import Inputs, open_teacher
-from bapo_jax.training.schema import Config
+from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import (
   Bounds,
   agree,
@@ -189,11 +190,6 @@ def _sizes(config: Config) -> Iterator[str]:
       f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
       f'{replayed}); give {replayed} or more'
     )
-  if config.problems.source in MADE and count > (train := config.problems.train):
-    yield (
-      f'prompts.count={count} exceeds problems.train={train}, the number of '
-      'generated training problems; lower prompts.count or raise problems.train'
-    )
   if seats % config.learner.minibatches:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (
@@ -264,20 +260,16 @@ def _contradictions(config: Config) -> Iterator[str]:
     )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
+
+
+def _verifier(config: Config) -> Iterator[str]:
+  """Yields a sentence for each reason why a verifier does not fit other rules."""
   rule = config.advantage
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
     yield (
       f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
       f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
     )
-  if 'countdown' in (config.rewards.rule or '').split(','):
-    for name in ('source', 'test_source'):
-      if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
-        yield (
-          "rewards.rule='countdown' reads numbers and a target from the right answer, "
-          f'but that of problems.{name}={source!r} is a number; choose '
-          "rewards.rule='aime'"
-        )
 
 
 def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
@@ -327,6 +319,7 @@ JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _model: ('model.path', 'tokenizer.path', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _lengths: LENGTHS,
+  _verifier: ('rewards.rule', 'advantage.rule', 'problems.source'),
   _contradictions: ('batch.rule', 'clip.sources', 'buffer.thresholds', 'teacher.path'),
 }
 
@@ -352,7 +345,7 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
     yield from _raised('model.path', hf_weights.check, directory, spec)
   else:
     yield from _raised(
-      'problems.source', sources.sft_problems, config.problems, inputs.data
+      'problems.source', sources.imitated, config.problems, inputs.data
     )
   if config.rollout.environment:
     role = config.rollout.custom.role
@@ -374,8 +367,6 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
     check_pictures(row)
 
   sources.check(config.problems, inputs.data, check_row)
-  for knob in sources.SPLITS:  # generated rows are all alike
-    check_pictures(inputs.data.of(knob)[0])
 
 
 def _raised(
@@ -394,8 +385,8 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
   Yields a refusal for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  if not config.code:  # the arrays below would compile a program each
-    return
+  if not any(operator.attrgetter(name)(config).custom for name in PARTS):
+    return  # the arrays below would compile a program each
   G = config.sampler.group_size
   steps = bool(config.rewards.custom.steps)
   ones_PGT = jnp.ones((2, G, 7))

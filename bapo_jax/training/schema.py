@@ -65,6 +65,11 @@ class Config(Section):
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
 
   @property
+  def called(self) -> list[str]:
+    """The user's functions that score or answer responses."""
+    return custom_code.paths_in(f'{self.rewards.rule},{self.rollout.environment}')
+
+  @property
   def undecided(self) -> list[str]:
     """The knobs that are None: the program decides them, see autosetup/derive.py."""
     return [name for name, _, value in fields(self) if value is None]
@@ -74,7 +79,8 @@ class Config(Section):
     """'file digest' of every custom function that the config names."""
     texts = [x for _, _, x in fields(self) if isinstance(x, str)]
     paths = {path for text in texts for path in custom_code.paths_in(text)}
-    named = [path for path in paths if not path.endswith('.py')]  # such as a title
+    # Not a title that ends in .py, nor a function that the package names.
+    named = [path for path in paths if ':' in path and not path.endswith('.py')]
     return sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in named})
 
   @property

@@ -19,7 +19,7 @@ from bapo_jax import sharding
 from bapo_jax.data import prompts as prompts_lib
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.gallery import Gallery, capacity
-from bapo_jax.data.made.problem import Problem, Solver
+from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner import accumulation, optimizer, pictured
 from bapo_jax.learner.pictured import Variables
@@ -38,8 +38,7 @@ CHUNK = 50  # steps whose solutions are tokenized at once, which is faster
 def rows(
   tokenizer: Tokenizer,
   prompts: Sequence[list[int]],
-  problems: Sequence[Problem],
-  solve: Solver,
+  imitated: Sequence[Row],
   length: int,
   seed: int | tuple[int, ...],
   slip: float,
@@ -50,16 +49,16 @@ def rows(
   A token of the answer has four times the weight of a token of the work: answers are a
   twentieth of the tokens, and a policy that never ends a response earns no reward.
   Messages of an environment have no weight. `prompts` are lists of token ids, a list
-  per problem.
+  per row of `imitated`.
   """
   rng = np.random.default_rng(seed)
-  parts = (solve(p, rng, slip, repeat) for p in problems)
+  parts = (row.solution(rng, slip, repeat) for row in imitated)
   parts = ([text] if isinstance(text, str) else text for text in parts)
   turns = [[x if i % 2 else f'{x}<eos>' for i, x in enumerate(each)] for each in parts]
   ids = iter(tokenizer_lib.encode(tokenizer, list(itertools.chain(*turns))))
   ((box,),) = tokenizer_lib.encode(tokenizer, ['\\boxed{'])
-  tokens_NT = np.zeros((len(problems), length), np.int32)
-  weight_NT = np.zeros((len(problems), length), np.float32)
+  tokens_NT = np.zeros((len(imitated), length), np.int32)
+  weight_NT = np.zeros((len(imitated), length), np.float32)
   for i, (prompt, each) in enumerate(zip(prompts, turns, strict=True)):
     row = list(prompt)
     weights = [0] * len(prompt)
@@ -116,13 +115,15 @@ def fit(
   spec: ModelSpec,
   mesh: Mesh,
   length: int,
-  problems: Sequence[Problem],
-  solve: Solver,
+  imitated: Sequence[Row],
   k: SftConfig,
   seed: int,
   schedule: Schedule = Schedule(),
 ) -> Tree:
-  """Returns the parameters after k.clean + k.noisy steps of k.batch solutions each."""
+  """Returns the parameters after k.clean + k.noisy steps of k.batch solutions each.
+
+  `imitated` are rows with solutions.
+  """
   # Norms and biases decay here too: recorded runs start from such weights.
   tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01, decay_all=True)
   params = transformer.init(spec, jax.random.key(seed))
@@ -130,13 +131,12 @@ def fit(
   layout = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
   opt = jax.jit(tx.init, out_shardings=layout)(params)
   rng = np.random.default_rng(seed)
-  shown = [problem.row for problem in problems]
-  encoded = prompts_lib.encode(tokenizer, shown, spec.vision)
+  encoded = prompts_lib.encode(tokenizer, imitated, spec.vision)
   grids = [x.grids for x in encoded]
   gallery = None
   step = None
   if spec.vision is not None and any(grids):
-    gallery = Gallery(shown, spec.vision, capacity(grids, spec.vision))
+    gallery = Gallery(imitated, spec.vision, capacity(grids, spec.vision))
 
   def batches() -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields (tokens_BT, weight_BT, problem index_B) per step, with new solutions."""
@@ -146,11 +146,11 @@ def fit(
     ):
       for start in range(0, steps, CHUNK):
         count = min(CHUNK, steps - start)
-        index = rng.integers(len(problems), size=count * k.batch)
+        index = rng.integers(len(imitated), size=count * k.batch)
         prompts = [encoded[i].tokens for i in index]
-        drawn = [problems[i] for i in index]
+        drawn = [imitated[i] for i in index]
         purpose = (seed, start, len(name))
-        numbers = rows(tokenizer, prompts, drawn, solve, length, purpose, *chances)
+        numbers = rows(tokenizer, prompts, drawn, length, purpose, *chances)
         tokens, weights = (x.reshape(count, k.batch, -1) for x in numbers)
         yield from zip(tokens, weights, index.reshape(count, k.batch), strict=True)
 

@@ -17,7 +17,6 @@ from runs import tiny
 from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
-from bapo_jax.data.made import drawn
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import PhaseTimer
@@ -87,15 +86,15 @@ def test_a_mistake_in_the_config_is_found(case, tmp_path, chat_model, one_device
 
 
 def test_held_out_problems_are_not_counted_among_the_training_problems(
-  tmp_path, chat_model, one_device, capsys
+  tmp_path, chat_model, one_device
 ):
-  def training(**overrides):
+  def steps(**overrides):
     given = flags(tmp_path, chat_model, TRAINING, SOME, **overrides)
     r = derive.prepare(main.read_config(FINETUNE, given), str(tmp_path / 'work'))
-    return len(facts.gather(r.config, r.inputs).training)
+    return {derived.knob: derived.reason for derived in r.derived}['steps']
 
-  assert (training(), training(**KEEP)) == (36, 40)
-  assert '2.22 passes over 36 problems, 8 a step' in capsys.readouterr().out
+  assert steps() == '2.22 passes over 36 problems, 8 a step'
+  assert steps(**KEEP) == '2 passes over 40 problems, 8 a step'
   with pytest.raises(ValueError, match='no training problem is left'):
     findings(tmp_path, chat_model, TRAINING, TRAINING)
   config = main.read_config(FINETUNE, flags(tmp_path, chat_model, TRAINING, TRAINING))
@@ -271,13 +270,9 @@ def config(tmp_path_factory):
 
 def test_lengths_count_what_pictures_take(config, one_device):
   known = facts.gather(config, inputs.read(config))
-  problems = drawn.generate(config.problems)
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (
-    [26] * config.problems.train,
-    [26] * config.problems.test,
+    [26] * config.problems.custom.train,
+    [26] * config.problems.custom.test,
   )
-  assert [row.problem for row in known.training] == [
-    p.text for p in problems[: config.problems.train]
-  ]
   assert known.verified('aime').right == known.verified('aime').tried > 0

@@ -14,11 +14,10 @@ from bapo_jax import sharding
 from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import synthetic
 from bapo_jax.models import transformer
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, inputs, policy, sft
+from bapo_jax.training import checkpoint, config, inputs, policy, sft
 from bapo_jax.training.resolve import resolve
 
 FEW = {'sft.clean': 2, 'sft.noisy': 1}
@@ -31,10 +30,10 @@ def load(made, workdir):
 def fitted(made, seed):
   """The weights after a warm start with this seed."""
   r = resolve(made)
-  problems = sources.sft_problems(made.problems, r.data)
+  imitated = sources.imitated(made.problems, r.data)
   fit = sharding.under(r.mesh, sft.fit)
   fixed = r.tokenizer, r.spec, r.mesh, made.row_length
-  return fit(*fixed, *problems, made.sft, seed, r.schedule)
+  return fit(*fixed, imitated, made.sft, seed, r.schedule)
 
 
 # Norms of what 12 steps change, by policy.WARM_START: raise it if they change, since
@@ -119,7 +118,11 @@ def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared, monkeypatch
   here = policy._shared_path(resolve(made))
   rules = {'clip.rule': 'fixed', 'loss.rule': 'cispo', 'batch.rule': 'adapted'}
   assert policy._shared_path(resolve(tiny(**FEW, cache=made.cache, **rules))) == here
-  for knobs in ({'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}):
+  for knobs in (
+    {'sft.lr': 1e-3},
+    {'model.remat': 'full'},
+    {'problems.custom.level': 2},
+  ):
     r = resolve(tiny(**FEW | knobs, cache=made.cache))
     assert policy._shared_path(r) != here, knobs
   two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
@@ -152,31 +155,24 @@ def reader():
   return tokenizer.load('characters', '{problem}\n')
 
 
-def made_problems(count):
-  knobs = ProblemsConfig(family='trial', level=2, train=count, test=1)
-  return synthetic.generate(knobs)[:count]
-
-
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
-  problems = made_problems(count)
-  encoded = prompts.encode(reader, [problem.row for problem in problems])
-  tokens = [prompt.tokens for prompt in encoded]
-  solve = synthetic.SOLVE['trial']
-  made = sft.rows(reader, tokens, problems, solve, length, 0, slip, repeat)
-  return problems, *made
+  problems = ProblemsConfig(custom={'level': 2, 'train': count, 'test': 1})
+  imitated = sources.imitated(problems, sources.read(problems))
+  tokens = [prompt.tokens for prompt in prompts.encode(reader, imitated)]
+  return imitated, *sft.rows(reader, tokens, imitated, length, 0, slip, repeat)
 
 
 def test_prompt_weighs_nothing_work_one_and_answer_four(reader):
   box, eos = tokenizer.CHARACTERS.index(r'\boxed{'), tokenizer.CHARACTERS.index('<eos>')
-  for problem, tokens_T, weight_T in zip(*rows(reader), strict=True):
+  for (problem, answer, *_), tokens_T, weight_T in zip(*rows(reader), strict=True):
     row = [tokenizer.CHARACTERS[i] for i in tokens_T]
-    prompt = len(problem.text) + 1
-    assert ''.join(row[:prompt]) == problem.text + '\n'
+    prompt = len(problem) + 1
+    assert ''.join(row[:prompt]) == problem + '\n'
     at, end = row.index(r'\boxed{'), row.index('<eos>')
     assert tokens_T[at] == box and tokens_T[end] == eos
     # The answer is the box, its number, the brace and the end: one digit modulo 7.
     padding = ['<pad>'] * (LENGTH - end - 1)
-    assert row[at:] == [r'\boxed{', str(problem.answer), '}', '<eos>', *padding]
+    assert row[at:] == [r'\boxed{', answer, '}', '<eos>', *padding]
     expected = [0] * prompt + [1] * (at - prompt) + [4] * (end + 1 - at)
     np.testing.assert_array_equal(weight_T, expected + [0] * (LENGTH - end - 1))
 
@@ -203,7 +199,7 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   other.mkdir()
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     (tmp_path / 'checkpoint-500' / name).rename(other / name)
-  knobs = {'model.path': path, 'problems.source': 'synthetic'}
+  knobs = {'model.path': path}
   with pytest.raises(ValueError, match=r'no tokenizer\.json'):
     inputs.read(tiny(**knobs))
   model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
@@ -267,10 +263,9 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
 
 
 def test_a_warm_start_is_found_by_what_it_depends_on():
-  without = {'model.tower.ffn': 8, 'problems.drawn.kind': 'dials'}
-  other = {'problems.source': 'drawn', 'problems.test_source': 'drawn'}
   tower = {'model.tower.layers': 1}
-  kinds = [{}, without, {'sft.seed': 1}, other, other | tower]
-  kinds += [other | tower | without, other | without]
+  without = {'model.tower.ffn': 8}
+  kinds = [{}, without, {'sft.seed': 1}, {'problems.custom.seed': 1}]
+  kinds += [tower, tower | without, dict.fromkeys(config.SOURCES, 'synthetic')]
   paths = [policy.warm_start_path(tiny(**knobs), 'w') for knobs in kinds]
   assert paths[0] == paths[1] and len(set(paths)) == 6
