@@ -38,6 +38,7 @@ MODES = {
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
   'sweep': 'trains a grid of knobs and seeds, a process per core, and compares them',
+  'sft': 'makes the embedded policy and writes its directory to --to',
   'plan': 'says whether a run fits the memory of GPUs or TPUs that are not attached',
 }
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
@@ -66,6 +67,7 @@ FLAGS: list[tuple[str, str, Any, str]] = [
   ('processes', 'train', None, 'number of processes'),
   ('start_s', 'train', hosts.START_S, 'seconds to wait for the other processes'),
   ('checkpoint', 'eval export show', 'newest', 'newest, best or a step'),
+  ('to', 'sft', 'policy', 'the directory to write'),
   ('to', 'eval export', '', 'what to write; empty: in <workdir>/eval or /export'),
   ('to', 'compare', 'runs/compare.html', 'the page to write'),
   ('dtype', 'export', ('float32', 'bfloat16'), 'type of the exported numbers'),
@@ -358,7 +360,7 @@ def sweep(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace, config: 'Config') -> int:
   """Runs a mode that needs a config; returns the exit status."""
   mode = args.mode
-  workdir = args.workdir
+  workdir = getattr(args, 'workdir', '')
   # The other modes derive their knobs themselves.
   if mode in ('export', 'plan') and config.derived:
     from bapo_jax.autosetup import derive
@@ -372,6 +374,10 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     from bapo_jax.tools import eval_checkpoint
 
     return eval_checkpoint.eval_checkpoint(config, workdir, args.to, args.checkpoint)
+  if mode == 'sft':
+    from bapo_jax.tools import sft
+
+    return sft.sft(config, args.to)
   if mode == 'export':
     from bapo_jax.tools import export
 

@@ -146,7 +146,7 @@ def copy(workdir: str, step: int, fork: Fork) -> None:
   shutil.rmtree(part, ignore_errors=True)
   os.makedirs(os.path.join(part, 'eval'))
   # The training resumes after `step`, and then removes the rows of later steps.
-  parts = ('warmstart', f'checkpoints/{step}', 'eval/0.json', f'eval/{step}.json')
+  parts = (f'checkpoints/{step}', 'eval/0.json', f'eval/{step}.json')
   for name in ('metrics.jsonl', *parts):
     path = os.path.join(workdir, name)
     copied = os.path.join(part, name)

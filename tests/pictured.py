@@ -123,7 +123,7 @@ DRAWN = {
 }
 
 # The embedded policy's reader, and a tower of one layer for its token of pictures.
-READER = tokenizer.load('characters', '{problem}\n')
+READER = tokenizer.embedded('{problem}\n')
 ONE_LAYER = dataclasses.replace(
   making.SEEING.vision,
   width=16,

@@ -28,8 +28,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
-from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, config, needs, policy, resolve
+from bapo_jax.training import build, checkpoint, config, needs
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -41,7 +40,6 @@ CONFIG = ROOT / 'configs' / 'aime.py'
 GIVEN = os.environ.get('XLA_FLAGS', '').split()
 FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
 TINY: dict[str, Any] = {
-  'cache': '',
   'steps': 4,
   'model.width': 16,
   'model.layers': 1,
@@ -212,12 +210,6 @@ def shared(
   return path
 
 
-def warm_start(workdir: pathlib.Path) -> None:
-  """Writes the problems and the warm start of a tiny run to the workdir."""
-  with one_device():
-    policy.load(resolve.resolve(tiny()), str(workdir), PhaseTimer())
-
-
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
   """Copies a workdir; returns the copy."""
   shutil.copytree(source, to)
@@ -253,7 +245,7 @@ RECORDED: dict[str, dict[str, Any]] = {
 def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   """Returns the recorded run of this name; the first call of a session trains it.
 
-  Models without a warm start are rewarded for responses of an odd length.
+  Models that are not trained first are rewarded for responses of an odd length.
   """
   knobs = RECORDED[name]
   if name == 'adapters':
@@ -262,8 +254,6 @@ def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   verifier = None if name in ('whole', 'partial') else making.OddVerifier
 
   def make(workdir: pathlib.Path) -> None:
-    if verifier is None:
-      copied(shared(factory, 'warm_start', warm_start), workdir)
     assert train(made, workdir, verifier) == 0
 
   return Recorded(made, shared(factory, f'recorded_{name}', make), verifier)

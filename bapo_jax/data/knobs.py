@@ -6,9 +6,8 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
-from bapo_jax.knobs import LocalPath, Section, knob, shown
+from bapo_jax.knobs import LocalPath, Section, knob
 
-EMBEDDED = 'characters'  # the name of the embedded tokenizer
 MADE = ('synthetic', 'countdown', 'drawn')  # sources that generate problems from a seed
 
 
@@ -17,8 +16,7 @@ class TokenizerConfig(Section):
 
   path: LocalPath = knob(
     '',
-    "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer; "
-    "'characters': the embedded tokenizer, for the embedded policy only.",
+    "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer.",
   )
   template: str = knob(
     '{problem}\n', "Prompt with {problem}; prefix 'chat:' to use the chat template."
@@ -31,17 +29,8 @@ class TokenizerConfig(Section):
     return self
 
   def with_model(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs; an empty `path` becomes the path of the model.
-
-    Raises a ValueError if `path` is the embedded tokenizer but the model is published.
-    """
-    if self.path == EMBEDDED and model_path:
-      raise ValueError(
-        f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, but '
-        f'model.path={shown(model_path)} has other tokens; remove tokenizer.path to '
-        "use the model's tokenizer, or set it to a tokenizer's directory"
-      )
-    return self.model_copy(update={'path': self.path or model_path or EMBEDDED})
+    """Returns these knobs; an empty `path` becomes the path of the model."""
+    return self.model_copy(update={'path': self.path or model_path})
 
 
 class CountdownConfig(Section):

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.models.hf import directory as hf_directory
@@ -86,20 +85,30 @@ def characters() -> Any:
   )
 
 
+def embedded(template: str) -> Tokenizer:
+  """Returns the tokenizer of the embedded policy."""
+  backend = characters()
+  return Tokenizer(backend, (backend.eos_token_id,), template)
+
+
+def directory(path: str) -> str:
+  """Returns the directory that tokenizer.path names; downloads that of a hub name."""
+  if hf_directory.parse_hub_name(path):
+    return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
+  return path
+
+
 def load(path: str, template: str) -> Tokenizer:
-  """Loads the tokenizer of a directory; 'characters' is the embedded tokenizer.
+  """Loads the tokenizer of a directory.
 
   Raises:
     ValueError: the tokenizer cannot be loaded, or has no end token or chat template.
   """
-  if path == EMBEDDED:
-    backend = characters()
-    return Tokenizer(backend, (backend.eos_token_id,), template)
   # Otherwise transformers would query the hub: 47 s without a network.
   if not os.path.isdir(path):
     raise ValueError(
       f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
-      "directory with tokenizer.json, or 'characters'"
+      'directory with tokenizer.json'
     )
   import transformers
 

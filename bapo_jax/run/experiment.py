@@ -52,6 +52,7 @@ from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
+TINY = 10**6  # parameters of a model whose updates are short
 
 
 def train(config: Config, workdir: str) -> int:
@@ -69,9 +70,9 @@ def train(config: Config, workdir: str) -> int:
   budget.check(r.budget, budget.capacity(r.mesh))
   with hosts.together():
     cache.share_programs(r.config.cache)
-  if not r.model.directory:  # matters only for tiny models
+  if transformer.count(r.spec) < TINY:
     machine.hold_freed_memory()
-  early = explained(lambda: saved_so_far(r, workdir))
+  early = explained(lambda: saved_so_far(workdir))
   with workdirs.locked(workdir), workdirs.writable(workdir), early:
     with hosts.together():
       if hosts.is_first():
@@ -112,7 +113,7 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
   if hosts.processes() > 1:  # each read its own copy of the files
-    model = hf_directory.identity(r.model.directory)
+    model = hf_directory.identity(r.config.model.path and r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
   log(first_screen(r, material, workdir))
@@ -132,7 +133,7 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
     begun = checkpoints.latest_step() is not None
-    if r.model.directory and not begun and hosts.is_first():
+    if not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     early = None
     if not begun and r.rollout_mesh is None and hosts.processes() == 1:
@@ -142,7 +143,7 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
       like = build.make_trainer(r, material, verifier, timer, *frozen)
       stack.callback((lane := Lane()).close)
       early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
-    t, s = build.build(r, material, verifier, workdir, timer)
+    t, s = build.build(r, material, verifier, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
     stack.callback(t.sampler.close)
@@ -160,13 +161,11 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
   return status
 
 
-def saved_so_far(r: Resolved, workdir: str) -> str:
+def saved_so_far(workdir: str) -> str:
   """Returns the message for a run that a signal ends before or after its steps."""
   what = 'no step is saved yet'
   if steps := workdirs.checkpoint_steps(workdir):
     what = f'step {max(steps)} is saved'
-  elif policy.has_warm_start(r, workdir):
-    what = 'the warm start is saved, but no step yet'
   return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
@@ -205,6 +204,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   """Returns the summary that a run prints at its start."""
   c = r.config
   spec = r.spec
+  backend = r.tokenizer.backend
   devices = jax.devices()
   memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
   frozen = ''
@@ -227,7 +227,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
     f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
-    f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
+    f'  tokenizer  {backend.name_or_path}, {len(backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
@@ -239,7 +239,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  memory     {derive.wrapped(memory, " " * (knob_lists.LABEL + 2)).lstrip()}\n'
     f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
     f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
-    f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
+    f'  cache      {cache.described(c.cache)}\n'
     f'  results    {workdir}; Ctrl-C saves once training has begun, '
     'the same command resumes'
   )

@@ -2,8 +2,8 @@
 
 1. `grid` lists the runs: every combination of the values of --set, with every seed;
 2. `environments` gives the processes that run at the same time their GPUs, if any;
-3. `drive` starts the processes. Of the runs with equal warm starts, the first computes
-   it; the others wait, and find it in the cache;
+3. `drive` starts the processes. Of the runs that start from the same embedded policy,
+   the first makes it; the others wait, and find it in the cache;
 4. `sweep` ends in the comparison of all runs, with paired intervals.
 """
 
@@ -23,7 +23,7 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import compare
-from bapo_jax.training import policy
+from bapo_jax.training import embedded
 from bapo_jax.training.config import Config
 
 POLL_S = 0.5
@@ -82,11 +82,14 @@ def grid(sets: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
   return runs
 
 
-def warm_start(config: Config) -> str:
-  """Returns the name of the warm start of a run; '' for a model read from files."""
-  if config.model.path:
-    return ''
-  return os.path.basename(policy.warm_start_path(config, ''))
+def policy_of(config: Config) -> str:
+  """Returns the directory of the embedded policy; '' for another model."""
+  return '' if config.model.path else embedded.directory(config)
+
+
+def is_made(policy: str) -> bool:
+  """Returns whether runs that start from this policy need not make it."""
+  return not policy or embedded.has_weights(policy)
 
 
 def environments(workers: int | None, per_device: int) -> list[dict[str, str]]:
@@ -140,37 +143,36 @@ def launch(
 def drive(
   waiting: Mapping[str, str],
   start: Callable[[str, int], subprocess.Popen],
-  ready: Callable[[str, str], bool],
   workers: int,
+  ready: Callable[[str], bool] = is_made,
   outcome: Callable[[str], str] = lambda run: '',
 ) -> tuple[dict[str, int], int]:
   """Runs processes, at most `workers` at once, until all end or a signal arrives.
 
   Args:
-    waiting: run -> warm start, in the order of execution.
+    waiting: run -> the policy that it starts from, in the order of execution.
     start: (run, number of the worker) -> its process.
-    ready: (run, warm start) -> whether the warm start exists.
+    ready: whether a policy need not be made.
     outcome: run -> what to print of it once it has ended with status 0.
 
   Returns:
     (failed run -> exit status, the signal or 0)
   """
   waiting, total, began = dict(waiting), len(waiting), time.monotonic()
-  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with worker, warm start
+  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with worker, policy
   failed: dict[str, int] = {}
   over = passed_on = 0
   with stoppable() as stop:
     while active or (waiting and not stop.signal):
-      # A free worker gets the next run whose warm start exists or nobody computes.
+      # A free worker gets the next run whose policy exists or nobody makes.
       for worker in set(range(workers)) - {worker for _, worker, _ in active.values()}:
-        making = {warm for _, _, warm in active.values()}
-        runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
-        run = None if stop.signal else next(runs, None)
-        if run is not None:
-          warm = waiting.pop(run)
-          if warm in waiting.values() and not ready(run, warm):
-            log(f'{run} computes the warm start for others, which wait.')
-          active[run] = start(run, worker), worker, warm
+        making = {policy for _, _, policy in active.values() if not ready(policy)}
+        run = next((r for r, policy in waiting.items() if policy not in making), None)
+        if run is not None and not stop.signal:
+          policy = waiting.pop(run)
+          if policy in waiting.values() and not ready(policy):
+            log(f'{run} makes the embedded policy for others, which wait.')
+          active[run] = start(run, worker), worker, policy
       # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal
@@ -238,16 +240,15 @@ def sweep(
       [*command, *commands[run]], f'{paths[run]}.log', worker, places[worker]
     )
 
-  def ready(run, start):
-    made = (os.path.join(path, 'warmstart', start) for path in paths.values())
-    return not start or any(map(os.path.isdir, made))
-
-  waiting = {run: warm_start(config) for run, config in configs.items()}
+  waiting = {run: policy_of(config) for run, config in configs.items()}
   log(f'{len(waiting)} runs, {len(places)} at once, in {folder}')
   rows = {run: len(metrics.read(path)) for run, path in paths.items()}
   with locked(folder), writable(folder):
     failed, signal = drive(
-      waiting, start, ready, len(places), lambda run: accuracy(paths[run], rows[run])
+      waiting,
+      start,
+      len(places),
+      outcome=lambda run: accuracy(paths[run], rows[run]),
     )
     for run, status in failed.items():
       log(f'{run} failed with status {status}; see {paths[run]}.log')

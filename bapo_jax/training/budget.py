@@ -220,8 +220,6 @@ def _passes(
   spec = _with_kernel(spec, mesh)
   tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
   rows, shards = config.micro_batch_rows, sharding.row_shards(mesh)
-  if not config.model.path:
-    rows = max(rows, config.sft.batch)
   rows = rows if rows % shards else rows // shards
   head, tower = spec.vocab * spec.width, transformer.count(spec, 'vision/')
   layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers

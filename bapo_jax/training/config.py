@@ -8,9 +8,7 @@
 
 import ast
 import functools
-import hashlib
 import inspect
-import json
 import re
 import typing
 import warnings
@@ -23,9 +21,6 @@ from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
 from bapo_jax import custom_code, knobs
-from bapo_jax.data.knobs import (
-  EMBEDDED,
-)
 from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
 from bapo_jax.parts import part_of
@@ -37,16 +32,6 @@ OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
-
-
-def fingerprint(values: dict[str, Any]) -> str:
-  """Returns twelve hexadecimal digits that change with any value.
-
-  The value of `cache` is not included, because it affects no result.
-  """
-  values = {name: value for name, value in values.items() if name != 'cache'}
-  text = json.dumps(values, sort_keys=True, default=list).encode()
-  return hashlib.sha256(text).hexdigest()[:12]
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -291,7 +276,7 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
 
 def by_program(values: Mapping[str, Any]) -> set[str]:
   """Returns the knobs of nested values that the program sets, not the user."""
-  filled = values['tokenizer']['path'] in ('', values['model']['path'] or EMBEDDED)
+  filled = values['tokenizer']['path'] in ('', values['model']['path'])
   return {*BY_PROGRAM, *['tokenizer.path'] * filled}
 
 

@@ -35,9 +35,9 @@ from bapo_jax.data.knobs import MADE
 from bapo_jax.data.row import Row
 from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import POSITIONS
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
+from bapo_jax.training import embedded
 from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import Config
 from bapo_jax.types import (
@@ -67,8 +67,6 @@ def of_config(config: Config) -> Iterator[str]:
   yield from _clip(config.clip, config.loss)
   yield from _conflicts(config)
   yield from _contradictions(config)
-  if not config.model.path:
-    yield from of_positions(config, POSITIONS)
 
 
 def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
@@ -303,8 +301,8 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
       f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
       f"model.path={config.model.path}, or remove that token from the tokenizer's files"
     )
-  if directory:
-    yield from of_positions(config, spec.positions)
+  yield from of_positions(config, spec.positions)
+  if embedded.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)
   else:
     yield from _raised(sources.sft_problems, config.problems, inputs.data)

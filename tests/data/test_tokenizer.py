@@ -12,7 +12,7 @@ import transformers
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 
-TOKENIZER = tokenizer_lib.load('characters', '{problem}\n')
+TOKENIZER = tokenizer_lib.embedded('{problem}\n')
 WRITTEN = tokenizer_lib.CHARACTERS[2:]  # each stands for itself
 
 

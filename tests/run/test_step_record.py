@@ -18,7 +18,7 @@ from bapo_jax.training.state import StepRecord
 from bapo_jax.types import UpdatedTokens
 
 P, G, T = 5, 2, 6
-TEXT = tokenizer.load('characters', '{problem}\n')
+TEXT = tokenizer.embedded('{problem}\n')
 
 
 def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):

@@ -61,11 +61,9 @@ class Program(NamedTuple):
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's kernels."""
-  if path := config.model.path:
-    directory = hf_directory.find(path, 'model.path', ('config.json',))
-    spec = inputs.read_spec(config, directory, None)
-  else:
-    spec = inputs.open_model(config).spec
+  path = config.model.path or inputs.resolve(config)
+  directory = hf_directory.find(path, 'model.path', ('config.json',))
+  spec = inputs.read_spec(config, directory)
   kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
   kernel = experts.resolve(spec.experts_kernel, platform)
   return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)

@@ -1,14 +1,17 @@
-"""The warm start: what it depends on, and how runs share it."""
+"""The embedded policy: its warm start, its directory, and how runs share it."""
 
 import json
+import os
+import pathlib
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 from runs import same, source, tiny
-from test_checkpoint import files, flip
 
 from bapo_jax import sharding
 from bapo_jax.data import prompts, sources, tokenizer
@@ -16,16 +19,16 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.made import synthetic
 from bapo_jax.models import transformer
-from bapo_jax.runtime import machine
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import checkpoint, inputs, policy, sft
+from bapo_jax.training import embedded, inputs, policy, sft
 from bapo_jax.training.resolve import resolve
 
 FEW = {'sft.clean': 2, 'sft.noisy': 1}
 
 
-def load(made, workdir):
-  return policy.load(resolve(made), str(workdir), PhaseTimer())
+def load(made):
+  return policy.load(resolve(made), PhaseTimer())
 
 
 def fitted(made, seed):
@@ -37,8 +40,8 @@ def fitted(made, seed):
   return fit(*fixed, *problems, made.sft, seed, r.schedule)
 
 
-# Norms of what 12 steps change, by policy.WARM_START: raise it if they change, since
-# runs share warm starts of the same version.
+# Norms of what 12 steps change, by embedded.VERSION: raise it if they change, since
+# runs share policies of the same version.
 GOLDEN = {
   1: {
     'embed': 0.199469,
@@ -58,78 +61,88 @@ def test_a_warm_start_gives_the_weights_of_its_version(one_device):
   first = transformer.init(resolve(made).spec, jax.random.key(0))
   first, last = (transformer.flatten(x) for x in (first, fitted(made, 0)))
   changes = {name: float(jnp.linalg.norm(last[name] - first[name])) for name in first}
-  expected = GOLDEN[policy.WARM_START]
+  expected = GOLDEN[embedded.VERSION]
   assert {name: changes[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.fixture
-def shared(tmp_path, monkeypatch, one_device):
-  """Returns (config with a cache, its folder, list of the warm starts computed)."""
-  done, fit = [], sft.fit
-
-  def counted(*args):
-    done.append(args)
-    return fit(*args)
-
-  monkeypatch.setattr(sft, 'fit', counted)
+def shared(tmp_path, one_device):
+  """Returns (config with a cache of its own, directory of its policy)."""
   made = tiny(**FEW, cache=str(tmp_path / 'cache'))
-  return made, tmp_path / 'cache' / 'warmstart', done
+  return made, pathlib.Path(embedded.directory(made))
 
 
-def test_runs_share_a_warm_start(shared, tmp_path):
-  made, folder, done = shared
-  first = load(made, tmp_path / 'one')
+def test_runs_share_a_policy(shared, capsys):
+  made, path = shared
+  assert not embedded.has_weights(str(path))
+  first = load(made)
   other = tiny(**FEW, cache=made.cache, seed=1, **{'clip.rule': 'fixed'})
-  assert policy.has_warm_start(resolve(other), str(tmp_path / 'two'))
-  assert same(load(other, tmp_path / 'two'), first) and len(done) == 1
-  # The workdir is complete: nothing of it is in the cache alone.
-  shutil.rmtree(folder)
-  assert same(load(other, tmp_path / 'two'), first) and len(done) == 1
-  saved = checkpoint.read_saved(policy.warm_start_path(other, str(tmp_path / 'two')))
-  assert same(saved('embed'), first['embed'])
-  off = tiny(**FEW)
-  assert not policy.has_warm_start(resolve(off), str(tmp_path / 'three'))
-  assert same(load(off, tmp_path / 'three'), first) and len(done) == 2
-  assert not folder.exists()
+  assert same(load(other), first)
+  assert same(load(tiny(**FEW, cache='')), first), (
+    'without a cache, in a folder of its own'
+  )
+  assert capsys.readouterr().out.count('Warm start of') == 2
+  assert {file.name for file in path.iterdir()} == {
+    *('config.json', 'generation_config.json', 'model.safetensors'),
+    *('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'),
+  }
 
 
-def test_a_damaged_entry_of_the_cache_is_repeated(shared, tmp_path, capsys):
-  made, folder, done = shared
-  first = load(made, tmp_path / 'one')
-  (entry,) = folder.glob('*/*')
-  flip(max(files(entry), key=lambda path: path.stat().st_size))
-  assert same(load(made, tmp_path / 'two'), first) and len(done) == 2
-  assert 'is damaged' in capsys.readouterr().out
-  assert same(load(made, tmp_path / 'three'), first) and len(done) == 2
-  assert [*folder.glob('*/*')] == [entry]
+def test_a_killed_warm_start_begins_again(shared):
+  made, path = shared
+  (path / 'tmp').mkdir()
+  (path / 'tmp' / 'model.safetensors').write_bytes(b'half')
+  assert not embedded.has_weights(str(path))
+  first = load(made)
+  (path / 'model.safetensors').unlink()
+  assert same(load(made), first)
 
 
-def test_a_cache_that_fails_costs_only_time(shared, tmp_path, capsys):
-  made, folder, done = shared
-  folder.parent.mkdir()
-  folder.write_text('a file in its place')
-  load(made, tmp_path / 'one')
-  assert len(done) == 1 and 'cannot be copied' in capsys.readouterr().out
-  load(made, tmp_path / 'one')
-  assert len(done) == 1
+def test_a_damaged_policy_is_refused_by_name(shared):
+  made, path = shared
+  load(made)
+  os.truncate(path / 'model.safetensors', 1000)
+  with pytest.raises(ValueError, match=f'{path}/model.safetensors is missing, trunc'):
+    resolve(made)
 
 
-def test_a_warm_start_is_shared_only_where_it_would_be_equal(shared, monkeypatch):
-  made, _, _ = shared
-  here = policy._shared_path(resolve(made))
-  rules = {'clip.rule': 'fixed', 'loss.rule': 'cispo', 'batch.rule': 'adapted'}
-  assert policy._shared_path(resolve(tiny(**FEW, cache=made.cache, **rules))) == here
-  for knobs in ({'sft.lr': 1e-3}, {'model.remat': 'full'}, {'problems.level': 2}):
-    r = resolve(tiny(**FEW | knobs, cache=made.cache))
-    assert policy._shared_path(r) != here, knobs
-  two = tiny(**FEW, cache=made.cache, **{'mesh.data': 2})
-  assert policy._shared_path(resolve(two, devices=jax.local_devices()[:2])) != here
-  with jax.threefry_partitionable(False):  # other random numbers, and shuffles
-    assert policy._shared_path(resolve(made)) != here
-  monkeypatch.setenv('XLA_FLAGS', '')
-  flags = policy._shared_path(resolve(made))
-  monkeypatch.setattr(machine, 'versions', lambda *parts: {'code': 'other'})
-  assert len({here, flags, policy._shared_path(resolve(made))}) == 3
+def test_processes_that_start_together_write_one_directory(shared):
+  made, path = shared
+  shutil.rmtree(path)
+  threads = [threading.Thread(target=embedded.directory, args=(made,)) for _ in '1234']
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert os.listdir(path.parent) == ['model'], 'no part is left'
+  assert not hf_directory.missing(str(path), ('config.json', 'tokenizer.json'))
+
+
+def test_a_policy_is_named_by_all_that_its_weights_depend_on():
+  here = embedded.fingerprint(tiny(**FEW))
+  same_policy = {'clip.rule': 'fixed', 'model.remat': 'full', 'mesh.data': 2, 'seed': 3}
+  assert embedded.fingerprint(tiny(**FEW, **same_policy)) == here
+  others = [{'sft.lr': 1e-3}, {'problems.level': 2}, {'sampler.max_new_tokens': 13}]
+  others += [{'model.width': 24}, {'model.tower.layers': 1}]
+  names = {embedded.fingerprint(tiny(**FEW | knobs)) for knobs in others}
+  with jax.threefry_partitionable(False):  # other random numbers
+    names.add(embedded.fingerprint(tiny(**FEW)))
+  assert len(names | {here}) == 7
+
+
+@pytest.mark.parametrize('more', [{}, {'lora.rank': 2}, runs.ROUTED], ids=str)
+def test_a_run_and_one_from_the_directory_that_it_made_are_the_same(more, tmp_path):
+  knobs = {'steps': 2, 'evaluate.every': 1} | more
+  made = tiny(**knobs)
+  path = embedded.directory(made)
+  again = {k: v for k, v in knobs.items() if k not in runs.ROUTED} | {
+    'model.path': path
+  }
+  for name, config in (('made', made), ('path', tiny(**again))):
+    assert runs.train(config, tmp_path / name) == 0
+  one, two = (runs.last_run(tmp_path / name) for name in ('made', 'path'))
+  assert one.rows == two.rows and one.scalars == two.scalars
+  assert same(one.arrays, two.arrays)
 
 
 # --------------------------------------- the supervised stage: which tokens weigh what
@@ -149,7 +162,7 @@ SPEC = transformer.ModelSpec(
 
 @pytest.fixture(scope='module')
 def reader():
-  return tokenizer.load('characters', '{problem}\n')
+  return tokenizer.embedded('{problem}\n')
 
 
 def made_problems(count):
@@ -191,7 +204,6 @@ def test_rows_are_cut_at_their_length(reader):
 
 
 def test_the_tokenizer_is_the_models_unless_another_is_named():
-  assert tiny().tokenizer.path == 'characters'
   assert tiny(**{'model.path': 'm'}).tokenizer.path == 'm'
   assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer.path == 't'
   assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
@@ -264,13 +276,3 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
   assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'
   assert spec.vocab == inputs.open_model(tiny()).spec.vocab > v.image_token
   assert spec.mrope == (2, 3, 3)  # of 8 pairs, as Qwen2.5-VL has 16, 24, 24 of 64
-
-
-def test_a_warm_start_is_found_by_what_it_depends_on():
-  without = {'model.tower.ffn': 8, 'problems.drawn.kind': 'dials'}
-  other = {'problems.source': 'drawn', 'problems.test_source': 'drawn'}
-  tower = {'model.tower.layers': 1}
-  kinds = [{}, without, {'sft.seed': 1}, other, other | tower]
-  kinds += [other | tower | without, other | without]
-  paths = [policy.warm_start_path(tiny(**knobs), 'w') for knobs in kinds]
-  assert paths[0] == paths[1] and len(set(paths)) == 6
