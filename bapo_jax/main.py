@@ -46,7 +46,7 @@ READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no c
 STORED = ('eval', 'export', 'show', 'report')
 PATHS = ('config', 'workdir', 'run', 'to')  # flags
 # All that an export reads of a stored config: files of rewards may be gone.
-EXPORTED = ('model', 'lora', 'tokenizer', 'sampler')
+EXPORTED = ('model', 'lora', 'tokenizer', 'sampler', 'sft')
 WORKDIR = 'runs/default'
 KNOB = re.compile(r'--?(no)?config\.')
 # (flag, modes that have it, default, meaning). The default has the type of the flag.
@@ -343,7 +343,6 @@ def sweep(args: argparse.Namespace) -> int:
   """Trains the grid of --set and --seeds; returns the exit status."""
   from bapo_jax.tools import sweep as tool
 
-  configs = {}
   commands = {}
   for name, overrides in tool.grid(args.set, tool.seeds_of(args.seeds)).items():
     for override in overrides:
@@ -352,9 +351,9 @@ def sweep(args: argparse.Namespace) -> int:
         raise ValueError(f'{fixed[0]}: the sweep sets this knob; leave it out')
     knobs = [*args.knobs, *overrides]
     commands[name] = [f'--config={args.config}', *knobs]
-    configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
+    config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))  # or it is refused
   places = tool.environments(args.workers, args.per_device)
-  return tool.sweep(configs, commands, args.workdir, places)
+  return tool.sweep(commands, args.workdir, places)
 
 
 def run(args: argparse.Namespace, config: 'Config') -> int:

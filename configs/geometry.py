@@ -43,7 +43,7 @@ def tiny() -> ConfigDict:
   config = defaults()
   config.title = 'drawn bars, tiny'
   config.steps = 40
-  config.model.tower.layers = 2
+  config.sft.tower.layers = 2
   config.model.remat = 'none'  # there is memory enough
   config.problems.update(source='drawn', test_source='drawn', train=4096, test=512)
   config.prompts.max_prompt_tokens = 29  # 16 of the picture, 13 of the question

@@ -1,10 +1,11 @@
-"""Renames the knobs in recorded configs: those of a rule have lost a level.
+"""Renames the knobs in recorded configs.
 
   python -m lab.rename_knobs RUN...        rewrites the config.json of these workdirs
 
 Of {'rule': 'fixed', 'fixed': {'low': 0.8}, 'balanced': {...}, 'own': {}} only
 {'rule': 'fixed', 'low': 0.8} stays: the knobs of the chosen rule, and those that all
-rules of the part have. A config with the new names stays as it is.
+rules of the part have. The sizes of the embedded policy move from `model` to `sft`. A
+config with the new names stays as it is.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 from bapo_jax.runtime import files
 from bapo_jax.training.config import PARTS
+from bapo_jax.training.knobs import SftConfig
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +36,10 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
   for name in ('rewards', 'problems'):
     if 'own' in new.get(name, {}):
       new[name]['custom'] = new[name].pop('own')
+  model = new.get('model', {})
+  sizes = {name: model.pop(name) for name in SftConfig.model_fields if name in model}
+  if sizes:
+    new['sft'] = sizes | new.get('sft', {})
   return new
 
 

@@ -7,7 +7,7 @@ r"""Runs an experiment with several workers, and tabulates its arms over the see
 Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
 writes <results>/<experiment>/<run>.json; when all runs are done, these files become
 <results>/<experiment>.jsonl, a line per run. Of the runs that start from the same
-policy, the first makes it in <runs> and the others wait. Ctrl-C stops all runs
+policy wait for the first, which makes it in <runs>. Ctrl-C stops all runs
 after their step; the same command resumes. Overrides such as --config.steps=3 change
 the shared config; --table only prints the table. Results name a commit: uncommitted
 changes, and stored results of another config or code version, raise an error.
@@ -101,14 +101,13 @@ def train_all(
   undone = experiments.undone(results, specs, machine.versions())
   # Not the user's cache: a policy in it may be of another version.
   os.environ['XDG_CACHE_HOME'] = os.path.abspath(pathlib.Path(folder).parent)
-  waiting = {run: runner.policy_of(spec.config) for run, spec in undone.items()}
-  log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
+  log(f'{len(specs) - len(undone)} of {len(specs)} runs are done.')
   # Runs of equal shapes share compiled programs; even small programs are cached.
   os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.abspath(f'{folder}/compiled')
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
   with locked(folder), writable(folder):
     failed, signal = runner.drive(
-      waiting,
+      undone,
       lambda run, core: runner.launch(
         [*command, f'--only={run}'], f'{folder}/{run}.log', core
       ),

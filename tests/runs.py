@@ -41,12 +41,12 @@ GIVEN = os.environ.get('XLA_FLAGS', '').split()
 FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
 TINY: dict[str, Any] = {
   'steps': 4,
-  'model.width': 16,
-  'model.layers': 1,
-  'model.heads': 2,
-  'model.kv_heads': 2,
-  'model.head_width': 8,
-  'model.ffn': 16,
+  'sft.width': 16,
+  'sft.layers': 1,
+  'sft.heads': 2,
+  'sft.kv_heads': 2,
+  'sft.head_width': 8,
+  'sft.ffn': 16,
   'problems.family': 'chain',  # one guess in ten is right: something to learn
   'problems.level': 1,
   'problems.train': 24,
@@ -232,7 +232,7 @@ TALK = {
   'rollout.environment': f'{ROOT}/tests/my_functions.py:answer',
   'rollout.max_turns': 3,
 }
-ROUTED = {'model.experts': 4, 'model.ffn': 8}
+ROUTED = {'sft.experts': 4, 'sft.ffn': 8}
 PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,

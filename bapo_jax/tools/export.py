@@ -75,7 +75,7 @@ def check_config(config: Config, workdir: str) -> None:
   before = read_config(workdir)
   now = config.model_dump(mode='json')
   defaults = Config().model_dump(mode='json')
-  for section in ('model', 'lora', 'tokenizer'):
+  for section in ('model', 'lora', 'tokenizer', 'sft'):
     # A run that predates a knob used its default.
     was = defaults[section] | before.get(section, {})
     for name, old, new in differences(was, now[section], section):

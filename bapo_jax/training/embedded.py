@@ -7,13 +7,16 @@
 From then on the directory is like that of a published model.
 """
 
+import atexit
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import os
 import pathlib
-import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,6 @@ from bapo_jax.models import transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.hf.safetensors_io import ONE_FILE
 from bapo_jax.models.knobs import (
   MERGE,
   TOWER_HEADS,
@@ -41,6 +43,7 @@ from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime import cache, digests, files, jax_options
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import sft
+from bapo_jax.training.knobs import SftConfig, TowerConfig
 from bapo_jax.training.schema import Config
 from bapo_jax.types import Tree
 
@@ -63,7 +66,7 @@ def directory(config: Config) -> str:
   path = os.path.join(
     cache.home(config.cache) or _unshared(), 'policies', name, 'model'
   )
-  if not os.path.isdir(path):
+  if not is_described(path):
     describe(config, path)
   return path
 
@@ -78,7 +81,6 @@ def fingerprint(config: Config) -> str:
     {
       'version': VERSION,
       'sft': config.sft.model_dump(),
-      'model': config.model.model_dump(include={*SIZES, 'tower'}),
       'tokenizer': config.tokenizer.model_dump(),
       'problems': config.problems.model_dump(exclude=LATER),
       'code': custom_code.digest(source) if custom_code.is_path(source) else '',
@@ -90,47 +92,51 @@ def fingerprint(config: Config) -> str:
 
 @functools.cache
 def _unshared() -> str:
-  """Returns a folder that ends with this process, for runs without a cache."""
-  folder = tempfile.TemporaryDirectory()
-  _open.append(folder)
-  return folder.name
+  """Returns a folder that is removed with this process, for runs without a cache."""
+  folder = tempfile.mkdtemp()
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  return folder
 
 
-_open: list[tempfile.TemporaryDirectory] = []  # removed at the end of the process
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+  """Makes a directory, and waits until no other process writes there."""
+  with files.naming(path):
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, '.lock'), 'w') as file:
+      with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+      yield
 
 
 def describe(config: Config, path: str) -> None:
-  """Writes a directory without weights: config.json, tokenizer, image options.
+  """Writes what a directory has beside weights: tokenizer, image options, config.json.
 
-  It appears when it is complete. If another process was faster, its directory stays.
+  The last file, config.json, shows that the others are complete.
   """
-  source = tokenizer_lib.directory(config.tokenizer.path)
   template = config.tokenizer.template
-  load = (
-    functools.partial(tokenizer_lib.load, source) if source else tokenizer_lib.embedded
-  )
-  tokenizer = load(template)
-  backend = tokenizer.backend
-  spec = spec_of(config, tokenizer)
-  ends = {'eos_token_id': list(tokenizer.eos), 'pad_token_id': backend.pad_token_id}
-  part = f'{path}.{secrets.token_hex(4)}.part'
-  try:
-    os.makedirs(part)
-    tokenizer_lib.save(tokenizer, source, part)
-    described = hf_config.config_of(spec) | ends
-    described |= {'bos_token_id': backend.bos_token_id, 'torch_dtype': 'float32'}
-    files.write_json(os.path.join(part, 'config.json'), described)
-    sampled = {'do_sample': True, 'temperature': 1.0} | ends
-    files.write_json(os.path.join(part, 'generation_config.json'), sampled)
-    if spec.vision:
-      pixels = hf_config.preprocessor_of(spec.vision)
-      files.write_json(os.path.join(part, hf_config.PIXELS), pixels)
-    os.rename(part, path)
-  except OSError:
-    if not os.path.isdir(path):
-      raise
-  finally:
-    shutil.rmtree(part, ignore_errors=True)
+  tokenizer = tokenizer_lib.embedded(template)
+  source = tokenizer_lib.directory(config.tokenizer.path)
+  if source:
+    tokenizer = tokenizer_lib.load(source, template)
+  spec = spec_of(config.sft, tokenizer)
+  ends = {'eos_token_id': list(tokenizer.eos)}
+  ends |= {'pad_token_id': tokenizer.backend.pad_token_id}
+  written = {'generation_config.json': ends | {'do_sample': True, 'temperature': 1.0}}
+  if spec.vision:
+    written[hf_config.PIXELS] = hf_config.preprocessor_of(spec.vision)
+  described = hf_config.config_of(spec) | ends
+  written['config.json'] = described | {'torch_dtype': 'float32'}
+  with _alone(path):
+    if not is_described(path):
+      tokenizer_lib.save(tokenizer, source, path)
+      for name, value in written.items():
+        files.write_json(os.path.join(path, name), value)
+
+
+def is_described(path: str) -> bool:
+  """Returns whether a directory has all files beside its weights."""
+  return os.path.isfile(os.path.join(path, 'config.json'))
 
 
 def has_weights(path: str) -> bool:
@@ -139,11 +145,17 @@ def has_weights(path: str) -> bool:
 
 
 def complete(config: Config, tokenizer: Tokenizer, data: Data, path: str) -> None:
-  """Adds the weights to the directory at `path`, as float32, by the warm start.
+  """Adds the weights, as float32, to the directory at `path` if it has none.
 
-  The first device of this process computes them. The file appears when it is complete.
-  Raises ValueError if the warm start diverges.
+  The first device of this process computes them; other processes wait. The file appears
+  when it is complete. Raises ValueError if the warm start diverges.
   """
+  with _alone(path):
+    if not has_weights(path):
+      _train(config, tokenizer, data, path)
+
+
+def _train(config: Config, tokenizer: Tokenizer, data: Data, path: str) -> None:
   log(f'Warm start of the embedded policy, once, by the section sft: {path}')
   spec = hf_config.read_spec(path, 'float32')
   mesh = sharding.make(devices=jax.local_devices()[:1])
@@ -162,9 +174,7 @@ def complete(config: Config, tokenizer: Tokenizer, data: Data, path: str) -> Non
   if not _finite(params):
     raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
   flat = transformer.flatten(params)
-  with files.naming(path), tempfile.TemporaryDirectory(dir=path) as part:
-    hf_weights.save(part, flat.__getitem__, spec)
-    os.replace(os.path.join(part, ONE_FILE), os.path.join(path, ONE_FILE))
+  hf_weights.save(path, flat.__getitem__, spec)
 
 
 @jax.jit  # one program, not two per shape
@@ -172,7 +182,7 @@ def _finite(tree: Tree) -> Array:
   return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
-# Knobs of the section `model` that are sizes of the policy.
+# Knobs of the section `sft` that are fields of ModelSpec.
 SIZES = (
   'width',
   'layers',
@@ -185,25 +195,23 @@ SIZES = (
 )
 
 
-def spec_of(config: Config, tokenizer: Tokenizer) -> ModelSpec:
+def spec_of(knobs: SftConfig, tokenizer: Tokenizer) -> ModelSpec:
   """Returns the sizes of the embedded policy: a Qwen2, or a Qwen3 with experts."""
-  knobs = config.model
   # Rounded up as in published models, so that the vocabulary divides over devices.
   vocab = -(-len(tokenizer.backend) // 8) * 8
   kind = {'qkv_bias': not knobs.experts, 'qk_norm': knobs.experts > 0}
   spec = ModelSpec(
     vocab=vocab, **{name: getattr(knobs, name) for name in SIZES}, **kind
   )
-  return _with_tower(config, spec, tokenizer) if knobs.tower.layers else spec
+  return _with_tower(knobs.tower, spec, tokenizer) if knobs.tower.layers else spec
 
 
-def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
+def _with_tower(knobs: TowerConfig, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
   """Adds a vision tower.
 
   The rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate by time, the
   rest by row and column.
   """
-  knobs = config.model.tower
   tower = VisionSpec(
     **knobs.model_dump(),
     heads=TOWER_HEADS,

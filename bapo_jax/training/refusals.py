@@ -119,11 +119,6 @@ def _conflicts(config: Config) -> Iterator[str]:
   group_size = config.sampler.group_size
   longest = config.sampler.max_new_tokens
   yield from _sampling(config)
-  if not config.model.path and config.model.experts and config.model.tower.layers:
-    yield (
-      f'model.tower.layers={config.model.tower.layers} conflicts with model.experts='
-      f'{config.model.experts}: models with experts are text-only; set one of them to 0'
-    )
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
       yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'

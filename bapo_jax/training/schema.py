@@ -63,7 +63,7 @@ class Config(Section):
   teacher: train.TeacherConfig = knob(train.TeacherConfig, 'Teacher.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
-  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
+  sft: train.SftConfig = knob(train.SftConfig, 'The embedded policy.', needs='embedded')
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')

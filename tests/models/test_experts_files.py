@@ -336,7 +336,7 @@ def test_experts_of_a_narrow_actor_have_a_scale_per_expert_and_output(params):
 
 
 def test_a_run_is_exported(tmp_path):
-  config = tiny(**{'model.experts': 4, 'model.active': 2})
+  config = tiny(**{'sft.experts': 4, 'sft.active': 2})
   workdir = str(tmp_path / 'work')
   experiment.claim(workdir, config)
   trained = inputs.open_model(config).spec

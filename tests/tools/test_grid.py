@@ -20,31 +20,6 @@ def script(text, *args):
   return subprocess.Popen([sys.executable, '-c', text, *map(str, args)])
 
 
-def always(policy):
-  return True
-
-
-def test_a_run_waits_for_the_policy_that_another_makes(capsys):
-  ended, order = set(), []
-
-  def start(run, core):
-    order.append(run)
-    processes[run] = script('import time; time.sleep(0.3)')
-    return processes[run]
-
-  def ready(policy):
-    ended.update(r for r, p in processes.items() if p.poll() is not None)
-    return any(waiting[r] == policy for r in ended)
-
-  processes, waiting = {}, {'a1': 'a', 'a2': 'a', 'b1': 'b'}
-  assert sweep.drive(waiting, start, workers=2, ready=ready) == ({}, 0)
-  # a2 needs the policy of a1, so the second core takes b1 first.
-  assert order == ['a1', 'b1', 'a2']
-  assert (
-    'a1 makes the embedded policy for others, which wait.' in capsys.readouterr().out
-  )
-
-
 def test_every_worker_has_its_core_and_a_failed_run_is_named():
   cores, most, processes = {}, [], []
 
@@ -55,8 +30,8 @@ def test_every_worker_has_its_core_and_a_failed_run_is_named():
     processes.append(script(wait, 7 if run == 'r1' else 0))
     return processes[-1]
 
-  waiting = {f'r{i}': f's{i}' for i in range(5)}
-  assert sweep.drive(waiting, start, workers=2, ready=always) == ({'r1': 7}, 0)
+  waiting = [f'r{i}' for i in range(5)]
+  assert sweep.drive(waiting, start, workers=2) == ({'r1': 7}, 0)
   assert sorted(cores) == sorted(waiting), 'a failed run does not stop the others'
   assert set(cores.values()) == {0, 1} and max(most) == 2
 
@@ -85,7 +60,7 @@ def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  ended = sweep.drive({'a': 's', 'b': 's'}, start, workers=1, ready=always)
+  ended = sweep.drive(['a', 'b'], start, workers=1)
   thread.join()
   assert started == ['a'] and ended == ({}, signal.SIGINT)
   assert (tmp_path / 'a').read_text() == '1', 'signalled once'

@@ -84,14 +84,13 @@ def test_runs_share_a_policy(shared, capsys):
   assert capsys.readouterr().out.count('Warm start of') == 2
   assert {file.name for file in path.iterdir()} == {
     *('config.json', 'generation_config.json', 'model.safetensors'),
-    *('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja'),
+    *('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', '.lock'),
   }
 
 
 def test_a_killed_warm_start_begins_again(shared):
   made, path = shared
-  (path / 'tmp').mkdir()
-  (path / 'tmp' / 'model.safetensors').write_bytes(b'half')
+  (path / 'model.safetensors.part').write_bytes(b'half')
   assert not embedded.has_weights(str(path))
   first = load(made)
   (path / 'model.safetensors').unlink()
@@ -114,7 +113,6 @@ def test_processes_that_start_together_write_one_directory(shared):
     thread.start()
   for thread in threads:
     thread.join()
-  assert os.listdir(path.parent) == ['model'], 'no part is left'
   assert not hf_directory.missing(str(path), ('config.json', 'tokenizer.json'))
 
 
@@ -123,7 +121,7 @@ def test_a_policy_is_named_by_all_that_its_weights_depend_on():
   same_policy = {'clip.rule': 'fixed', 'model.remat': 'full', 'mesh.data': 2, 'seed': 3}
   assert embedded.fingerprint(tiny(**FEW, **same_policy)) == here
   others = [{'sft.lr': 1e-3}, {'problems.level': 2}, {'sampler.max_new_tokens': 13}]
-  others += [{'model.width': 24}, {'model.tower.layers': 1}]
+  others += [{'sft.width': 24}, {'sft.tower.layers': 1}]
   names = {embedded.fingerprint(tiny(**FEW | knobs)) for knobs in others}
   with jax.threefry_partitionable(False):  # other random numbers
     names.add(embedded.fingerprint(tiny(**FEW)))
@@ -223,7 +221,7 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   assert model.tokenizer.backend.name_or_path == str(other)
 
 
-@pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'model.tower.layers': 1}])
+@pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'sft.tower.layers': 1}])
 def test_a_tower_that_cannot_be_trained_is_refused(knobs):
   with pytest.raises(ValueError, match=r'model\.train_tower=True'):
     inputs.open_model(tiny(**{'model.train_tower': True} | knobs))
@@ -265,12 +263,12 @@ def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
 
 def seeing(**knobs):
   """The spec of the embedded policy with a tower."""
-  config = tiny(**{'model.tower.layers': 2} | knobs)
+  config = tiny(**{'sft.tower.layers': 2} | knobs)
   return inputs.open_model(config).spec
 
 
 def test_the_embedded_policy_has_the_tower_of_its_knobs():
-  spec = seeing(**{'model.head_width': 16, 'model.tower.ffn': 40})
+  spec = seeing(**{'sft.head_width': 16, 'sft.tower.ffn': 40})
   v = spec.vision
   assert (v.layers, v.width, v.heads, v.ffn, v.out) == (2, 32, 2, 40, spec.width)
   assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'

@@ -40,7 +40,7 @@ SLIPS = [  # overrides, what the sentence must say
   ('rewards.workers=4', "set rewards.rule='math'"),
   ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
   ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
-  ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
+  ('model.path=models/m sft.width=32', "while model.path='models/m'; remove it"),
   ('problems.countdown.largest=20', "problems.test_source to 'countdown'"),
   ('problems.pair.hard=0.5', "set problems.family='pair'"),
   ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
@@ -155,8 +155,8 @@ EVERYWHERE = [
   {'problems.source': 'countdown', 'problems.test_source': 'countdown'},
   {'problems.source': 'drawn', 'problems.test_source': 'drawn'},
   {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl', 'lora.rank': 2},
-  {'model.experts': 4, 'loss.kl': 0.1},
-  {'model.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
+  {'sft.experts': 4, 'loss.kl': 0.1},
+  {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
 ]
 
 
