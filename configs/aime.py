@@ -4,7 +4,7 @@ r"""RL with verifiable rewards on problems whose answers are integers in \boxed{
   .venv/bin/python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny_fixed \
     --config.clip.rule=fixed
 
-`tiny` (the default): made problems (bapo_jax/data/made/synthetic.py) and a policy of
+`tiny` (the default): made problems (bapo_jax/data/synthetic.py) and a policy of
 0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes
 minutes on two CPU cores; log/ has the held-out accuracy at temperature 1.
 

@@ -115,9 +115,8 @@ def history() -> None:
   """
   config = embedded({
     'steps': 40,
-    'problems.level': 3,
-    'problems.train': 96,
-    'problems.test': 64,
+    'problems.custom.train': 96,
+    'problems.custom.test': 64,
     'prompts.count': 32,
     'sft.clean': 250,
     'sft.noisy': 0,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pathlib
 from typing import NamedTuple
 
 import making
@@ -105,11 +106,14 @@ def problems() -> Pictured:
 
 
 # A tiny run on drawn pictures; see runs.TINY.
+PICTURES = f'{pathlib.Path(__file__).parents[1]}/examples/drawn.py:drawn'
 DRAWN = {
-  'problems.source': 'drawn',
-  'problems.test_source': 'drawn',
-  'problems.drawn.shown': 2,
-  'problems.drawn.terms': 1,
+  'problems.source': PICTURES,
+  'problems.test_source': PICTURES,
+  'problems.custom.shown': 2,
+  'problems.custom.terms': 1,
+  'problems.custom.train': 24,
+  'problems.custom.test': 4,
   'prompts.max_prompt_tokens': 26,
   'prompts.count': 4,
   'sampler.max_num_seqs': 8,
@@ -117,7 +121,6 @@ DRAWN = {
   'sft.tower.layers': 2,
   'sft.tower.width': 8,
   'sft.tower.ffn': 8,
-  'problems.test': 4,
   'sampler.max_new_tokens': 8,
   'sft.clean': 2,
 }

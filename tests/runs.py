@@ -39,6 +39,7 @@ CONFIG = ROOT / 'configs' / 'aime.py'
 # Of the tests, without their number of devices: children find programs in the cache.
 GIVEN = os.environ.get('XLA_FLAGS', '').split()
 FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
+CHAINS = f'{ROOT}/tests/chains.py:chains'
 TINY: dict[str, Any] = {
   'steps': 4,
   'sft.width': 16,
@@ -47,10 +48,8 @@ TINY: dict[str, Any] = {
   'sft.kv_heads': 2,
   'sft.head_width': 8,
   'sft.ffn': 16,
-  'problems.family': 'chain',  # one guess in ten is right: something to learn
-  'problems.level': 1,
-  'problems.train': 24,
-  'problems.test': 16,
+  'problems.source': CHAINS,  # one guess in ten is right: something to learn
+  'problems.test_source': CHAINS,
   'prompts.count': 8,
   'sampler.group_size': 4,
   'sampler.max_new_tokens': 12,

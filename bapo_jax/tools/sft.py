@@ -4,7 +4,7 @@ import os
 
 from bapo_jax.autosetup import derive
 from bapo_jax.runtime.progress import log
-from bapo_jax.training import embedded
+from bapo_jax.training import sft as policy
 from bapo_jax.training.config import Config
 
 
@@ -21,7 +21,7 @@ def sft(config: Config, to: str) -> int:
   if os.path.lexists(to):
     raise ValueError(f'--to={to} exists; give a new directory')
   r = derive.prepare(config, '')
-  embedded.describe(r.config, to)
-  embedded.complete(r.config, r.tokenizer, r.data, to)
-  log(f'Policy {embedded.fingerprint(r.config)}: {to}')
+  policy.describe(r.config, to)
+  policy.complete(r.config, r.tokenizer, r.data, to)
+  log(f'Policy {policy.fingerprint(r.config)}: {to}')
   return 0

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data.knobs import MADE
 from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -107,7 +106,6 @@ def count(
   weights, moments, gradients, actor = whole_state(config, spec)
   weights += teacher_bytes(config, spec)
   T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
-  evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
   # Bytes per token, of all devices and of one.
   recorded, recorded_here = (RECORDED + route_bytes(spec, n) for n in (1, tensor))
   buffered = float(c.batch.uses_buffer * c.buffer.capacity * G * T)
@@ -144,7 +142,7 @@ def count(
     saved=saved,
     cache=cache / shards,
     sampling=sampling,
-    responses=recorded_here * max(c.places * G, c.seats * G, evaluated) * T / shards,
+    responses=recorded_here * max(c.places * G, c.seats * G) * T / shards,
     buffer=recorded_here * buffered / (1 if c.buffer.capacity % shards else shards),
     checkpoint=checkpoint,
     disk=(c.checkpoint.keep + c.checkpoint.best + 1) * sum(checkpoint.values()),

@@ -31,7 +31,8 @@ from bapo_jax.training.schema import CHOICES, PARTS, Config
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
-BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
+SOURCES = ('problems.source', 'problems.test_source')
+BY_PROGRAM = ('code', 'derived')  # knobs that the program sets
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -49,9 +50,6 @@ def parse(values: dict[str, Any]) -> Config:
   """
   config = knobs.validate(Config, values)
   tokenizer = config.tokenizer.with_model(config.model.path)
-  rules = config.rewards.rule, config.rollout.environment, config.problems.source
-  whole = any(map(custom_code.paths_in, rules))
-  config = config.with_values(problems={'whole': whole})
   config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
   # A knob that is still to be derived has its default: it is judged once it is derived.
   given = traverse_util.flatten_dict(values, sep='.')
@@ -65,7 +63,8 @@ def code(config: Config) -> tuple[str, ...]:
   """Returns 'file digest' of every custom function that the config names."""
   texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
   named = {path for text in texts for path in custom_code.paths_in(text)}
-  paths = {path for path in named if not path.endswith('.py')}  # such as a title
+  # Not a title that ends in .py, nor a function that the package names.
+  paths = {path for path in named if ':' in path and not path.endswith('.py')}
   return tuple(
     sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
   )
@@ -80,6 +79,7 @@ def defaults() -> ConfigDict:
   values = Config().model_dump()
   for name in PARTS:
     _drop_rule(values, name)
+  values['problems']['custom'] = {}  # the knobs of problems.source, which may change
   return ConfigDict(values)
 
 
@@ -240,7 +240,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   """Returns a copy of nested values with the values of dotted names replaced.
 
   If the rule of a part changes, only the knobs that all rules of the part have keep
-  their values: the new rule starts from its defaults.
+  their values: the new rule starts from its defaults. If the function that returns the
+  problems changes, the knobs that the new function lacks are dropped.
 
   Raises ValueError if a section is not a mapping.
   """
@@ -258,6 +259,13 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
       target[section] = dict(inner)
       target = target[section]
     target[key] = changes[name]
+  if changes.keys() & set(SOURCES):
+    problems = values['problems']
+    known = known_knobs({'problems': problems}).keys() | changes.keys()
+    custom = problems.get('custom', {})
+    problems['custom'] = {
+      x: custom[x] for x in custom if f'problems.custom.{x}' in known
+    }
   return values
 
 

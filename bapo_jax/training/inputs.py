@@ -15,7 +15,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.training import embedded
+from bapo_jax.training import sft
 from bapo_jax.training.schema import Config
 
 
@@ -58,7 +58,8 @@ def read(config: Config) -> Inputs:
     )
   # A damaged model is found before data are downloaded, and the other way round.
   model = None if lacks else open_model(config, directory)
-  data = sources.read(config.problems)
+  # A custom function may read every field of a row.
+  data = sources.read(config.problems, whole=bool(config.called))
   if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
   return Inputs(model, data)
@@ -70,7 +71,7 @@ def resolve(config: Config) -> str:
   The weights of the embedded policy, the default, may be missing.
   """
   path = config.model.path
-  return hf_directory.resolve(path) if path else embedded.directory(config)
+  return hf_directory.resolve(path) if path else sft.directory(config)
 
 
 def open_model(config: Config, directory: str | None = None) -> Model:

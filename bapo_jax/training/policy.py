@@ -15,7 +15,7 @@ from bapo_jax.runtime import exchange, hosts
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.sharding import path_name
-from bapo_jax.training import budget, checkpoint, embedded, inputs
+from bapo_jax.training import budget, checkpoint, inputs, sft
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.checkpoint import Read
 from bapo_jax.training.config import Config
@@ -34,9 +34,9 @@ def load(r: Resolved, timer: PhaseTimer) -> Tree:
   path = r.model.directory
   if not r.config.model.path:
     with hosts.first_ahead():
-      if not embedded.has_weights(path):
+      if not sft.has_weights(path):
         with timer('warm start'):
-          embedded.complete(r.config, r.tokenizer, r.data, path)
+          sft.complete(r.config, r.tokenizer, r.data, path)
     hosts.same_everywhere({'embedded policy': hf_directory.identity(path)})
   with timer('load'):
     return hf_weights.load(path, r.spec, r.mesh)

@@ -10,6 +10,7 @@ A start raises the first refusal; --mode=check prints all.
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,15 +32,14 @@ from bapo_jax.algorithms.replay_buffer import (
   ThresholdRule,
 )
 from bapo_jax.data import conversation, pictures, sources
-from bapo_jax.data.knobs import MADE
 from bapo_jax.data.row import Row
 from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
-from bapo_jax.training import embedded
+from bapo_jax.training import sft
 from bapo_jax.training.inputs import Inputs, open_teacher
-from bapo_jax.training.schema import Config
+from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import (
   Bounds,
   agree,
@@ -140,11 +140,6 @@ def _conflicts(config: Config) -> Iterator[str]:
       f'rewards.shaping.overlong_cache={shaping.overlong_cache} is too large: give '
       f'at most sampler.max_new_tokens={longest} tokens'
     )
-  if config.problems.source in MADE and count > (train := config.problems.train):
-    yield (
-      f'prompts.count={count} exceeds problems.train={train}, the number of '
-      'generated training problems; lower prompts.count or raise problems.train'
-    )
   if seats % config.learner.minibatches:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (
@@ -232,14 +227,6 @@ def _contradictions(config: Config) -> Iterator[str]:
     )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
-  if 'countdown' in config.rewards.rule.split(','):
-    for name in ('source', 'test_source'):
-      if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
-        yield (
-          "rewards.rule='countdown' reads numbers and a target from the right answer, "
-          f'but that of problems.{name}={source!r} is a number; choose '
-          "rewards.rule='aime'"
-        )
 
 
 def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
@@ -297,10 +284,10 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
       f"model.path={config.model.path}, or remove that token from the tokenizer's files"
     )
   yield from of_positions(config, spec.positions)
-  if embedded.has_weights(directory):
+  if sft.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)
   else:
-    yield from _raised(sources.sft_problems, config.problems, inputs.data)
+    yield from _raised(sources.imitated, config.problems, inputs.data)
   if config.rollout.environment:
     yield from _raised(conversation.between, tokenizer, config.rollout.custom.role)
   yield from _raised(open_teacher, config, inputs.model)
@@ -320,8 +307,6 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
     check_pictures(row)
 
   sources.check(config.problems, inputs.data, check_row)
-  for knob in sources.SPLITS:  # generated rows are all alike
-    check_pictures(inputs.data.of(knob)[0])
 
 
 def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
@@ -338,7 +323,8 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   Yields a sentence for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  if not config.code:  # the arrays below would compile a program each
+  # The arrays below would compile a program each.
+  if not any(operator.attrgetter(name)(config).custom for name in PARTS):
     return
   G = config.sampler.group_size
   steps = bool(config.rewards.custom.steps)

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from bapo_jax import custom_code
 from bapo_jax.algorithms.advantage import Advantage, GroupRelative
 from bapo_jax.algorithms.batch_rules import Batching, FreshOnly
 from bapo_jax.algorithms.clip import Balanced, Clip
@@ -67,6 +68,11 @@ class Config(Section):
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
+
+  @property
+  def called(self) -> list[str]:
+    """The user's functions that score or answer responses."""
+    return custom_code.paths_in(f'{self.rewards.rule},{self.rollout.environment}')
 
   @property
   def row_length(self) -> int:

@@ -33,7 +33,7 @@ def test_every_arm_runs_at_every_level_with_every_seed():
   assert run.config.learner.minibatches == 4 and run.config.seed == 1
   assert run.config.sft.seed == 1 and run.config.cache == ''
   assert run.config.clip.low == 0.6 and run.config.clip.high == 1.2
-  assert run.config.problems.family == 'chain'
+  assert run.config.problems.source.endswith('chains.py:chains')
   assert runs['grpo-k4-seed1'].config.clip.low == 0.8, 'arms are independent'
 
 

@@ -163,7 +163,7 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
   config, workdir, _ = pictured_run
   before = json.loads((workdir / 'eval' / '4.json').read_text())['samples']
-  blank = tiny(**runs.RECORDED['pictures'], **{'problems.drawn.kind': 'blank'})
+  blank = tiny(**runs.RECORDED['pictures'], **{'problems.custom.kind': 'blank'})
   samples = []
   for name, made in (('same', config), ('blank', blank)):
     to = str(tmp_path / name)

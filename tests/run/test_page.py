@@ -100,7 +100,7 @@ def test_what_no_user_set_is_not_listed_as_set(tmp_path):
   (run / 'config.json').write_text(json.dumps(config.model_dump()))
   text = made(run).text
   assert '<code>model.path</code>' in text
-  for name in ('tokenizer.path', 'derived', 'code', 'problems.whole'):
+  for name in ('tokenizer.path', 'derived', 'code'):
     assert f'<code>{name}</code>' not in text, name
   *_, meaning = cells(text, 'steps')
   assert meaning.startswith('Derived. ')

@@ -112,7 +112,8 @@ def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path)
 
 
 def test_runs_of_a_seed_share_a_policy_and_are_compared(tmp_path, capsys):
-  sizes = 'steps=1 sft.clean=3 sft.noisy=1 problems.train=64 problems.test=16'
+  sizes = 'steps=1 sft.clean=3 sft.noisy=1'
+  sizes += ' problems.custom.train=64 problems.custom.test=16'
   flags = [f'--config.{size}' for size in sizes.split()]
   arguments = ['bapo', 'sweep', '--config=configs/aime.py', f'--workdir={tmp_path}']
   arguments += ['--set', 'clip.rule=fixed,unclipped', '--seeds=4', *flags]

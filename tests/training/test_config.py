@@ -97,7 +97,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     },
     ['buffer.thresholds.low=(0.3, 0.3) with high=(0.3, 0.3)'],
   ),
-  ({'rewards.rule': 'countdown'}, ["problems.source='synthetic'"]),
   (
     QUANTISED,
     ["recompute_logprobs='on'", "actor_dtype='int8'", 'weight_sync_interval=2'],

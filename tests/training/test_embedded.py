@@ -13,15 +13,13 @@ import pytest
 import runs
 from runs import same, source, tiny
 
-from bapo_jax import sharding
 from bapo_jax.data import prompts, sources, tokenizer
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import synthetic
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import embedded, inputs, policy, sft
+from bapo_jax.training import inputs, policy, sft
 from bapo_jax.training.resolve import resolve
 
 FEW = {'sft.clean': 2, 'sft.noisy': 1}
@@ -31,16 +29,14 @@ def load(made):
   return policy.load(resolve(made), PhaseTimer())
 
 
-def fitted(made, seed):
-  """The weights after a warm start with this seed."""
+def fitted(made):
+  """The weights after a warm start."""
   r = resolve(made)
-  problems = sources.sft_problems(made.problems, r.data)
-  fit = sharding.under(r.mesh, sft.fit)
-  fixed = r.tokenizer, r.spec, r.mesh, made.row_length
-  return fit(*fixed, *problems, made.sft, seed, r.schedule)
+  imitated = sources.imitated(made.problems, r.data)
+  return sft.fit(r.tokenizer, r.spec, made.row_length, imitated, made.sft)
 
 
-# Norms of what 12 steps change, by embedded.VERSION: raise it if they change, since
+# Norms of what 12 steps change, by sft.VERSION: raise it if they change, since
 # runs share policies of the same version.
 GOLDEN = {
   1: {
@@ -59,9 +55,9 @@ GOLDEN = {
 def test_a_warm_start_gives_the_weights_of_its_version(one_device):
   made = tiny(**{'sft.clean': 8, 'sft.noisy': 4})
   first = transformer.init(resolve(made).spec, jax.random.key(0))
-  first, last = (transformer.flatten(x) for x in (first, fitted(made, 0)))
+  first, last = (transformer.flatten(x) for x in (first, fitted(made)))
   changes = {name: float(jnp.linalg.norm(last[name] - first[name])) for name in first}
-  expected = GOLDEN[embedded.VERSION]
+  expected = GOLDEN[sft.VERSION]
   assert {name: changes[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
@@ -69,12 +65,12 @@ def test_a_warm_start_gives_the_weights_of_its_version(one_device):
 def shared(tmp_path, one_device):
   """Returns (config with a cache of its own, directory of its policy)."""
   made = tiny(**FEW, cache=str(tmp_path / 'cache'))
-  return made, pathlib.Path(embedded.directory(made))
+  return made, pathlib.Path(sft.directory(made))
 
 
 def test_runs_share_a_policy(shared, capsys):
   made, path = shared
-  assert not embedded.has_weights(str(path))
+  assert not sft.has_weights(str(path))
   first = load(made)
   other = tiny(**FEW, cache=made.cache, seed=1, **{'clip.rule': 'fixed'})
   assert same(load(other), first)
@@ -91,7 +87,7 @@ def test_runs_share_a_policy(shared, capsys):
 def test_a_killed_warm_start_begins_again(shared):
   made, path = shared
   (path / 'model.safetensors.part').write_bytes(b'half')
-  assert not embedded.has_weights(str(path))
+  assert not sft.has_weights(str(path))
   first = load(made)
   (path / 'model.safetensors').unlink()
   assert same(load(made), first)
@@ -108,7 +104,7 @@ def test_a_damaged_policy_is_refused_by_name(shared):
 def test_processes_that_start_together_write_one_directory(shared):
   made, path = shared
   shutil.rmtree(path)
-  threads = [threading.Thread(target=embedded.directory, args=(made,)) for _ in '1234']
+  threads = [threading.Thread(target=sft.directory, args=(made,)) for _ in '1234']
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -117,14 +113,18 @@ def test_processes_that_start_together_write_one_directory(shared):
 
 
 def test_a_policy_is_named_by_all_that_its_weights_depend_on():
-  here = embedded.fingerprint(tiny(**FEW))
+  here = sft.fingerprint(tiny(**FEW))
   same_policy = {'clip.rule': 'fixed', 'model.remat': 'full', 'mesh.data': 2, 'seed': 3}
-  assert embedded.fingerprint(tiny(**FEW, **same_policy)) == here
-  others = [{'sft.lr': 1e-3}, {'problems.level': 2}, {'sampler.max_new_tokens': 13}]
+  assert sft.fingerprint(tiny(**FEW, **same_policy)) == here
+  others = [
+    {'sft.lr': 1e-3},
+    {'problems.custom.level': 2},
+    {'sampler.max_new_tokens': 13},
+  ]
   others += [{'sft.width': 24}, {'sft.tower.layers': 1}]
-  names = {embedded.fingerprint(tiny(**FEW | knobs)) for knobs in others}
+  names = {sft.fingerprint(tiny(**FEW | knobs)) for knobs in others}
   with jax.threefry_partitionable(False):  # other random numbers
-    names.add(embedded.fingerprint(tiny(**FEW)))
+    names.add(sft.fingerprint(tiny(**FEW)))
   assert len(names | {here}) == 7
 
 
@@ -132,7 +132,7 @@ def test_a_policy_is_named_by_all_that_its_weights_depend_on():
 def test_a_run_and_one_from_the_directory_that_it_made_are_the_same(more, tmp_path):
   knobs = {'steps': 2, 'evaluate.every': 1} | more
   made = tiny(**knobs)
-  path = embedded.directory(made)
+  path = sft.directory(made)
   again = {k: v for k, v in knobs.items() if k not in runs.ROUTED} | {
     'model.path': path
   }
@@ -163,31 +163,24 @@ def reader():
   return tokenizer.embedded('{problem}\n')
 
 
-def made_problems(count):
-  knobs = ProblemsConfig(family='trial', level=2, train=count, test=1)
-  return synthetic.generate(knobs)[:count]
-
-
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
-  problems = made_problems(count)
-  encoded = prompts.encode(reader, [problem.row for problem in problems])
-  tokens = [prompt.tokens for prompt in encoded]
-  solve = synthetic.SOLVE['trial']
-  made = sft.rows(reader, tokens, problems, solve, length, 0, slip, repeat)
-  return problems, *made
+  problems = ProblemsConfig(custom={'level': 2, 'train': count, 'test': 1})
+  imitated = sources.imitated(problems, sources.read(problems))
+  tokens = [prompt.tokens for prompt in prompts.encode(reader, imitated)]
+  return imitated, *sft.rows(reader, tokens, imitated, length, 0, slip, repeat)
 
 
 def test_prompt_weighs_nothing_work_one_and_answer_four(reader):
   box, eos = tokenizer.CHARACTERS.index(r'\boxed{'), tokenizer.CHARACTERS.index('<eos>')
-  for problem, tokens_T, weight_T in zip(*rows(reader), strict=True):
+  for (problem, answer, *_), tokens_T, weight_T in zip(*rows(reader), strict=True):
     row = [tokenizer.CHARACTERS[i] for i in tokens_T]
-    prompt = len(problem.text) + 1
-    assert ''.join(row[:prompt]) == problem.text + '\n'
+    prompt = len(problem) + 1
+    assert ''.join(row[:prompt]) == problem + '\n'
     at, end = row.index(r'\boxed{'), row.index('<eos>')
     assert tokens_T[at] == box and tokens_T[end] == eos
     # The answer is the box, its number, the brace and the end: one digit modulo 7.
     padding = ['<pad>'] * (LENGTH - end - 1)
-    assert row[at:] == [r'\boxed{', str(problem.answer), '}', '<eos>', *padding]
+    assert row[at:] == [r'\boxed{', answer, '}', '<eos>', *padding]
     expected = [0] * prompt + [1] * (at - prompt) + [4] * (end + 1 - at)
     np.testing.assert_array_equal(weight_T, expected + [0] * (LENGTH - end - 1))
 
@@ -213,7 +206,7 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   other.mkdir()
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     (tmp_path / 'checkpoint-500' / name).rename(other / name)
-  knobs = {'model.path': path, 'problems.source': 'synthetic'}
+  knobs = {'model.path': path}
   with pytest.raises(ValueError, match=r'no tokenizer\.json'):
     inputs.read(tiny(**knobs))
   model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
