@@ -28,12 +28,12 @@ WAITING = 'Not finished: the results are shown when all runs are done.'
 
 
 def load(folder: str) -> types.SimpleNamespace:
-  """Returns the names of a folder's experiments.py and claims.py.
+  """Returns the names of a folder's experiments.py and claims.py, which go first.
 
   Raises:
     ValueError: one of the files is missing.
   """
-  parts = [experiments.run_file(f'{folder}/{x}.py') for x in ('claims', 'experiments')]
+  parts = [experiments.run_file(f'{folder}/{x}.py') for x in ('experiments', 'claims')]
   return types.SimpleNamespace(**vars(parts[0]) | vars(parts[1]))
 
 

@@ -19,9 +19,9 @@ from lab.evidence import (
   by_step_table,
   differ,
 )
-from lab.experiments import Result
+from lab.experiments import Experiment, Result
 from lab.outcomes import stopped_between
-from papers.bench import feedback, routes
+from papers.bench import experiments, feedback, own_rates, rates, routes
 
 FIXED = ('grpo', 'clip_higher', 'start', 'low85_high282', 'low90_high300')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
@@ -126,6 +126,13 @@ SHOWN = {
   },
   'routes': Shown((), whole=True, further=routes.tables),
   'routes_first': Shown((), whole=True, further=routes.first_update),
+  **{
+    f'{stage}_{setting}': Shown(
+      (), whole=True, further=functools.partial(further, setting=setting)
+    )
+    for stage, further in (('rates', own_rates.of_rates), ('own', own_rates.section))
+    for setting in ('s1', 's2')
+  },
   'quantised': Shown(
     (('before', 'final', 'collapsed', 'entropy', 'seconds'),),
     (Compared('int8', ('bfloat16',), 'final'),),
@@ -147,6 +154,15 @@ OUTCOME_OF = {
   'entropy': 'entropy',
   'share': 'positive share after the search',
 }
+
+
+NAMES = (*experiments.NAMES, *rates.NAMES)
+
+
+def get_experiment(name: str) -> Experiment:
+  """Returns one of NAMES, of experiments.py or of rates.py."""
+  file = rates if name in rates.NAMES else experiments
+  return file.get_experiment(name)
 
 
 def between(results: Mapping[str, Result]) -> tuple[bool, str]:

@@ -128,13 +128,14 @@ class Verdict(NamedTuple):
 def judged(
   compared: Sequence[Difference],
   results: Results,
-  margin: Mapping[str, float],
+  margin: Mapping[tuple[str, str], float],
   holds: Mapping[str, bool],
 ) -> list[Verdict]:
   """Tests comparisons in their order.
 
   Args:
-    margin: outcome -> size below which an effect is none; others have no margin.
+    margin: (experiment, outcome) -> size below which an effect is none; other
+      outcomes have no margin.
     holds: check -> whether it holds.
   """
   tests = [tested(by_seed(x, results)) for x in compared]
@@ -146,7 +147,7 @@ def judged(
       adjusted[i] = p
   verdicts = []
   for x, test, p in zip(compared, tests, adjusted, strict=True):
-    term = word(test, p, margin.get(x.outcome, 0.0), x.claimed)
+    term = word(test, p, margin.get((x.experiment, x.outcome), 0.0), x.claimed)
     if not all(holds[check] for check in x.checks):
       term = PREMISE_ABSENT
     verdicts.append(Verdict(x, test, p, term))

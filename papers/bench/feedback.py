@@ -365,7 +365,7 @@ def verdicts(results: Results, name: str) -> list[Verdict]:
   holds = {check: result[0] for check, (_, result) in checks(results, name).items()}
   planned = [x for x in DIFFERENCES if x.experiment == name]
   compared = [where_they_differ(x, results) for x in planned]
-  return judged(compared, results, {'area': MARGIN[name]}, holds)
+  return judged(compared, results, {(name, 'area'): MARGIN[name]}, holds)
 
 
 def tables(results: Results, name: str) -> str:

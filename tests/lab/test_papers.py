@@ -68,7 +68,11 @@ def test_seeds_of_tuning_and_of_tests_are_disjoint_and_enough(folder):
   assert not set(module.TUNING) & set(module.TEST) and len(module.TEST) >= 8
   for name in module.NAMES:
     seeds = module.get_experiment(name).seeds
-    if name in TUNED:
+    if name.startswith('rates_'):  # tuning seeds of protocol 5, used for nothing else
+      others = {x for x in module.NAMES if not x.startswith('rates_')}
+      used = set().union(*(module.get_experiment(x).seeds for x in others))
+      assert len(seeds) == 3 and not set(seeds) & used
+    elif name in TUNED:
       assert set(seeds) <= set(module.TUNING) and len(seeds) >= 2
     else:
       assert not set(seeds) & set(module.TUNING)
@@ -135,6 +139,7 @@ def test_every_result_names_a_commit_of_the_history():
     ('protocol2.md', [f'bench/results/{x}[./]*' for x in PROTOCOL_2 if x != 'tuning']),
     ('protocol3.md', ['bench/results/yoked*']),
     ('protocol4.md', ['bench/results/routes*']),
+    ('protocol5.md', ['bench/results/rates_*', 'bench/results/own_*']),
   ],
 )
 def test_a_protocol_is_older_than_the_results_that_it_governs(protocol, governed):
