@@ -126,7 +126,7 @@ DRAWN = {
 }
 
 # The embedded policy's reader, and a tower of one layer for its token of pictures.
-READER = tokenizer.embedded('{problem}\n')
+READER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 ONE_LAYER = dataclasses.replace(
   making.SEEING.vision,
   width=16,
@@ -134,5 +134,5 @@ ONE_LAYER = dataclasses.replace(
   heads=2,
   ffn=16,
   full_layers=(0,),
-  image_token=tokenizer.CHARACTERS.index('<image>'),
+  image_token=making.CHARACTERS.index('<image>'),
 )

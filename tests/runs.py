@@ -280,7 +280,7 @@ def source(path: pathlib.Path) -> str:
   spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
-  tokenizer = tokenizer_lib.characters()
+  tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   tokenizer.chat_template = f'Q: {tokenizer.chat_template}'
   tokenizer.save_pretrained(path)
   ends = {'eos_token_id': [1, 4], 'top_p': 0.95, 'do_sample': True}

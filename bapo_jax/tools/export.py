@@ -47,14 +47,14 @@ def export(
   if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
     raise ValueError(f'--to={to} is not an empty directory; give a new directory')
   model = inputs.open_model(config)
-  directory, tokenizer, spec = model
+  directory, _, spec = model
   part = to.rstrip('/') + '.bapo_jax.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   try:
     with files.naming(part):
       os.makedirs(part)
       source = inputs.tokenizer_directory(config, directory)
-      tokenizer_lib.save(tokenizer, source, part)
+      tokenizer_lib.save(source, part)
       if adapter:
         get = checkpoint.read_params(workdir, step)
         name = config.model.path or directory

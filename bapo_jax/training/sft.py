@@ -254,10 +254,8 @@ def describe(config: Config, path: str) -> None:
   The last file, config.json, shows that the others are complete.
   """
   template = config.tokenizer.template
-  tokenizer = tokenizer_lib.embedded(template)
-  source = tokenizer_lib.directory(config.tokenizer.path)
-  if source:
-    tokenizer = tokenizer_lib.load(source, template)
+  source = tokenizer_lib.directory(config.tokenizer.path) or tokenizer_lib.EMBEDDED
+  tokenizer = tokenizer_lib.load(source, template)
   spec = spec_of(config.sft, tokenizer)
   ends = {'eos_token_id': list(tokenizer.eos)}
   ends |= {'pad_token_id': tokenizer.backend.pad_token_id}
@@ -268,7 +266,7 @@ def describe(config: Config, path: str) -> None:
   written['config.json'] = described | {'torch_dtype': 'float32'}
   with _alone(path):
     if not is_described(path):
-      tokenizer_lib.save(tokenizer, source, path)
+      tokenizer_lib.save(source, path)
       for name, value in written.items():
         files.write_json(os.path.join(path, name), value)
 

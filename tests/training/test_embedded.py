@@ -8,6 +8,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import pytest
 import runs
@@ -15,7 +16,6 @@ from runs import same, source, tiny
 
 from bapo_jax import main
 from bapo_jax.data import prompts, sources, tokenizer
-from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
@@ -184,7 +184,7 @@ def test_the_policy_of_the_package_can_be_made_again(tmp_path, one_device):
 
 LENGTH = 66
 SPEC = transformer.ModelSpec(
-  vocab=len(tokenizer.CHARACTERS),
+  vocab=len(making.CHARACTERS),
   width=16,
   layers=1,
   heads=2,
@@ -196,7 +196,7 @@ SPEC = transformer.ModelSpec(
 
 @pytest.fixture(scope='module')
 def reader():
-  return tokenizer.embedded('{problem}\n')
+  return tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 
 
 def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
@@ -207,9 +207,9 @@ def rows(reader, length=LENGTH, count=40, slip=0.0, repeat=0.0):
 
 
 def test_prompt_weighs_nothing_work_one_and_answer_four(reader):
-  box, eos = tokenizer.CHARACTERS.index(r'\boxed{'), tokenizer.CHARACTERS.index('<eos>')
+  box, eos = making.CHARACTERS.index(r'\boxed{'), making.CHARACTERS.index('<eos>')
   for (problem, answer, *_), tokens_T, weight_T in zip(*rows(reader), strict=True):
-    row = [tokenizer.CHARACTERS[i] for i in tokens_T]
+    row = [making.CHARACTERS[i] for i in tokens_T]
     prompt = len(problem) + 1
     assert ''.join(row[:prompt]) == problem + '\n'
     at, end = row.index(r'\boxed{'), row.index('<eos>')
@@ -300,6 +300,6 @@ def test_the_embedded_policy_has_the_tower_of_its_knobs():
   spec = seeing(**{'sft.head_width': 16, 'sft.tower.ffn': 40})
   v = spec.vision
   assert (v.layers, v.width, v.heads, v.ffn, v.out) == (2, 32, 2, 40, spec.width)
-  assert tokenizer_lib.CHARACTERS[v.image_token] == '<image>'
+  assert making.CHARACTERS[v.image_token] == '<image>'
   assert spec.vocab == inputs.open_model(tiny()).spec.vocab > v.image_token
   assert spec.mrope == (2, 3, 3)  # of 8 pairs, as Qwen2.5-VL has 16, 24, 24 of 64
