@@ -11,10 +11,6 @@ DType = Literal['float32', 'bfloat16']
 # model.compute -> JAX's name for the precision of float32 products. JAX's own default
 # would be TF32 on a GPU, and one pass of bfloat16 on a TPU.
 PRECISION = {'float32': 'highest', 'tf32': 'high', 'bfloat16': 'default'}
-MERGE = 2  # patches along each side of one token of a picture
-# Embedded tower: heads, and pixels along each side of a patch and of a window.
-TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
-POSITIONS = 32768  # of the embedded policy
 # Projections that may have adapters -> number of input axes of the weight.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
 PROJECTIONS |= {'layers/o': 2}

@@ -218,13 +218,11 @@ def restore(checkpoints: CheckpointManager, step: int, like: Tree) -> tuple[Tree
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  return _restored(path, like, ('opt/',) if meta.get('weights_only') else ()), meta
-
-
-def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
+  optional = ('opt/',) if meta.get('weights_only') else ()
   restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
-  return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
+  tree = treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
+  return tree, meta
 
 
 def read_meta(directory: str, step: int) -> Meta:

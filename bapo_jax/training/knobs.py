@@ -5,7 +5,6 @@ from typing import Literal
 import pydantic
 
 from bapo_jax.knobs import LocalPath, Section, knob
-from bapo_jax.models.knobs import TOWER_HEADS
 from bapo_jax.rollout.knobs import COLDEST
 
 # Knobs that a config file may leave None, so that a new run derives them (derive.py).
@@ -103,6 +102,9 @@ class OptimizerConfig(Section):
   max_norm: float = knob(
     1.0, 'Largest global gradient norm; inf: not clipped.', above=0, infinite=True
   )
+
+
+TOWER_HEADS = 2
 
 
 class TowerConfig(Section):

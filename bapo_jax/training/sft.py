@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import functools
 import itertools
+import math
 import os
 import pathlib
 import shutil
@@ -41,13 +42,12 @@ from bapo_jax.models import logprobs, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import MERGE, TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision.spec import VisionSpec
 from bapo_jax.runtime import cache, digests, files, jax_options
 from bapo_jax.runtime.progress import log, progress_bar
-from bapo_jax.training.knobs import SftConfig, TowerConfig
+from bapo_jax.training.knobs import TOWER_HEADS, SftConfig
 from bapo_jax.training.schema import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -62,8 +62,9 @@ SHIPPED = pathlib.Path(__file__).parents[1] / 'policies'
 # The same on every machine: another tile of logits rounds sums differently.
 SCHEDULE = Schedule(remat='dots')
 # Knobs of the section `sft` that are fields of ModelSpec.
-SIZES = ('width', 'layers', 'heads', 'kv_heads', 'head_width', 'ffn', 'experts')
-SIZES += ('active',)
+SIZES = {'width', 'layers', 'heads', 'kv_heads', 'head_width', 'ffn'}
+SIZES |= {'experts', 'active'}
+WINDOW = 28  # pixels along each side of a window of the tower
 
 
 def rows(
@@ -193,6 +194,8 @@ def fit(
         schedule=SCHEDULE,
       )
       nats = float(value)
+      if not math.isfinite(nats):
+        raise ValueError(f'the warm start diverged with sft.lr={k.lr}; lower it')
       progress.update()
       progress.set_postfix_str(f'{nats:.3f} nats', refresh=False)
   return params
@@ -295,44 +298,34 @@ def complete(config: Config, tokenizer: Tokenizer, data: Data, path: str) -> Non
     imitated = sources.imitated(config.problems, data)
     with jax.default_matmul_precision('highest'):
       params = fit(tokenizer, spec, config.row_length, imitated, config.sft)
-    if not _finite(params):
-      raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
     hf_weights.save(path, transformer.flatten(params).__getitem__, spec)
 
 
-@jax.jit  # one program, not two per shape
-def _finite(tree: Tree) -> Array:
-  return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
 def spec_of(knobs: SftConfig, tokenizer: Tokenizer) -> ModelSpec:
-  """Returns the sizes of the embedded policy: a Qwen2, or a Qwen3 with experts."""
-  # Rounded up as in published models, so that the vocabulary divides over devices.
-  vocab = -(-len(tokenizer.backend) // 8) * 8
-  kind = {'qkv_bias': not knobs.experts, 'qk_norm': knobs.experts > 0}
-  spec = ModelSpec(
-    vocab=vocab, **{name: getattr(knobs, name) for name in SIZES}, **kind
-  )
-  return _with_tower(knobs.tower, spec, tokenizer) if knobs.tower.layers else spec
+  """Returns the sizes of the embedded policy: a Qwen2, or a Qwen3 with experts.
 
-
-def _with_tower(knobs: TowerConfig, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
-  """Adds a vision tower.
-
-  The rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate by time, the
-  rest by row and column.
+  With a tower, the rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate
+  by time, the rest by row and column.
   """
-  tower = VisionSpec(
-    **knobs.model_dump(),
-    heads=TOWER_HEADS,
-    patch=TOWER_PATCH,
-    window=TOWER_WINDOW,
-    out=spec.width,
-    full_layers=(knobs.layers - 1,),
-    image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
-    merge=MERGE,
-    least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
+  spec = ModelSpec(
+    # Rounded up as in published models, so that the vocabulary divides over devices.
+    vocab=-(-len(tokenizer.backend) // 8) * 8,
+    qkv_bias=not knobs.experts,
+    qk_norm=knobs.experts > 0,
+    **knobs.model_dump(include=SIZES),
   )
-  side = 3 * spec.head_width // 16
-  sections = spec.head_width // 2 - 2 * side, side, side
+  if not knobs.tower.layers:
+    return spec
+  tower = VisionSpec(
+    **knobs.tower.model_dump(),
+    heads=TOWER_HEADS,
+    patch=7,
+    window=WINDOW,
+    out=knobs.width,
+    full_layers=(knobs.tower.layers - 1,),
+    image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
+    least_pixels=WINDOW**2,  # a picture smaller than a window is enlarged
+  )
+  side = 3 * knobs.head_width // 16
+  sections = knobs.head_width // 2 - 2 * side, side, side
   return dataclasses.replace(spec, vision=tower, mrope=sections)
