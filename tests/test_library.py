@@ -79,7 +79,7 @@ def test_rows_may_be_a_table_with_numbers_of_numpy(kind, monkeypatch, tmp_path):
     reward=constant,
   )
   ((config, _),) = started
-  data = sources.read(config.problems)
+  data = sources.read(config.problems, whole=True)
   assert len(data.training) == len(data.held_out) == 20
   row = data.held_out[3]
   assert (row.problem, row.answer) == ('3+1', '4')

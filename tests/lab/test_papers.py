@@ -87,7 +87,8 @@ def test_protocol_2_keeps_its_seeds_and_problems_apart():
   used = {name: module.get_experiment(name) for name in PROTOCOL_2}
   seeds = [seed for made in used.values() for seed in made.seeds]
   assert len(seeds) == len(set(seeds))
-  problems = {name: made.values['problems']['seed'] for name, made in used.items()}
+  custom = {name: made.values['problems']['custom'] for name, made in used.items()}
+  problems = {name: knobs.get('seed', 0) for name, knobs in custom.items()}
   assert problems.pop('tuning') == 0 and set(problems.values()) == {1}
 
 
