@@ -133,7 +133,8 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
     begun = checkpoints.latest_step() is not None
-    if not begun and hosts.is_first():
+    # The embedded policy has imitated solutions to these prompts.
+    if r.config.model.path and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     early = None
     if not begun and r.rollout_mesh is None and hosts.processes() == 1:
