@@ -38,12 +38,17 @@ def eval_checkpoint(
   An empty `to` means <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
 
   Raises:
-    ValueError: the workdir has a run of another model, or `to` is a file of another
-      program.
+    ValueError: there are no weights, the workdir has a run of another model, or `to` is
+      a file of another program.
   """
   step = checkpoint.choose(workdir, which)
   if step is not None:
     export.check_config(config, workdir)
+  elif not config.model.path:
+    raise ValueError(
+      f'--workdir={workdir} has no checkpoint and --config.model.path names no '
+      'model; train there first, or set model.path'
+    )
   r = derive.prepare(config, workdir, trains=False)
   cache.share_programs(config.cache)
   values = r.config.model_dump()
@@ -76,7 +81,7 @@ def _run(r: Resolved, workdir, step: int | None):
     r.tokenizer, rows, limit.max_prompt_tokens, r.spec.vision, drop=False
   )
   if step is None:
-    source = config.model.path or r.model.directory
+    source = config.model.path
     params = policy.load(r, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
