@@ -26,8 +26,19 @@ LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
 Range = tuple[float, float]
 AnySection = TypeVar('AnySection', bound='Section')
+Decided = TypeVar('Decided')
 LocalPath = Annotated[str, pydantic.AfterValidator(files.local)]
 FunctionPath = Annotated[str, pydantic.StringConstraints(pattern=f'^{PATH}$')]
+
+
+def _unless_none(value: Any, handler: Any) -> Any:
+  """Passes None on, past the check or the conversion of a value."""
+  return None if value is None else handler(value)
+
+
+_AUTO = pydantic.WrapValidator(_unless_none)
+# The type of a knob that may be None until the program decides it, see autosetup/.
+Auto = Annotated[Decided, _AUTO, pydantic.WrapSerializer(_unless_none)]
 
 
 class Section(pydantic.BaseModel):
@@ -151,7 +162,8 @@ def expected(field: FieldInfo) -> str:
   words += ' that do not fall' if limits.get('rising') else ''
   link = ', each' if words.startswith('a tuple') else ''
   link = link or (' of' if range_.startswith('at least') else '')
-  return f'{words}{link} {range_}' if range_ else words
+  text = f'{words}{link} {range_}' if range_ else words
+  return f'{text}, or None' if is_auto(field) else text
 
 
 def wanted(field: FieldInfo) -> str:
@@ -210,6 +222,11 @@ def kind(annotation: Any) -> str:
     return f'a section with {", ".join(annotation.model_fields) or "no knobs"}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
   return names[annotation]
+
+
+def is_auto(field: FieldInfo) -> bool:
+  """Returns whether a knob may be None, so that the program decides it."""
+  return _AUTO in field.metadata
 
 
 def needed(field: FieldInfo) -> tuple[str, ...]:

@@ -238,7 +238,7 @@ def overridden(values: dict[str, Any], given: list[str]) -> 'Config':
   from bapo_jax.training import config, needs
 
   changes = config.overrides(given, values)
-  parsed = config.parse(config.decided(config.merged(values, changes)))
+  parsed = config.parse(config.merged(values, changes))
   needs.refuse(changes, [parsed])
   return parsed
 
@@ -262,6 +262,7 @@ def config_of(args: argparse.Namespace) -> 'Config':
   try:
     values = config.from_json(stored).model_dump()
   except ValueError as error:
+    workdir.check_version(args.workdir)
     raise ValueError(
       f'{args.workdir}/config.json: {error}; give the config as --config'
     ) from None
@@ -360,11 +361,6 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
   """Runs a mode that needs a config; returns the exit status."""
   mode = args.mode
   workdir = getattr(args, 'workdir', '')
-  # The other modes derive their knobs themselves.
-  if mode in ('export', 'plan') and config.derived:
-    from bapo_jax.autosetup import derive
-
-    config = derive.decide(config, workdir)
   if mode == 'check':
     from bapo_jax.autosetup import check
 
@@ -383,14 +379,22 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     size = int(args.shard_gb * 1e9)
     if size < 1:
       raise ValueError(f'--shard_gb={args.shard_gb:g}: give a number above 0')
-    options = args.to, args.dtype, size, args.checkpoint, args.adapter
-    return export.export(config, workdir, *options)
+    return export.export(
+      config,
+      workdir,
+      args.to,
+      args.dtype,
+      shard_bytes=size,
+      which=args.checkpoint,
+      adapter=args.adapter,
+    )
   if mode == 'plan':
     from bapo_jax.tools.plan import plan
 
-    return int(not plan.run(config, args.topology))
-  if hosts.processes() > 1:
-    hosts.same_everywhere({'config': config.model_dump()} | machine.versions())
+    return int(not plan.run(config, args.topology, workdir))
+  if len(hosts.side()) > 1:
+    asked = {'config': config.model_dump(), 'functions': config.code}
+    hosts.same_everywhere(asked | machine.versions())
   from bapo_jax.run import experiment
 
   return experiment.train(config, workdir)
@@ -430,9 +434,9 @@ def main(args: argparse.Namespace) -> None:
     # Raised by a library, a ValueError is a bug.
     if isinstance(error, ValueError) and package.startswith('bapo_jax'):
       # A check prints every refusal, a start the first.
-      sentences = getattr(error, 'sentences', [error])
-      fail(*sentences[: None if args.mode == 'check' else 1])
-    if hosts.alone():
+      refused = [x.text for x in getattr(error, 'refusals', [])] or [error]
+      fail(*refused[: None if args.mode == 'check' else 1])
+    if len(hosts.run()) == 1:
       raise
     hosts.failed(error)
   hosts.finish(status)

@@ -43,14 +43,12 @@ class Part(Section):
 class Custom(Part):
   """A rule that calls a user's function."""
 
-  function: ClassVar[custom_code.Function]
-  keywords: ClassVar[tuple[str, ...]] = ()  # the arguments that are knobs
+  function: ClassVar[custom_code.UserFunction]
 
   rule: str
 
   def __call__(self, *arguments: Any, **named: Any) -> Any:
-    knobs = {name: getattr(self, name) for name in self.keywords}
-    return type(self).function(*arguments, **named, **knobs)
+    return self.function.bound(self)(*arguments, **named)
 
 
 class OneOf:

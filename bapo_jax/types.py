@@ -255,7 +255,8 @@ def learnable(groups: Groups) -> Array:
   Mixed verdicts alone are not enough: rewards may be shaped, and the rewards of
   responses that are left out of the loss do not count.
   """
-  k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
+  k_P = groups.correct_PG.sum(1)
+  trained_PG = trained_on(groups)
   most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
   least_P = jnp.where(trained_PG, groups.reward_PG, jnp.inf).min(1)
   both_P = (k_P > 0) & (k_P < groups.decided_PG.sum(1))

@@ -179,7 +179,8 @@ def run_name(arm: str, levels: Mapping[str, str], seed: int) -> str:
 
 def fingerprint(config: Config) -> str:
   """Returns twelve digits that change with any knob except the title."""
-  return digests.fingerprint(config.model_dump() | {'title': ''})
+  values = config.model_dump() | {'title': '', 'code': config.code}
+  return digests.fingerprint(values)
 
 
 def outcome(

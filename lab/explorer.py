@@ -171,8 +171,8 @@ def refusals() -> dict[str, str]:
       'clip': ClipRule.rules.validate(of_clip),
       'loss': LossRule.rules.validate({'rule': rule, 'aggregate': aggregate}),
     }
-    for sentence in refusals_lib.of_config(config.model_copy(update=parts)):
-      refused.setdefault('|'.join(values), sentence)
+    for refusal in refusals_lib.of_config(config.model_copy(update=parts)):
+      refused.setdefault('|'.join(values), refusal.text)
   return refused
 
 

@@ -19,7 +19,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.types import Batch, Groups
+from bapo_jax.types import Batch, Groups, Prompts
 from lab import experiments
 
 SPEC = transformer.ModelSpec(
@@ -207,6 +207,41 @@ def generate(
     actor = decode.sync_actor(params, spec, engine.mesh)
   rollouts.decode(actor, key, on_finished=on_finished)
   return rollouts.rows
+
+
+def sampled(params, spec, P, G, T, right) -> Groups:
+  """Returns groups [P, G, T] that weights sampled, as learner step 5.
+
+  Prompts have four tokens; right[i] of G responses are right.
+  """
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    np.arange(P, dtype=np.int32),
+    rng.integers(2, 11, (P, 4)).astype(np.int32),
+    np.full(P, 4, np.int32),
+  )
+  rows = generate(
+    params,
+    prompts,
+    np.arange(P * G, dtype=np.uint32),
+    jax.random.key(1),
+    spec=spec,
+    group_size=G,
+    max_new_tokens=T - 4,
+    temperature=1.0,
+    eos=(1,),
+    max_num_seqs=P * G,
+    prefill_batch_size=P * G,
+    tokens_per_dispatch=T - 4,
+  )
+  found = groups(range(P), right, [5] * P, G, T)._replace(
+    tokens_PGT=rows.tokens_BT.reshape(P, G, T),
+    response_mask_PGT=rows.response_mask_BT.reshape(P, G, T),
+    behavior_logp_PGT=rows.logp_BT.reshape(P, G, T),
+  )
+  if spec.experts:
+    found = found._replace(routes_PGTX=rows.routes_BTX.reshape(P, G, T, -1))
+  return found
 
 
 def exact_tokens(seed, B=8, T=6, negative=0.5):

@@ -118,7 +118,7 @@ def flags(
   tiny = {name: f'--config.{name}={value}' for name, value in rest.items()}
   values = config.load(str(file))
   found = config.overrides([*tiny.values(), *made, *given], values)
-  merged = config.decided(config.merged(values, found))
+  merged = config.merged(values, found)
   # Not parsed: a knob without an effect may not fit, such as too small a buffer.
   inert = needs.inert(Config.model_validate(merged))
   return [flag for name, flag in tiny.items() if name not in inert] + made

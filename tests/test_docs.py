@@ -16,7 +16,6 @@ from bapo_jax.training import needs, trainer
 from bapo_jax.training.config import (
   PARTS,
   Config,
-  decided,
   load,
   merged,
   overrides,
@@ -62,7 +61,7 @@ def overridden(line: str) -> Config:
   texts = [(name, text.strip('"')) for name, text in OVERRIDE.findall(line)]
   flags = [f'--config.{name}={x}' for name, x in texts if x and not x.startswith('<')]
   given = overrides(flags, values)
-  made = parse(decided(merged(values, given)))
+  made = parse(merged(values, given))
   needs.refuse(given, [made])
   return made
 

@@ -71,10 +71,11 @@ def check_sentence(error: ValueError) -> None:
 
 def check_trainable(config: Config) -> None:
   """Model, decode slots and train step have shapes; nothing is allocated."""
-  config = config.with_values(model={'attention': 'auto'})  # others need their device
+  config = config.with_values(model={'attention': None})  # others need their device
   mesh = sharding.make(devices=jax.devices()[:1])
   model = inputs.open_model(config)
-  counted = budget.count(config, model.spec, Schedule(), mesh)
+  sizes = budget.sizes_of(config, model.spec)
+  counted = budget.count(sizes, model.spec, Schedule(), mesh)
   try:
     budget.check(counted, 2**34)
   except ValueError as error:

@@ -10,6 +10,7 @@ from refusals import refusal
 from bapo_jax import knobs
 from bapo_jax.algorithms import clip, loss
 from bapo_jax.knobs import Section, knob
+from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import PARTS, Config, overrides, parse
 
 INF, NAN = math.inf, math.nan
@@ -25,7 +26,7 @@ def bad_values(field, default):
     return [0, 'yes', None]
   if isinstance(default, tuple):
     return [default[0] if default else 0, list(default), None]
-  if isinstance(default, str):
+  if isinstance(default, str | None):
     return [1, None, True]
   number = type(default)
   bad = [None, '1', True, NAN, -INF]
@@ -43,6 +44,9 @@ def bad_values(field, default):
 def test_every_knob_refuses_what_it_excludes(path):
   field, default = EVERY[path]
   for value in bad_values(field, default):
+    if value is None and knobs.is_auto(field):
+      assert path in parse(config_lib.merged({}, {path: None})).undecided
+      continue
     expected = f'{path}={knobs.shown(value)}: give {knobs.expected(field)}'
     meaning = (field.description or '').rstrip('.')
     said = refusal(**{path: value})

@@ -9,9 +9,7 @@ import warnings
 import foreign
 import processes
 import pytest
-import recordings
 from absl.testing import flagsaver
-from huggingface_hub import constants
 from refusals import refused
 
 from bapo_jax import main
@@ -19,6 +17,8 @@ from bapo_jax.training.config import load, overrides
 
 TINY = 'configs/aime.py'
 GOOD = '--config=' + TINY
+FINETUNE = ['--config=configs/finetune.py', '--config.model.path=models/nowhere']
+FINETUNE += [f'--config.problems.{x}=none.jsonl' for x in ('source', 'test_source')]
 CASES = [  # flags, what the sentence must say
   (['--config=configs/aime.py:8b'], "no variant '8b'"),
   (
@@ -48,6 +48,8 @@ CASES = [  # flags, what the sentence must say
   (['eval', GOOD, '--processes=2'], 'bapo eval has no flag --processes'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
   (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
+  (FINETUNE, '--config.model.path=models/nowhere (no config.json'),
+  (FINETUNE, '--config.problems.source=none.jsonl'),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
   ([GOOD, '--workdir=gs://bucket/run'], '--workdir=gs://bucket/run is not a path on'),
   (
@@ -146,6 +148,8 @@ def test_a_stored_config_of_another_version_is_one_sentence_that_names_the_file(
 ):
   values = main.read_config(TINY, []).model_dump() | {'seed': -3}
   (tmp_path / 'config.json').write_text(json.dumps(values))
+  assert 'of an older version' in refused(['eval', str(tmp_path)])
+  (tmp_path / 'resolved.json').write_text('{"code": []}')
   line = refused(['eval', str(tmp_path)])
   assert f'{tmp_path}/config.json: seed=-3: give an integer' in line
 
@@ -241,42 +245,3 @@ def test_a_plan_sets_its_environment_before_an_own_file_runs(tmp_path):
   )
   flags = [GOOD, f'--config.loss.rule={tmp_path}/my.py:f', '--mode=plan']
   assert str([*main.PLANNING.values()]) in refused(flags)
-
-
-# --------- a fine-tuning with something wrong in it is refused, and nothing is written
-
-
-@pytest.fixture
-def refusal(tmp_path, monkeypatch):
-  """Returns the sentence that refuses a sound fine-tuning with these overrides."""
-  monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
-  knobs = {
-    'model.path': foreign.model(tmp_path / 'model', 'qwen3'),
-    'problems.source': recordings.jsonl(tmp_path / 'a.jsonl', foreign.problems(24)),
-    'problems.test_source': recordings.jsonl(
-      tmp_path / 'b.jsonl', foreign.problems(8, 24)
-    ),
-  }
-
-  def sentence(**overrides):
-    given = [f'--config.{name}={value}' for name, value in (knobs | overrides).items()]
-    workdir = tmp_path / 'work'
-    line = refused(['--config=configs/finetune.py', f'--workdir={workdir}', *given])
-    assert not workdir.exists()
-    return line
-
-  return sentence
-
-
-def test_a_wrong_path_is_one_sentence(refusal):
-  line = refusal(**{'model.path': 'models/nowhere'})
-  assert '--config.model.path=models/nowhere (no config.json' in line
-  line = refusal(**{'problems.source': 'nowhere.jsonl'})
-  assert '--config.problems.source=nowhere.jsonl' in line
-
-
-@pytest.mark.parametrize('knob', ['model.path', 'problems.source'])
-def test_a_name_of_the_hub_without_a_network_is_one_sentence(knob, refusal):
-  line = refusal(**{knob: 'hub:some-owner/not-here'})
-  assert 'some-owner/not-here' in line
-  assert 'fetch it' in line or 'download' in line

@@ -175,11 +175,13 @@ class Balanced(ClipRule):
     """
     limits = {'cap': jnp.float32(self.reused_high), 'dual': jnp.float32(self.dual)}
     if self.resolution == 'continuous':
-      paths = clamped(self.low, TOLERANCE), clamped(self.high, TOLERANCE)
+      lows = clamped(self.low, TOLERANCE)
+      highs = clamped(self.high, TOLERANCE)
     else:
-      paths = points(self.low, self.low_step), points(self.high, self.high_step)
+      lows = points(self.low, self.low_step)
+      highs = points(self.high, self.high_step)
     weight_BT = weigh(constant(0.0, math.inf, math.inf)._replace(**limits))
-    bounds = bound_search.search(ratio_BT, batch, *paths, self.share, weight_BT)
+    bounds = bound_search.search(ratio_BT, batch, lows, highs, self.share, weight_BT)
     return bounds._replace(**limits)
 
   @property
@@ -253,8 +255,9 @@ class Recipe(ClipRule):
     # The target t of the code is for P / N; as a share P / (P + N) it is t / (1 + t).
     target = k.positive_to_negative / (1 + k.positive_to_negative)
     share = bound_search.Share(target, contribution='surrogate', order='lower')
-    paths = clamped(k.low, k.low_step), clamped(k.high, k.high_step)
-    bounds = bound_search.search(ratio_BT, batch, *paths, share)
+    lows = clamped(k.low, k.low_step)
+    highs = clamped(k.high, k.high_step)
+    bounds = bound_search.search(ratio_BT, batch, lows, highs, share)
     return bounds._replace(dual=jnp.float32(k.dual))  # applied by the loss alone
 
 

@@ -63,7 +63,8 @@ def diagnose(
     bounds: scalars, or [B, 1] if every micro-batch had its own bounds.
     scale_B: see `loss.row_scale`.
   """
-  logp_BT, loss_mask_BT = stats.logp_BT, batch.loss_mask_BT
+  logp_BT = stats.logp_BT
+  loss_mask_BT = batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
   computed_B1 = loss_mask_BT.any(1, keepdims=True)
@@ -151,7 +152,8 @@ def _shares(
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   ratio_BT = loss.clipped_ratio(rule, logp_BT, batch, bounds)
   up_BT, down_BT = _signs(batch)
-  teaches_BT, others = up_BT | down_BT, loss.without_masked(batch, bounds.keep_BT)
+  teaches_BT = up_BT | down_BT
+  others = loss.without_masked(batch, bounds.keep_BT)
   shares = {'advantage/positive': mean_or_nan(up_BT, teaches_BT)}
   for name, b in (('_start', start), ('', bounds)):
     weight_BT = weigh(b)

@@ -239,7 +239,8 @@ class Gmpo(LossRule):
     bounds = find(jnp.exp(log_r_BT))
     up_BT = batch.adv_BT > 0
     # Clipped as logarithms: a ratio that underflows still counts in the mean.
-    top, bottom = jnp.log(_high(batch, bounds)), jnp.log(bounds.low)
+    top = jnp.log(_high(batch, bounds))
+    bottom = jnp.log(bounds.low)
     inside_BT = jnp.where(up_BT, log_r_BT < top, log_r_BT > bottom)
     clipped_BT = jnp.where(
       up_BT, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)

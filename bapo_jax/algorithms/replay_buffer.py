@@ -344,7 +344,8 @@ def _insert_reusable(
   # Plain replay (reusable_min 0) also keeps groups without an advantage.
   reusable_P &= learnable(tried) | (thresholds.reusable_min == 0)
   reusable_P = (reusable_P | waiting_P) & (tried.completed_step_P >= 0)
-  stored, usage_count_P = buffer.reusable, buffer.usage_count_P
+  stored = buffer.reusable
+  usage_count_P = buffer.usage_count_P
   # Expire first, so that an expired row does not evict a live one.
   stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse

@@ -57,9 +57,10 @@ def check(config: Config, workdir: str) -> int:
   budget.check(r.budget, budget.capacity(r.mesh))
   cache.share_programs(config.cache)
   config = r.config
-  known = facts.gather(r.config, r.inputs, r.mesh)
+  known = facts.gather(r.config, r.inputs)
   material = build.tabulate(r)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
+  log(derive.screen(config, r.derived))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config), rollout_mesh=None)
   with contextlib.closing(build.make_verifier(config)) as verifier:
@@ -77,7 +78,7 @@ def check(config: Config, workdir: str) -> int:
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
   """Describes one prompt as the model reads it, and the findings about the config."""
-  known = facts.gather(r.config, r.inputs, r.mesh)
+  known = facts.gather(r.config, r.inputs)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
@@ -115,11 +116,11 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     kept = ahead.compile_all(t.sampler.programs())
-  submitted = Round(0), trainer.actor_of(t, s), 0
-  t.sampler.submit(*submitted).result()
+  actor = trainer.actor_of(t, s)
+  t.sampler.submit(Round(0), actor, 0).result()
   del kept  # the first call has found its programs
   began = time.perf_counter()
-  sampled = t.sampler.submit(*submitted).result()
+  sampled = t.sampler.submit(Round(0), actor, 0).result()
   return time.perf_counter() - began, sampled.fresh
 
 
@@ -137,8 +138,10 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
 
 def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
   """Decodes the first prompts of the training problems, special tokens included."""
-  rows = material.problems.tokens_NT[:n], material.problems.length_N[:n]
-  return tokenizer_lib.decode_prompts(r.tokenizer, *rows, r.spec.image_token)
+  problems = material.problems
+  return tokenizer_lib.decode_prompts(
+    r.tokenizer, problems.tokens_NT[:n], problems.length_N[:n], r.spec.image_token
+  )
 
 
 def quoted(text: str) -> str:
@@ -168,7 +171,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}\n'
     f'answers    {answers} ({config.rewards.rule})\n'
-    f'{knob_lists.lines(config, indent="")}\n'
+    f'{knob_lists.lines(r.user, config, indent="")}\n'
     f'products   in {config.model.compute}\n'
     f'disk       checkpoints {disk:.3g} GiB, free {free:.3g} GiB'
   )

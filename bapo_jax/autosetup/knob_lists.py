@@ -55,12 +55,15 @@ def wide_bound(clip: ClipRule) -> str:
   )
 
 
-def lines(config: Config, indent: str = '  ') -> str:
-  """Returns lines of the first screen: rules, changed knobs, knobs without effect."""
+def lines(user: Config, config: Config, indent: str = '  ') -> str:
+  """Returns lines of the first screen: rules, changed knobs, knobs without effect.
+
+  `user` is the config that the user wrote, and `config` has every knob decided.
+  """
   inert = needs.inert(config)
   given = []
   idle = []
-  for name, (value, _) in config_lib.changed(config).items():
+  for name, (value, _) in config_lib.changed(user).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')
     if name in inert:
       idle.append(f'{given[-1]} ({inert[name].because})')

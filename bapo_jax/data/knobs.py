@@ -8,7 +8,7 @@ from pydantic import SerializeAsAny
 from bapo_jax import custom_code
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
 from bapo_jax.data.synthetic import synthetic
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, knob
 
 SYNTHETIC = custom_code.register(synthetic, 'synthetic')
 
@@ -20,19 +20,15 @@ class TokenizerConfig(Section):
     '',
     "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer.",
   )
-  template: str = knob(
+  template: Auto[str] = knob(
     '{problem}\n', "Prompt with {problem}; prefix 'chat:' to use the chat template."
   )
 
   @pydantic.model_validator(mode='after')
   def _has_problem(self):
-    if '{problem}' not in self.template:
+    if self.template is not None and '{problem}' not in self.template:
       raise ValueError(f'template={self.template[:60]!r} must contain {{problem}}')
     return self
-
-  def with_model(self, model_path: str) -> 'TokenizerConfig':
-    """Returns these knobs; an empty `path` becomes the path of the model."""
-    return self.model_copy(update={'path': self.path or model_path})
 
 
 class CustomRows(CustomKnobs):
@@ -88,8 +84,10 @@ class ProblemsConfig(CustomSection):
 class PromptsConfig(Section):
   """Number and length of prompts."""
 
-  count: int = knob(64, 'Prompts per learner step.', least=1, most=65536)
-  max_prompt_tokens: int = knob(17, 'Longest prompt, in tokens.', least=1, most=1 << 20)
+  count: Auto[int] = knob(64, 'Prompts per learner step.', least=1, most=65536)
+  max_prompt_tokens: Auto[int] = knob(
+    17, 'Longest prompt, in tokens.', least=1, most=1 << 20
+  )
   overlong: Literal['drop', 'refuse'] = knob(
     'drop', 'Training prompts over the limit: drop and count, or refuse to start.'
   )

@@ -153,7 +153,7 @@ def _files(problems, knob: Knob, whole=False):
   source = getattr(problems, knob)
   if custom_code.is_path(source):
     try:
-      rows = list(custom_code.bind(source, problems.custom)(SPLITS[knob]))
+      rows = list(custom_code.load(source).bound(problems.custom)(SPLITS[knob]))
     except (Exception, SystemExit) as error:  # a user's function may raise anything
       reason = custom_code.described(error, source)
       raise ValueError(f'{source} raises {reason}') from error

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, knob
 
 DType = Literal['float32', 'bfloat16']
 # model.compute -> JAX's name for the precision of float32 products. JAX's own default
@@ -19,8 +19,10 @@ PROJECTIONS |= {'layers/o': 2}
 class MeshConfig(Section):
   """Devices along each axis of the mesh; one axis may be -1 (all remaining devices)."""
 
-  data: int = knob(-1, 'Devices that split the rows; -1: all remaining.', least=-1)
-  fsdp: int = knob(
+  data: Auto[int] = knob(
+    -1, 'Devices that split the rows; -1: all remaining.', least=-1
+  )
+  fsdp: Auto[int] = knob(
     1, 'Devices that split the weights and the rows; -1: all remaining.', least=-1
   )
   tensor: int = knob(
@@ -52,9 +54,9 @@ class ModelConfig(Section):
     'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy, '
     'which the section sft describes.',
   )
-  experts_kernel: Literal['auto', 'blocks', 'ragged', 'tokamax', 'dense'] = knob(
-    'auto',
-    'Products of experts. auto: ragged on a TPU, tokamax on a GPU that has it, else '
+  experts_kernel: Auto[Literal['blocks', 'ragged', 'tokamax', 'dense']] = knob(
+    None,
+    'Products of experts. None: ragged on a TPU, tokamax on a GPU that has it, else '
     'blocks; dense: every token by every expert, for tests.',
     needs='routed',
   )
@@ -71,23 +73,23 @@ class ModelConfig(Section):
     'float32',
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
   )
-  compute: Literal['float32', 'tf32', 'bfloat16'] = knob(
+  compute: Auto[Literal['float32', 'tf32', 'bfloat16']] = knob(
     'float32',
     'Precision of the matrix products. tf32: of float32 arrays, in TF32 on a GPU, in '
     'three passes of bfloat16 on a TPU; a CPU has no such products.',
   )
-  attention: Literal['auto', 'plain', 'flash', 'splash'] = knob(
-    'auto',
-    'Attention kernel of rows and of decoding; auto chooses by platform.',
+  attention: Auto[Literal['plain', 'flash', 'splash']] = knob(
+    None,
+    'Attention kernel of rows and of decoding; None: by platform.',
   )
-  remat: Literal['auto', 'full', 'dots', 'none'] = knob(
-    'auto',
+  remat: Auto[Literal['full', 'dots', 'none']] = knob(
+    None,
     'Activations that the backward pass recomputes. full: all; dots: all but products; '
-    'none: no activation; auto: as few as memory allows (on a CPU, dots or full).',
+    'none: no activation; None: as few as memory allows (on a CPU, dots or full).',
   )
-  sequence_sharding: Literal['auto', 'on', 'off'] = knob(
-    'auto',
-    'Splits columns between layers over mesh.tensor; auto: only if memory is short.',
+  sequence_sharding: Auto[Literal['on', 'off']] = knob(
+    None,
+    'Splits columns between layers over mesh.tensor; None: only if memory is short.',
     needs='mesh.tensor != 1',
   )
 
@@ -95,7 +97,8 @@ class ModelConfig(Section):
   def types(self) -> dict[str, Any]:
     """The dtypes and kernels of a ModelSpec that do not depend on the model."""
     names = 'dtype', 'attention', 'experts_kernel', 'replay_routes'
-    compute = 'float32' if self.compute == 'tf32' else self.compute
+    # Float32 until the program has decided.
+    compute = 'bfloat16' if self.compute == 'bfloat16' else 'float32'
     return {name: getattr(self, name) for name in names} | {'compute': compute}
 
 

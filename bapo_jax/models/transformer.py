@@ -48,13 +48,13 @@ class ModelSpec:
   qk_norm: bool = False  # Qwen3
   dtype: str = _D.dtype  # of the parameters; norms are always float32
   compute: str = _D.compute  # of the matrix products
-  attention: str = _D.attention  # see attention.resolve
+  attention: str | None = _D.attention  # see attention.resolve
   actor_dtype: str = 'compute'  # of an actor's projections, see sampler.actor_dtype
   vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
   experts: int = 0  # per layer; 0: a dense feed-forward layer
   active: int = 0  # experts that a token uses
   norm_topk: bool = True  # the weights of a token's experts sum to 1
-  experts_kernel: str = _D.experts_kernel  # see experts.resolve
+  experts_kernel: str | None = _D.experts_kernel  # see experts.resolve
   replay_routes: str = _D.replay_routes
 
   @property

@@ -6,7 +6,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
-from bapo_jax.knobs import PATH, FunctionPath, knob
+from bapo_jax.knobs import PATH, Auto, FunctionPath, knob
 
 
 class CustomReward(CustomKnobs):
@@ -33,7 +33,7 @@ RuleList = Annotated[str, pydantic.StringConstraints(pattern=f'^{NAME}(,{NAME})*
 class Verification(CustomSection):
   """How responses are verified: rules, custom functions and their limits."""
 
-  rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList = knob(
+  rule: Auto[Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList] = knob(
     'aime',
     'Verifier of problems that do not name a verifier, or a list of verifiers and '
     'custom functions: the first decides what is right, and all add to the reward.',
@@ -87,7 +87,7 @@ class Verification(CustomSection):
 
   @pydantic.model_validator(mode='after')
   def _one_weight_per_rule(self):
-    count = len(self.rule.split(','))
+    count = len(self.rule.split(',')) if self.rule else 1
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(
         f'weights={self.weights} does not fit rule={self.rule!r}; give {count} '

@@ -66,7 +66,7 @@ def train(
     test_source = custom_code.register(_returning('held_out', held_out))
     overrides['problems.test_source'] = test_source
   values = config_lib.merged(values, overrides | dict(knobs))
-  parsed = config_lib.parse(config_lib.decided(values))
+  parsed = config_lib.parse(values)
   needs.refuse(knobs, [parsed])
   return experiment.train(parsed, workdir)
 

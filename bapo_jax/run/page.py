@@ -160,18 +160,15 @@ def _comparison(groups: Sequence[Group]):
   text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
   yield element('p', text, class_='soft')
   yield element('h2', 'At the end')
-  means = 'over the last fifth of the steps'
-  if start := runs[0].start:
-    means = f'over the steps after step {start}, where the runs begin to differ'
   unit, differences = comparison.differences(groups)
   yield element(
     'p',
     f'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
-    f'the others are means {means}. Groups of several seeds: mean ± '
-    f'{100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: its '
-    'evaluation ± one standard error over the problems, without the variation between '
-    f'seeds. Differences: mean ± t interval over the n {unit}s that both have, for '
-    'each number by itself; of many such intervals some miss the true difference.',
+    'the others are means over the last fifth of the steps. Groups of several seeds: '
+    f'mean ± {100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: '
+    'its evaluation ± one standard error over the problems, without the variation '
+    f'between seeds. Differences: mean ± t interval over the n {unit}s that both have, '
+    'for each number by itself; of many such intervals some miss the true difference.',
     class_='soft',
   )
   header = ['metric', *names, *(f'{name} - {names[0]}' for name in names[1:])]
@@ -341,10 +338,9 @@ def _progress(rows: Sequence[Row]):
 
 def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
-  hidden = {'title', *config_lib.by_program(run.values)}
   columns = dict(zip(('value', 'default'), _known(run), strict=True))
   yield element('h2', 'Knobs with an effect that are not at their defaults')
-  yield _knobs(columns, hidden.__contains__)
+  yield _knobs(columns, 'title'.__eq__)
   config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
 
@@ -362,7 +358,7 @@ def _known(run: RunFiles):
     config = config_lib.from_json(run.values)
     values = {}
   for name, field, _ in knobs.fields(config):
-    meaning = f'{"Derived. " * (name in config.derived)}{field.description or ""}'
+    meaning = f'{"Derived. " * (name in run.decided)}{field.description or ""}'
     values[name] = shown(run.knobs.get(name)), meaning
     defaults[name] = shown(field.get_default(call_default_factory=True)), meaning
   for name in needs.inert(config):

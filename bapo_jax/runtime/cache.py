@@ -20,17 +20,17 @@ DIRECTORY = 'jax_compilation_cache_dir'
 MIN_COMPILE = 'jax_persistent_cache_min_compile_time_secs'
 
 
-def home(knob: str) -> str:
+def home(knob: str | None) -> str:
   """Returns the folder that the knob `cache` names, created if missing; '' for none.
 
   Raises:
-    ValueError: the folder is not writable, and the knob is not 'auto'.
+    ValueError: the folder is not writable, and the knob is not None.
   """
   try:
     if path := _path(knob):
       check_writable(path, f'--config.cache={knob}')
   except ValueError:
-    if knob != 'auto':
+    if knob is not None:
       raise
     return ''
   return path
@@ -39,11 +39,11 @@ def home(knob: str) -> str:
 def _path(knob):
   """Returns the path that the knob means; '' if the cache is off."""
   user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob
+  path = os.path.join(user, 'bapo_jax') if knob is None else knob
   return path and os.path.abspath(files.local(path))
 
 
-def share_programs(knob: str) -> None:
+def share_programs(knob: str | None) -> None:
   """Makes JAX store compiled programs in the cache, after removing its oldest entries.
 
   Does nothing if the cache is off, or if JAX already has a directory, for instance from

@@ -43,14 +43,15 @@ def eval_checkpoint(
   """
   step = checkpoint.choose(workdir, which)
   if step is not None:
-    export.check_config(config, workdir)
+    export.check_config(derive.as_begun(config, workdir), workdir)
   elif not config.model.path:
     raise ValueError(
       f'--workdir={workdir} has no checkpoint and --config.model.path names no '
       'model; train there first, or set model.path'
     )
   r = derive.prepare(config, workdir, trains=False)
-  cache.share_programs(config.cache)
+  log(derive.screen(r.config, r.derived))
+  cache.share_programs(r.config.cache)
   values = r.config.model_dump()
   settings = {name: values[name] for name in SETTINGS.split()}
   knob = f'--to={to}' if to else f'--workdir={workdir}'

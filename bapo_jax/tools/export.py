@@ -7,6 +7,7 @@ of the model in memory. The directory gets its final name only once it is comple
 import os
 import shutil
 
+from bapo_jax.autosetup import derive
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
@@ -40,6 +41,7 @@ def export(
   step = checkpoint.choose(workdir, which)
   if step is None:
     raise ValueError(f'--workdir={workdir} has no checkpoint; train there first')
+  config = derive.decide(config, workdir)
   check_config(config, workdir)
   if adapter and not config.lora.rank:
     raise ValueError('--adapter needs lora.rank >= 1; omit --adapter with lora.rank=0')

@@ -76,9 +76,9 @@ def manager(
 def _processes() -> ocp.options.MultiprocessingOptions:
   """Returns options with which the processes of this side save and restore together."""
   return ocp.options.MultiprocessingOptions(
-    primary_host=hosts.members()[0],
-    active_processes=set(hosts.members()),
-    barrier_sync_key_prefix=f'side{hosts.members()[0]}',
+    primary_host=hosts.side()[0],
+    active_processes=set(hosts.side()),
+    barrier_sync_key_prefix=f'side{hosts.side()[0]}',
   )
 
 
@@ -274,7 +274,9 @@ def _saveable(tree: Tree) -> dict[str, Any]:
   orbax cannot save a device array that belongs to only one of several processes.
   """
   leaves = _solid(tree)
-  return leaves if hosts.alone() or hosts.processes() > 1 else jax.device_get(leaves)
+  return (
+    leaves if len(hosts.run()) == 1 or len(hosts.side()) > 1 else jax.device_get(leaves)
+  )
 
 
 def _set_damaged_aside(workdir: str) -> None:

@@ -3,7 +3,7 @@
 1. A config file returns an ml_collections ConfigDict; `load` returns its values;
 2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
    them. If an argument changes the rule of a part, the knobs start from their defaults;
-3. `parse` validates the values. Knobs that are None are derived later (autosetup/).
+3. `parse` validates the values. Knobs that are None are decided later (autosetup/).
 """
 
 import ast
@@ -25,14 +25,12 @@ from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
 from bapo_jax.parts import part_of
 from bapo_jax.training import foreign_names, refusals
-from bapo_jax.training import knobs as train
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 SOURCES = ('problems.source', 'problems.test_source')
-BY_PROGRAM = ('code', 'derived')  # knobs that the program sets
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -46,28 +44,17 @@ def from_json(values: dict[str, Any]) -> Config:
 def parse(values: dict[str, Any]) -> Config:
   """Returns the validated config with these values.
 
-  Raises ValueError if a knob is out of range or knobs do not fit together.
+  A knob that is None is judged once it is decided. Raises ValueError if a knob is out
+  of range or knobs do not fit together.
   """
-  config = knobs.validate(Config, values)
-  tokenizer = config.tokenizer.with_model(config.model.path)
-  config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
-  # A knob that is still to be derived has its default: it is judged once it is derived.
   given = traverse_util.flatten_dict(values, sep='.')
-  later = [f'{name}=' for name in config.derived if name not in given]
-  sentences = refusals.of_config(config)
-  refusals.judge(x for x in sentences if not any(name in x for name in later))
+  missing = {name for name, value in given.items() if value is None} - {*auto()}
+  if len(missing) > 1:
+    wanted = ', '.join(f'--config.{name}=...' for name in given if name in missing)
+    raise ValueError(f'these knobs are None and must be set; give {wanted}')
+  config = knobs.validate(Config, values)
+  refusals.judge(refusals.of_config(config))
   return config
-
-
-def code(config: Config) -> tuple[str, ...]:
-  """Returns 'file digest' of every custom function that the config names."""
-  texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  named = {path for text in texts for path in custom_code.paths_in(text)}
-  # Not a title that ends in .py, nor a function that the package names.
-  paths = {path for path in named if ':' in path and not path.endswith('.py')}
-  return tuple(
-    sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
-  )
 
 
 def defaults() -> ConfigDict:
@@ -81,6 +68,11 @@ def defaults() -> ConfigDict:
     _drop_rule(values, name)
   values['problems']['custom'] = {}  # the knobs of problems.source, which may change
   return ConfigDict(values)
+
+
+def auto() -> list[str]:
+  """Returns the knobs that may be None, so that the program decides them."""
+  return [name for name, field, _ in knobs.fields(Config()) if knobs.is_auto(field)]
 
 
 def _drop_rule(values: dict[str, Any], part: str) -> None:
@@ -175,8 +167,9 @@ def overrides(
     if name not in known:
       advice = unknown(name, merged(values, values_of), known)
       raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
-    if name in BY_PROGRAM:
-      raise ValueError(f'{name} is set by the program; remove --config.{name}')
+    if text == 'None' and knobs.is_auto(known[name]):
+      values_of[name] = None
+      continue
     kind = known[name].annotation
     if text is None and kind is bool:
       text = 'false' if no else 'true'
@@ -272,45 +265,14 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   """Returns the knobs that differ from their defaults: name -> (value, default).
 
-  Omits the title, derived knobs, and the knobs that the program sets.
+  Omits the title and knobs that the program decides.
   """
-  found, skipped = {}, {'title', *config.derived, *by_program(config.model_dump())}
+  found = {}
   for name, field, value in knobs.fields(config):
     default = field.get_default(call_default_factory=True)
-    if value != default and name not in skipped:
+    if value not in (default, None) and name != 'title':
       found[name] = value, default
   return found
-
-
-def by_program(values: Mapping[str, Any]) -> set[str]:
-  """Returns the knobs of nested values that the program sets, not the user."""
-  filled = values['tokenizer']['path'] in ('', values['model']['path'])
-  return {*BY_PROGRAM, *['tokenizer.path'] * filled}
-
-
-def decided(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes the knobs that are None, and lists their names in `derived`.
-
-  Raises ValueError if a knob that cannot be derived is None.
-  """
-  names: list[str] = []
-
-  def without_none(section: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-    found = {}
-    for key, value in section.items():
-      if isinstance(value, dict):
-        found[key] = without_none(value, f'{prefix}{key}.')
-      elif value is None:
-        names.append(prefix + key)
-      else:
-        found[key] = value
-    return found
-
-  found = without_none(values)
-  if missing := [name for name in names if name not in train.DERIVABLE]:
-    wanted = ', '.join(f'--config.{name}=...' for name in missing)
-    raise ValueError(f'the config file sets required knobs to None; give {wanted}')
-  return found | {'derived': tuple(names)} if names else found
 
 
 def _from_text(kind: Any, text: str | None) -> Any:

@@ -60,7 +60,7 @@ def evaluate(
     nats) and uid. Key and uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
-  if hosts.processes() > 1 and engine.mesh:
+  if len(hosts.side()) > 1 and engine.mesh:
     pad = -len(problems.id_N) % sharding.row_shards(engine.mesh)
   id_P = np.pad(problems.id_N, (0, pad), constant_values=-1)
   sampled = rollout(

@@ -81,8 +81,7 @@ def open_model(config: Config, directory: str | None = None) -> Model:
   missing or damaged, or adapters do not fit the model.
   """
   directory = directory or resolve(config)
-  derived = 'tokenizer.template' in config.derived
-  template = '{problem}' if derived else config.tokenizer.template
+  template = config.tokenizer.template or '{problem}'  # None: not decided yet
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
   return Model(directory, tokenizer, read_spec(config, directory))
 

@@ -4,39 +4,16 @@ from typing import Literal
 
 import pydantic
 
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, knob
 from bapo_jax.rollout.knobs import COLDEST
-
-# Knobs that a config file may leave None, so that a new run derives them (derive.py).
-DERIVABLE = (
-  'mesh.data',
-  'mesh.fsdp',
-  'model.compute',
-  'rewards.rule',
-  'tokenizer.template',
-  'prompts.max_prompt_tokens',
-  'sampler.max_new_tokens',
-  'prompts.count',
-  'learner.minibatches',
-  'steps',
-  'sampler.max_num_seqs',
-  'sampler.prefill_batch_size',
-  'sampler.tokens_per_dispatch',
-  'sampler.cache_segments',
-  'sampler.done_check_lag',
-  'learner.grad_accum_steps',
-  'model.remat',
-  'learner.bounds_pass',
-  'optimizer.lr',
-)
 
 
 class LearnerConfig(Section):
   """Optimiser updates per rollout batch."""
 
   epochs: int = knob(1, 'Visits of a batch.', least=1, most=1024)
-  minibatches: int = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
-  grad_accum_steps: int = knob(
+  minibatches: Auto[int] = knob(8, 'Optimiser updates per visit.', least=1, most=65536)
+  grad_accum_steps: Auto[int] = knob(
     2, 'Largest number of micro-batches per minibatch.', least=1, most=65536
   )
   pack: bool = knob(True, 'Packs rows, and skips rows without an advantage.')
@@ -48,15 +25,15 @@ class LearnerConfig(Section):
     'Tokens of one bound search; micro_batch saves a forward pass.',
     needs=('searches', 'learner.grad_accum_steps > 1'),
   )
-  bounds_pass: Literal['auto', 'stored', 'again'] = knob(
-    'auto',
+  bounds_pass: Auto[Literal['stored', 'again']] = knob(
+    None,
     'Bounds over several micro-batches: stored keeps the activations of all; again '
-    'runs an extra forward pass; auto computes least within the memory.',
+    'runs an extra forward pass; None: the least computation within the memory.',
     needs=('learner.grad_accum_steps > 1', "learner.bounds_scope == 'minibatch'"),
   )
-  recompute_logprobs: Literal['auto', 'on', 'off'] = knob(
-    'auto',
-    "The learner's log-probabilities replace the sampler's; auto: on if model.compute "
+  recompute_logprobs: Auto[Literal['on', 'off']] = knob(
+    None,
+    "The learner's log-probabilities replace the sampler's; None: on if model.compute "
     'is tf32 or bfloat16, the actor is not quantised (sampler.actor_dtype) and the '
     'loss rule does not weigh the difference itself.',
   )
@@ -88,7 +65,7 @@ class TeacherConfig(Section):
 class OptimizerConfig(Section):
   """AdamW after clipping by the global norm."""
 
-  lr: float = knob(3e-4, 'Learning rate.', above=0, most=10)
+  lr: Auto[float] = knob(3e-4, 'Learning rate.', above=0, most=10)
   warmup: int = knob(4, 'Updates of linear warm-up.', least=0)
   b1: float = knob(0.9, 'Decay of the first moment.', least=0, below=1)
   b2: float = knob(0.95, 'Decay of the second moment.', least=0, below=1)

@@ -149,7 +149,7 @@ def refuse(given: Mapping[str, Any], configs: Sequence[Config]) -> None:
     given: dotted knob -> value, as on the command line.
     configs: at least one config that contains these values.
   """
-  inert_everywhere = [inert(config, config.derived) for config in configs]
+  inert_everywhere = [inert(config, config.undecided) for config in configs]
   for name, value in given.items():
     if all(name in inert_knobs for inert_knobs in inert_everywhere):
       because, remedy = inert_everywhere[0][name]

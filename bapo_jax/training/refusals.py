@@ -1,6 +1,7 @@
 """Refuses configs that cannot work: every refusal is one sentence, with the way out.
 
-1. `of_config` judges the knobs alone, before any file is read;
+1. `of_config` judges the knobs alone, before any file is read, and again once the
+   program has decided the knobs that are None;
 2. `of_inputs` judges them with the model, the tokenizer and the problems, and calls a
    user's rules as a step does.
 
@@ -12,7 +13,7 @@ import importlib.util
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,34 +48,49 @@ from bapo_jax.types import (
   take,
 )
 
+LENGTHS = ('prompts.max_prompt_tokens', 'sampler.max_new_tokens')
+
+
+class Refusal(NamedTuple):
+  """A reason why a config cannot work."""
+
+  knobs: tuple[str, ...]  # which it is about
+  text: str  # one sentence, with the way out
+
 
 class Refused(ValueError):
   """The refusals of a run; as a string, the first of them."""
 
-  def __init__(self, sentences: list[str]):
-    super().__init__(sentences[0])
-    self.sentences = sentences
+  def __init__(self, refusals: list[Refusal]):
+    super().__init__(refusals[0].text)
+    self.refusals = refusals
 
 
-def judge(sentences: Iterator[str]) -> None:
-  """Raises Refused if there is a sentence."""
-  if refused := [*sentences]:
+def judge(refusals: Iterator[Refusal]) -> None:
+  """Raises Refused if there is a refusal."""
+  if refused := [*refusals]:
     raise Refused(refused)
 
 
-def of_config(config: Config) -> Iterator[str]:
-  """Yields a sentence for each reason why a config cannot work on any machine."""
-  yield from _clip(config.clip, config.loss)
-  yield from _conflicts(config)
-  yield from _contradictions(config)
+def of_config(config: Config) -> Iterator[Refusal]:
+  """Yields a refusal for each reason why a config cannot work on any machine.
+
+  A function of JUDGES waits until the program has decided all knobs that it is about.
+  """
+  undecided = config.undecided
+  for find, names in JUDGES.items():
+    if not set(names) & set(undecided):
+      yield from (Refusal(names, text) for text in find(config))
 
 
-def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
+def _clip(config: Config) -> Iterator[str]:
   """Yields a sentence for each reason why a clip rule does not fit a loss rule.
 
   Both rules declare their use of bounds. A bound search balances the gradient only if
   raising a bound adds or removes tokens and changes the weight of no other token.
   """
+  clip = config.clip
+  loss = config.loss
   name = f'clip.rule={clip.rule!r}'
   if loss.bounds == 'ignored' and clip.gives == 'bounds':
     yield (
@@ -112,42 +128,6 @@ def _clip(clip: ClipRule, loss: LossRule) -> Iterator[str]:
     )
 
 
-def _conflicts(config: Config) -> Iterator[str]:
-  """Yields a sentence for each conflict between knobs."""
-  count = config.prompts.count
-  seats = config.seats
-  group_size = config.sampler.group_size
-  longest = config.sampler.max_new_tokens
-  yield from _sampling(config)
-  for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
-    if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
-      yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
-  if config.buffer.thresholds.rule == 'threshold_free' and group_size % 2:
-    yield (
-      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, but "
-      f'sampler.group_size={group_size} is odd; give an even size, or another rule'
-    )
-  replayed = seats - count
-  if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
-    yield (
-      f'buffer.capacity={config.buffer.capacity} is less than the groups that a batch '
-      f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
-      f'{replayed}); give {replayed} or more'
-    )
-  shaping = config.rewards.shaping
-  if isinstance(shaping, Standard) and shaping.overlong_cache > longest:
-    yield (
-      f'rewards.shaping.overlong_cache={shaping.overlong_cache} is too large: give '
-      f'at most sampler.max_new_tokens={longest} tokens'
-    )
-  if seats % config.learner.minibatches:
-    beside = f' and {replayed} replayed' if replayed else ''
-    yield (
-      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
-      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
-    )
-
-
 def _sampling(config: Config) -> Iterator[str]:
   """Yields a sentence for each conflict between sampling ahead and other knobs."""
   if (
@@ -175,6 +155,43 @@ def _sampling(config: Config) -> Iterator[str]:
     yield (
       f'mesh.rollout={config.mesh.rollout} devices and the others would wait for each '
       'other with rollout.depth=0; set rollout.depth=1 or more, or mesh.rollout=0'
+    )
+
+
+def _packages(config: Config) -> Iterator[str]:
+  """Yields a sentence for each package that is missing."""
+  for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
+    if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
+      yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
+
+
+def _sizes(config: Config) -> Iterator[str]:
+  """Yields a sentence for each size that does not fit the prompts of a step."""
+  count = config.prompts.count
+  seats = config.seats
+  replayed = seats - count
+  if config.batch.rule == 'replay' and config.buffer.capacity < replayed:
+    yield (
+      f'buffer.capacity={config.buffer.capacity} is less than the groups that a batch '
+      f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
+      f'{replayed}); give {replayed} or more'
+    )
+  if seats % config.learner.minibatches:
+    beside = f' and {replayed} replayed' if replayed else ''
+    yield (
+      f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
+      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
+    )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+  """Yields a sentence for each length that does not fit the others."""
+  longest = config.sampler.max_new_tokens
+  shaping = config.rewards.shaping
+  if isinstance(shaping, Standard) and shaping.overlong_cache > longest:
+    yield (
+      f'rewards.shaping.overlong_cache={shaping.overlong_cache} is too large: give '
+      f'at most sampler.max_new_tokens={longest} tokens'
     )
 
 
@@ -212,12 +229,6 @@ def _contradictions(config: Config) -> Iterator[str]:
       f'batch.rule={batch.rule!r} drops groups with one verdict, which also teach if '
       "teacher.reward=False; choose batch.rule='fresh_only' or 'replay'"
     )
-  rule = config.advantage
-  if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
-    yield (
-      f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
-      f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
-    )
   thresholds = config.buffer.thresholds
   if thresholds.rule == 'everything' and 'reevaluated' in sources:
     yield (
@@ -225,8 +236,20 @@ def _contradictions(config: Config) -> Iterator[str]:
       "buffer.thresholds.rule='everything' makes no problem hard; choose another "
       "threshold rule, batch.rule='replay', or buffer.reevaluate=0"
     )
+  if thresholds.rule == 'threshold_free' and config.sampler.group_size % 2:
+    yield (
+      "buffer.thresholds.rule='threshold_free' keeps groups that are half right, but "
+      f'sampler.group_size={config.sampler.group_size} is odd; give an even size, or '
+      'another rule'
+    )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
+  rule = config.advantage
+  if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
+    yield (
+      f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
+      f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
+    )
 
 
 def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
@@ -257,7 +280,7 @@ def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
     )
 
 
-def of_positions(config: Config, positions: int) -> Iterator[str]:
+def _too_long(config: Config, positions: int) -> Iterator[str]:
   """Yields a sentence if a row has more tokens than the model has positions."""
   prompt = config.prompts.max_prompt_tokens
   new = config.sampler.max_new_tokens
@@ -269,8 +292,19 @@ def of_positions(config: Config, positions: int) -> Iterator[str]:
     )
 
 
-def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
-  """Yields a sentence for each reason why a config does not fit its files."""
+# What judges the knobs, and the knobs that it is about.
+JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
+  _clip: ('clip.rule', 'loss.rule'),
+  _sampling: ('rollout.depth', 'sampler.actor_dtype', 'batch.rule', 'mesh.rollout'),
+  _packages: ('metrics.tensorboard', 'metrics.wandb'),
+  _sizes: ('prompts.count', 'learner.minibatches'),
+  _lengths: LENGTHS,
+  _contradictions: ('batch.rule', 'clip.sources', 'buffer.thresholds', 'teacher.path'),
+}
+
+
+def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
+  """Yields a refusal for each reason why a config does not fit its files."""
   directory, tokenizer, spec = inputs.model
   # JAX would clamp a token id beyond the embedding.
   ids = tokenizer.backend.get_vocab()
@@ -278,20 +312,25 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   worst = max([*tokenizer.eos, ids.get(last, 0)])
   if worst >= spec.vocab:
     what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
-    yield (
-      f'tokenizer.path={config.tokenizer.path}: {what} has the id {worst}, but the '
-      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f"model.path={config.model.path}, or remove that token from the tokenizer's files"
+    yield Refusal(
+      ('tokenizer.path', 'model.path'),
+      f'tokenizer.path={tokenizer.backend.name_or_path}: {what} has the id {worst}, '
+      f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
+      f'model.path={config.model.path}, or remove that token from the files of the '
+      'tokenizer',
     )
-  yield from of_positions(config, spec.positions)
+  yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
   if sft.has_weights(directory):
-    yield from _raised(hf_weights.check, directory, spec)
+    yield from _raised('model.path', hf_weights.check, directory, spec)
   else:
-    yield from _raised(sources.imitated, config.problems, inputs.data)
+    yield from _raised(
+      'problems.source', sources.imitated, config.problems, inputs.data
+    )
   if config.rollout.environment:
-    yield from _raised(conversation.between, tokenizer, config.rollout.custom.role)
-  yield from _raised(open_teacher, config, inputs.model)
-  yield from _raised(_check_rows, config, inputs)
+    role = config.rollout.custom.role
+    yield from _raised('rollout.environment', conversation.between, tokenizer, role)
+  yield from _raised('teacher.path', open_teacher, config, inputs.model)
+  yield from _raised('rewards.rule', _check_rows, config, inputs)
   yield from of_custom_rules(config)
 
 
@@ -309,23 +348,24 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
   sources.check(config.problems, inputs.data, check_row)
 
 
-def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
-  """Calls a function; yields the message of the ValueError that it raises, if any."""
+def _raised(
+  knob: str, function: Callable[..., Any], *arguments: Any
+) -> Iterator[Refusal]:
+  """Calls a function; yields the ValueError that it raises, if any, as a refusal."""
   try:
     function(*arguments)
   except ValueError as error:
-    yield str(error)
+    yield Refusal((knob,), str(error))
 
 
-def of_custom_rules(config: Config) -> Iterator[str]:
+def of_custom_rules(config: Config) -> Iterator[Refusal]:
   """Calls every custom rule as a step does, on two groups of short responses.
 
-  Yields a sentence for each rule that raises an error, that returns another type, shape
+  Yields a refusal for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  # The arrays below would compile a program each.
   if not any(operator.attrgetter(name)(config).custom for name in PARTS):
-    return
+    return  # the arrays below would compile a program each
   G = config.sampler.group_size
   steps = bool(config.rewards.custom.steps)
   ones_PGT = jnp.ones((2, G, 7))
@@ -376,7 +416,8 @@ def of_custom_rules(config: Config) -> Iterator[str]:
   for slot, (rule, *trial) in trials.items():
     fault = rule.custom and _fault(config, rule, *trial)
     if fault:
-      yield f'{slot}.rule={rule.rule} {fault}'
+      knob = f'{slot}.rule'
+      yield Refusal((knob,), f'{knob}={rule.rule} {fault}')
 
 
 def _fault(config: Config, rule: Any, traced: Any, others: Any, wanted: Any) -> str:

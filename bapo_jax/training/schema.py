@@ -15,7 +15,7 @@ from bapo_jax.data.knobs import (
   PromptsConfig,
   TokenizerConfig,
 )
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, fields, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import Part, parts
 from bapo_jax.rewards.knobs import Environment
@@ -30,20 +30,14 @@ class Config(Section):
 
   title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
   seed: int = knob(0, 'Seed of prompts, sampling and new adapters.', least=0)
-  steps: int = knob(80, 'Learner steps.', least=1)
+  steps: Auto[int] = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
-  code: tuple[str, ...] = knob(
-    (), 'Files of custom functions, each with its digest; set by the program.'
-  )
-  derived: tuple[str, ...] = knob(
-    (), 'Knobs that the config file leaves None, so that a new run derives them.'
-  )
-  cache: LocalPath = knob(
-    'auto',
-    'Folder of warm starts and compiled programs that runs share; auto: bapo_jax in '
-    "the user's cache, ~/.cache; empty: none.",
+  cache: Auto[LocalPath] = knob(
+    None,
+    'Folder of embedded policies and compiled programs that runs share; None: bapo_jax '
+    "in the user's cache, ~/.cache; empty: none.",
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
@@ -73,6 +67,20 @@ class Config(Section):
   def called(self) -> list[str]:
     """The user's functions that score or answer responses."""
     return custom_code.paths_in(f'{self.rewards.rule},{self.rollout.environment}')
+
+  @property
+  def undecided(self) -> list[str]:
+    """The knobs that are None: the program decides them, see autosetup/derive.py."""
+    return [name for name, _, value in fields(self) if value is None]
+
+  @property
+  def code(self) -> list[str]:
+    """'file digest' of every custom function that the config names."""
+    texts = [x for _, _, x in fields(self) if isinstance(x, str)]
+    paths = {path for text in texts for path in custom_code.paths_in(text)}
+    # Not a title that ends in .py, nor a function that the package names.
+    named = [path for path in paths if ':' in path and not path.endswith('.py')]
+    return sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in named})
 
   @property
   def row_length(self) -> int:

@@ -226,7 +226,7 @@ def fingerprint(config: Config) -> str:
       'sft': config.sft.model_dump(),
       'tokenizer': config.tokenizer.model_dump(),
       'problems': problems | {'files': sources.file_digests(config.problems)},
-      'length': config.row_length,
+      'lengths': [config.prompts.max_prompt_tokens, config.sampler.max_new_tokens],
       'generator': jax_options.generator(),
     }
   )

@@ -91,8 +91,8 @@ def describe(
       row['rollout/logp_diff'] = total / tokens if tokens else math.nan
       largest = max(float(diff.largest) for diff in diffs)
       row['rollout/logp_diff_max'] = largest if tokens else math.nan
-  if t.sampler.elsewhere:
-    row |= _overlap(t, s, sampled)
+  if elsewhere := t.sampler.elsewhere():
+    row |= _overlap(t, s, sampled, elsewhere.ready)
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
@@ -122,11 +122,13 @@ def _turns(mask_PGT: Array) -> Array:
   return masked_mean(begin_PGT.sum(-1), mask_PGT.any(-1))
 
 
-def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
+def _overlap(
+  t: Trainer, s: TrainState, sampled: Sampled, ready: int
+) -> dict[str, float]:
   """Returns the times of sampling, the ready submissions and the bytes sent."""
   begin, end = (x - t.timer.began for x in sampled.span)
   actor = jax.eval_shape(t.actor, s.params)
-  ready = sum(each.ready.done() for each in s.queue) + t.sampler.ready()
+  ready += sum(queued.ready.done() for queued in s.queue)
   return {
     'overlap/sampling': begin,
     'overlap/sampled': end,

@@ -64,7 +64,7 @@ def latency(mesh: Mesh, length: int, times: int) -> dict[int, float]:
 def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   """Program -> its collectives outside loops, and those of one way round every loop."""
   spec = inputs.open_model(config).spec
-  schedule = budget.choose_schedule(config, spec, mesh)
+  schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
   found = {}
   for name in COUNTED:
     program = programs.PROGRAMS[name](programs.Job(config, spec, schedule, mesh))

@@ -134,9 +134,8 @@ def updated(groups, source_P, key, train_step, params=None, **knobs):
   """(counter, updates) of `update`; a call of train_step counts one up."""
   step = lambda params, opt, batch: (params, opt + 1, {}, train_step(batch))  # noqa: E731
   knobs = {'advantage_rule': advantage.GroupRelative()} | knobs
-  _, count, updates = learner.update(
-    params, 0, groups, source_P, key, train_step=step, **knobs
-  )
+  rules = learner.Rules(step, **knobs)
+  _, count, updates = learner.update(params, 0, groups, source_P, key, rules)
   return count, updates
 
 

@@ -111,16 +111,6 @@ def test_distillation_is_the_gradient_of_the_exact_divergence(length, params, ot
   close_gradients(gradient(params, batch), jax.grad(exact)(params))
 
 
-def test_a_teacher_that_is_the_policy_gives_no_advantage(params):
-  groups = every_response(2)
-  groups = groups._replace(behavior_logp_PGT=score(params, groups))
-  same = dict(reference_PGT=groups.behavior_logp_PGT, teacher=1.0)
-  batch = learner.flatten(groups, FRESH, None, **same)
-  assert not batch.adv_BT.any()
-  chosen = making.objective(clip.Unclipped())
-  assert not chosen.computed(batch).loss_mask_BT.any()
-
-
 @pytest.mark.parametrize(
   ('rule', 'loss_rule', 'estimator'),
   [
@@ -291,7 +281,8 @@ def test_a_budget_counts_the_teacher(llama):
     ({'loss.reference': 0.1}, 4 * few),  # a copy of the policy
     ({'loss.reference': 0.1, 'lora.rank': 2}, 0),  # the frozen weights are there
   ):
-    assert budget.teacher_bytes(tiny(**knobs), spec) == expected
+    sizes = budget.sizes_of(tiny(**knobs), spec)
+    assert budget.teacher_bytes(sizes, spec) == expected
 
 
 # A step with every part: advantages of a teacher and of the reward, and the penalty.

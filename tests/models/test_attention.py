@@ -184,7 +184,7 @@ def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
     jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (28, 4, 28)
   )
   segment_BT = jax.ShapeDtypeStruct((1, T), jnp.int32)
-  kind = attention.resolve('auto', 'gpu', jnp.bfloat16, 128)
+  kind = attention.resolve(None, 'gpu', jnp.bfloat16, 128)
 
   def gradient(q, k, v, segment_BT, out):
     run = functools.partial(attention.attend, kind=kind, segment_BT=segment_BT)
@@ -203,7 +203,7 @@ def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
   code = """if True:
     import jax, jax.numpy as jnp
     from bapo_jax.models import attention
-    attention.resolve('auto', 'gpu', 'bfloat16', 64)
+    attention.resolve(None, 'gpu', 'bfloat16', 64)
     traces = []
     f = jax.jit(lambda x: traces.append(x) or x)
     f(1)
@@ -226,11 +226,11 @@ def test_auto_chooses_the_kernel_of_the_platform():
     ('gpu', 'float32'): 'plain',
   }
   for (platform, compute), kind in wanted.items():
-    for given in ('auto', kind):
+    for given in (None, kind):
       assert attention.resolve(given, platform, compute, 64) == kind
   # The shared memory of a GPU bounds the heads; the compiler takes 256, see below.
-  assert attention.resolve('auto', 'gpu', 'bfloat16', 256) == 'flash'
-  assert attention.resolve('auto', 'gpu', 'bfloat16', 260) == 'plain'
+  assert attention.resolve(None, 'gpu', 'bfloat16', 256) == 'flash'
+  assert attention.resolve(None, 'gpu', 'bfloat16', 260) == 'plain'
   for lacking in (
     ('splash', 'cpu', 'float32', 64),
     ('flash', 'gpu', 'float32', 64),

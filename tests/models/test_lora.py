@@ -66,22 +66,6 @@ def test_new_adapters_add_nothing_and_a_has_the_variance_of_peft():
   )
 
 
-def test_merged_weights_and_a_mesh_give_the_logits_of_unmerged_ones():
-  params = making.params(SPEC)
-  made = making.adapters(SPEC)
-  weights = lora.attach(params, made)
-  tokens_BT = jnp.arange(24).reshape(4, 6) % 12
-  unmerged = logits(weights, tokens_BT)
-  assert np.abs(unmerged - logits(params, tokens_BT)).max() > 0.1
-  oracles.close(logits(making.merged(weights), tokens_BT), unmerged, 128)
-  mesh = sharding.make(2, 2, 2)
-  spread = [jax.device_put(x, sharding.shardings(x, mesh)) for x in (params, made)]
-  found = sharding.under(mesh, logits)(
-    lora.attach(*spread), jax.device_put(tokens_BT, sharding.over_rows(mesh))
-  )
-  oracles.close(found, unmerged, 128)
-
-
 def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once():
   spec = dataclasses.replace(SPEC, compute='bfloat16', dtype='bfloat16')
   base = transformer.cast(making.params(spec), 'bfloat16')

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 
+import processes
 import pytest
 import runs
 
@@ -36,10 +37,8 @@ print(faults())
 def test_freed_memory_is_held_until_it_is_trimmed():
   def faults(how):
     # Huge pages would hide most faults.
-    environment = os.environ | {'NUMPY_MADVISE_HUGEPAGE': '0'}
-    command = [sys.executable, '-c', HOLDS, how]
-    output = subprocess.run(command, env=environment, capture_output=True, check=True)
-    return [int(line) for line in output.stdout.split()]
+    done = processes.call(sys.executable, '-c', HOLDS, how, NUMPY_MADVISE_HUGEPAGE='0')
+    return [int(line) for line in done.stdout.split()]
 
   anew, _ = faults('not')
   held, trimmed = faults('hold')
@@ -77,9 +76,7 @@ def test_xla_knows_the_flags_of_a_gpu():
   # XLA ends a process whose flags it does not know.
   flags = ' '.join(f'--{name}={value}' for name, value in machine.GPU_FLAGS.items())
   script = 'import jax; jax.numpy.zeros(1)'
-  environment = os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run([sys.executable, '-c', script], env=environment)
-  assert done.returncode == 0
+  processes.call(sys.executable, '-c', script, XLA_FLAGS=flags, JAX_PLATFORMS='cpu')
 
 
 # ------------- the folder that runs share: where it is, what it keeps, what it removes

@@ -93,13 +93,6 @@ def test_a_knob_is_shown_for_the_rules_that_have_it(three, tmp_path):
   assert cells(page.text, 'clip.lower') == ['-', '-', '0.7', '']
 
 
-def test_the_main_metrics_come_first_and_the_others_are_folded(three, tmp_path):
-  text = page_of(three, tmp_path / 'c.html').text
-  shown, _, folded = text.partition('<summary>Other metrics</summary>')
-  found = [re.findall('<code>([a-z]+/.*?)</code>', part) for part in (shown, folded)]
-  assert found == [['eval/accuracy', 'rollout/reward', 'loss/entropy'], ['time/step']]
-
-
 def test_differences_are_paired_by_seed(tmp_path, capsys):
   # Seeds 1 to 3 of both; seed 4 only of one, and seed 3 without reward.
   base = {1: (0.2, 1.0), 2: (0.4, 2.0), 3: (0.9, None), 4: (0.0, 9.0)}

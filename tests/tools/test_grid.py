@@ -131,13 +131,13 @@ def test_runs_of_a_seed_share_a_policy_and_are_compared(tmp_path, capsys):
   assert 'clip.rule=unclipped' in page
 
 
-def test_a_process_has_one_core(tmp_path):
-  text = 'import os; print(len(os.sched_getaffinity(0)))'
-  wait = f'import time; time.sleep(0.2); {text}'
+def test_a_process_has_one_core_or_all_cores_and_a_gpu(tmp_path):
+  text = 'import os; print(len(os.sched_getaffinity(0)), os.environ.get("CARD"))'
+  command = [sys.executable, '-c', f'import time; time.sleep(0.2); {text}']
   output = tmp_path / 'arm' / '0.log'
-  for _ in range(2):  # appends
-    assert not sweep.launch([sys.executable, '-c', wait], str(output), 1).wait()
-  assert output.read_text() == '1\n1\n'
+  for environment in ({}, {'CARD': '7'}):  # appends
+    assert not sweep.launch(command, str(output), 1, environment).wait()
+  assert output.read_text() == f'1 None\n{len(machine.cores())} 7\n'
 
 
 @pytest.fixture
@@ -193,14 +193,6 @@ def test_without_a_gpu_each_core_has_one_process(cards, monkeypatch, name, value
     monkeypatch.setenv(name, value)
   assert sweep.environments(None, 1) == [{}] * len(machine.cores())
   assert sweep.environments(3, 1) == [{}] * 3
-
-
-def test_a_process_with_a_gpu_has_all_cores_and_its_gpu(tmp_path):
-  text = 'import os; print(len(os.sched_getaffinity(0)), os.environ["CARD"])'
-  output = tmp_path / '0.log'
-  command = [sys.executable, '-c', text]
-  assert not sweep.launch(command, str(output), 0, {'CARD': '7'}).wait()
-  assert output.read_text() == f'{len(machine.cores())} 7\n'
 
 
 def test_a_sweep_starts_a_process_per_gpu_and_takes_none_itself(tmp_path):

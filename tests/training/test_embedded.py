@@ -230,12 +230,6 @@ def test_rows_are_cut_at_their_length(reader):
 # --------- the tokenizer is the model's, and no token is beyond the model's vocabulary
 
 
-def test_the_tokenizer_is_the_models_unless_another_is_named():
-  assert tiny(**{'model.path': 'm'}).tokenizer.path == 'm'
-  assert tiny(**{'model.path': 'm', 'tokenizer.path': 't'}).tokenizer.path == 't'
-  assert tiny(**{'tokenizer.path': 't'}).tokenizer.path == 't'
-
-
 def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   path = source(tmp_path / 'checkpoint-500')
   other = tmp_path / 'base'

@@ -71,14 +71,11 @@ def test_three_places_sample_the_same(monkeypatch):
   r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
-  remote = RemoteSampler(
-    **vars(there), learners=r.mesh, timer=PhaseTimer(), links=links
-  )
+  remote = RemoteSampler(links, r.mesh, PhaseTimer())
   serving = threading.Thread(
     target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
   )
   serving.start()
-  remote.compile().result()
   found.append(submissions(remote, t, s))
   remote.close(0)
   serving.join(60)

@@ -213,12 +213,12 @@ def test_products_are_lowered_with_the_precision_of_the_run(
 @pytest.mark.parametrize(
   ('compute', 'dtype', 'when', 'again'),
   [
-    ('float32', 'compute', 'auto', False),
-    ('tf32', 'compute', 'auto', True),
-    ('bfloat16', 'compute', 'auto', True),
+    ('float32', 'compute', None, False),
+    ('tf32', 'compute', None, True),
+    ('bfloat16', 'compute', None, True),
     ('bfloat16', 'compute', 'off', False),
     # A quantised actor is another policy than the learner's.
-    ('bfloat16', 'int8', 'auto', False),
+    ('bfloat16', 'int8', None, False),
     ('bfloat16', 'int8', 'on', True),
   ],
 )

@@ -69,7 +69,8 @@ class Script:
     patch.setattr(sampler, 'PartialRollouts', lambda engine, places: None)
     patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
     spec = making.SPEC
-    engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=spec)
+    sizes = {'group_size': G, 'length': T, 'spec': spec, 'mesh': None}
+    engine: Any = python_types.SimpleNamespace(**sizes)
     nothing: Any = None
     verifier: Any = python_types.SimpleNamespace(steps=False)
     timer = PhaseTimer()
@@ -82,9 +83,8 @@ class Script:
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': timer,
       'train_step': self.train_step,
-      'sampler': sampler.Sampler(
+      'sampler': sampler.LocalSampler(
         engine,
-        nothing,
         Verification(PROBLEMS, nothing, verifier, timer),
         seed=self.config.seed,
         count=P,

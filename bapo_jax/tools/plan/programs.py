@@ -27,6 +27,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
 from bapo_jax.training import budget, build, inputs, policy
+from bapo_jax.training.budget import Budget, Sizes
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -45,6 +46,16 @@ class Job(NamedTuple):
   def shape(self) -> dict[str, int]:
     """The number of devices along each axis of the mesh."""
     return dict(self.mesh.shape)
+
+  @property
+  def sizes(self) -> Sizes:
+    """The sizes of the run, for the formulas of the memory."""
+    return budget.sizes_of(self.config, self.spec)
+
+  @property
+  def counted(self) -> Budget:
+    """The bytes of the run by hand."""
+    return budget.count(self.sizes, self.spec, self.schedule, self.mesh)
 
 
 class Program(NamedTuple):
@@ -103,7 +114,7 @@ def buffer(job: Job) -> Tree:
 def beside(job: Job, *others: Tree) -> float:
   """Returns the bytes per device of other trees, of the buffer and of a teacher."""
   split = job.shape['fsdp'] * job.shape['tensor']
-  teacher = budget.teacher_bytes(job.config, job.spec) / split
+  teacher = budget.teacher_bytes(job.sizes, job.spec) / split
   return bytes_per_device((others, buffer(job))) + teacher
 
 
@@ -175,15 +186,14 @@ def prefill(job: Job) -> Program:
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots = slots_of(job)
-  # As many prompts as responses, as in an evaluation of one response per prompt:
-  # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
-  kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
+  # As many prompts as responses, as in an evaluation of one response per prompt.
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
-  numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
-  seen = [pixels_of(job, R)] if spec.vision else []
+  of_prompt = jax.ShapeDtypeStruct((R,), jnp.int32)
+  entering = jax.ShapeDtypeStruct((len(decode_lib.Entering._fields), R), jnp.int32)
+  pictures = pixels_of(job, R) if spec.vision else None
   return Program(
     decode_lib.admit,
-    (actor(job), slots, tokens, *numbers, *seen),
+    (actor(job), slots, tokens, of_prompt, entering, pictures),
     {'spec': spec},
     beside(job, learner_state(job)),
     bytes_per_device(slots.cache),
