@@ -263,6 +263,17 @@ def weigh(ratio_BT, batch):
   return lambda bounds: jnp.where(adv_BT == 0, 0, ratio_BT * adv_BT)
 
 
+def applied(rules, logp_BT, batch):
+  """Returns (sum of gains, weights) under a loss, a clip and a mask rule."""
+  logp_BT = jnp.asarray(logp_BT)
+  find = loss.finder(rules, logp_BT, batch, jnp.ones(len(logp_BT)))
+
+  def total(logp_BT):
+    return loss.gain(rules[0], logp_BT, batch, find)[0].sum()
+
+  return jax.value_and_grad(total)(logp_BT)
+
+
 def mixed_tokens(B=8, T=5, seed=0):
   """Returns (logp_BT, batch) with most combinations of sign, side and mask."""
   rng = np.random.default_rng(seed)

@@ -132,6 +132,30 @@ def functions(path):
       yield node
 
 
+def splatted(function):
+  """The local tuples that a function makes and then splats into a call."""
+  nodes = list(ast.walk(function))
+  assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+  tuples = [node for node in assigned if isinstance(node.value, ast.Tuple)]
+  # A tuple with a starred element joins others of any length.
+  tuples = [node for node in tuples if ast.Starred not in map(type, node.value.elts)]
+  made = {ast.unparse(target) for node in tuples for target in node.targets}
+  calls = [node for node in nodes if isinstance(node, ast.Call)]
+  stars = [x for call in calls for x in call.args if isinstance(x, ast.Starred)]
+  return made & {ast.unparse(star.value) for star in stars}
+
+
+def test_no_local_tuple_is_made_to_be_splatted_into_a_call():
+  paths = [*MODULES.values(), *(ROOT / 'lab').rglob('*.py')]
+  found = {
+    (path.name, name)
+    for path in paths
+    for function in functions(path)
+    for name in splatted(function)
+  }
+  assert found <= {('budget.py', 'sizes'), ('refusals.py', 'seats'), ('sft.py', 'args')}
+
+
 def test_functions_stay_short():
   long = [
     f'{name}.{node.name}: {lines} lines'

@@ -217,6 +217,7 @@ def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
   ('given', 'value'),
   [
     ('--config.steps=10', 10),
+    ('--config.steps=None', None),
     ('--config.title=a=b', 'a=b'),
     ('--noconfig.metrics.wandb', False),
     ('--config.metrics.wandb=False', False),

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bapo_jax import knobs
 from bapo_jax.autosetup import derive_sizes, derive_text, facts
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.runtime import hosts, jax_options
@@ -50,17 +51,6 @@ RULES: dict[str, Rule] = {
   'model.sequence_sharding': derive_sizes.columns,
   'learner.recompute_logprobs': derive_sizes.logprobs,
   'optimizer.lr': derive_sizes.learning_rate,
-}
-# Derived at every start, because they follow from the machine; a run keeps the others.
-# Of these, a start elsewhere changes the results by rounding at most.
-AT_EVERY_START = {
-  'cache',
-  'model.attention',
-  'model.experts_kernel',
-  'model.remat',
-  'learner.bounds_pass',
-  'model.sequence_sharding',
-  'learner.recompute_logprobs',
 }
 
 
@@ -121,8 +111,16 @@ def decide(config: Config, workdir: str) -> Config:
 
 
 def undecided(config: Config) -> list[str]:
-  """Returns the knobs of None whose values a run keeps."""
-  return [knob for knob in config.undecided if knob not in AT_EVERY_START]
+  """Returns the knobs of None whose values a run keeps.
+
+  A knob that is None by default follows from the machine, so that every start decides
+  it: elsewhere, the results differ by rounding at most.
+  """
+  return [
+    name
+    for name, field, value in knobs.fields(config)
+    if value is None and field.default is not None
+  ]
 
 
 def as_begun(config: Config, workdir: str) -> Config:
@@ -131,11 +129,11 @@ def as_begun(config: Config, workdir: str) -> Config:
     return config
   stored = workdir_lib.read_config(workdir)
   workdir_lib.check_version(workdir)
-  knobs = undecided(config)
-  if not knobs:
+  kept = undecided(config)
+  if not kept:
     return config
   ran = config_lib.from_json(stored)
-  text = ', '.join(f'{knob}={shown(operator.attrgetter(knob)(ran))}' for knob in knobs)
+  text = ', '.join(f'{knob}={shown(operator.attrgetter(knob)(ran))}' for knob in kept)
   log(wrapped(f'Derived when this run began ({workdir}): {text}', ''))
   return filled(config, ran)
 

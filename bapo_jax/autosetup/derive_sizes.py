@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts, Name, Number
-from bapo_jax.models import attention, decoder, experts
+from bapo_jax.models import decoder, experts
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import cache
-from bapo_jax.training import budget, build
+from bapo_jax.training import budget, build, resolve
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -115,12 +115,10 @@ def slots(config: Config, facts: Facts) -> Number:
   T = config.row_length
   shards = sharding.row_shards(mesh)
   each = budget.slot_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
-  tensor = mesh.shape['tensor']
-  sizes = budget.sizes_of(config, spec)
-  weights, moments, _, actor = budget.whole_state(spec, sizes.adapters, sizes.frozen)
-  weights += budget.teacher_bytes(sizes, spec)
-  state = (weights + moments) / (mesh.shape['fsdp'] * tensor) + actor / tensor
-  room = CACHE_SHARE * (facts.memory - state)
+  # Neither slots nor micro-batches are decided yet; the state does not depend on them.
+  sizes = budget.sizes_of(config, spec)._replace(slots=0, grad_accum_steps=1)
+  b = budget.count(sizes, spec, Schedule(), mesh)
+  room = CACHE_SHARE * (facts.memory - b.weights - b.moments - b.actor)
   wanted = -(-config.places * config.sampler.group_size // shards) * shards
   fitting = max(int(room / each), 1) * shards
   fits = shards << int(math.log2(fitting / shards))
@@ -201,10 +199,9 @@ def schedule_of(config: Config, facts: Facts) -> Schedule:
 
 def attention_kernel(config: Config, facts: Facts) -> Name:
   """Derives model.attention from the kind of device and the type of products."""
-  spec = spec_of(config, facts)
   platform = facts.devices[0].platform
-  kernel = attention.resolve(None, platform, spec.compute, spec.head_width)
-  return kernel, f'the fastest for {spec.compute} on {platform}'
+  spec = resolve.with_kernels(spec_of(config, facts), platform)
+  return str(spec.attention), f'the fastest for {spec.compute} on {platform}'
 
 
 def experts_kernel(config: Config, facts: Facts) -> Name:

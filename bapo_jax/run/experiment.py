@@ -104,6 +104,7 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
+  given = user.model_dump()
   values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)
   # `resume` reports a damaged checkpoint.
@@ -113,9 +114,10 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
       before = workdirs.read_config(workdir)
       for name in ('steps', 'responses'):
         values[name] = max(getattr(config, name), before[name])
+        given[name] = values[name]
   decided = {knob: operator.attrgetter(knob)(config) for knob in user.undecided}
   found = {'config': values, 'decided': decided, 'code': config.code}
-  workdirs.open_workdir(workdir, user.model_dump(), found, free)
+  workdirs.open_workdir(workdir, given, found, free)
 
 
 def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[str]]:

@@ -9,7 +9,6 @@ only weights are counted. On a host, Python and compiled programs take about hal
 more. --mode=plan compiles instead.
 """
 
-import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -292,7 +291,6 @@ def _passes(
   pass of one layer, with the queries' gradients by block of keys, or three tiles of
   logits if they are larger.
   """
-  spec = _with_kernel(spec, mesh)
   tensor = mesh.shape['tensor']
   T = sizes.row_length
   c = itemsize(spec.compute)
@@ -329,17 +327,6 @@ def _passes(
   routes = route_bytes(spec, tensor) * sizes.minibatch_rows / shards * T
   per_token += route_bytes(spec)
   return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
-
-
-def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
-  """Returns the spec with the kernels that are chosen on this mesh."""
-  platform = mesh.devices.flat[0].platform
-  if spec.attention is None:
-    kernel = attention.resolve(None, platform, spec.compute, spec.head_width)
-    spec = dataclasses.replace(spec, attention=kernel)
-  if spec.experts_kernel is None:
-    spec = dataclasses.replace(spec, experts_kernel=experts.resolve(None, platform))
-  return spec
 
 
 def itemsize(dtype: str) -> int:
@@ -475,7 +462,6 @@ def choices(sizes: Sizes, spec: ModelSpec, mesh: Mesh, memory: float) -> list[Sc
   columns = (False, True) if mesh.shape['tensor'] > 1 else (False,)
   if sizes.sequence_sharding is not None:
     columns = (sizes.sequence_sharding == 'on',)
-  spec = _with_kernel(spec, mesh)
   tiles = [sizes.tile_mib or TILE_CPU]
   if platform != 'cpu' and not sizes.tile_mib:
     tiles = sorted({int(TILE_SHARE * memory / 2**20), TILE_SHORT}, reverse=True)

@@ -244,6 +244,10 @@ def _contradictions(config: Config) -> Iterator[str]:
     )
   if 'reused' in sources:
     yield from _empty_band(thresholds, config.sampler.group_size)
+
+
+def _verifier(config: Config) -> Iterator[str]:
+  """Yields a sentence for each reason why a verifier does not fit other rules."""
   rule = config.advantage
   if config.rewards.custom.steps and rule.custom and rule.reads == 'rewards':
     yield (
@@ -299,6 +303,7 @@ JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _lengths: LENGTHS,
+  _verifier: ('rewards.rule', 'advantage.rule', 'problems.source'),
   _contradictions: ('batch.rule', 'clip.sources', 'buffer.thresholds', 'teacher.path'),
 }
 
@@ -315,9 +320,9 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
     yield Refusal(
       ('tokenizer.path', 'model.path'),
       f'tokenizer.path={tokenizer.backend.name_or_path}: {what} has the id {worst}, '
-      f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f'model.path={config.model.path}, or remove that token from the files of the '
-      'tokenizer',
+      f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the '
+      f'tokenizer of model.path={config.model.path}, or remove that token from the '
+      'files of the tokenizer',
     )
   yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
   if sft.has_weights(directory):

@@ -115,8 +115,8 @@ def resolve(
   refusals.judge(refusals.of_inputs(config, Inputs(opened, data)))
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
-  attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
-  experts.resolve(spec.experts_kernel, platform)
+  spec = with_kernels(spec, platform)
+  opened = opened._replace(spec=spec)
   sharding.shardings(transformer.abstract(spec), mesh)  # refuses what does not divide
   use_precision(config.model.compute, platform)
   sizes = budget.sizes_of(config, spec)
@@ -124,6 +124,16 @@ def resolve(
   counted = budget.count(sizes, spec, schedule, mesh, rollout_mesh)
   teacher = inputs_lib.open_teacher(config, opened)
   return Resolved(config, opened, data, mesh, schedule, counted, rollout_mesh, teacher)
+
+
+def with_kernels(spec: ModelSpec, platform: str) -> ModelSpec:
+  """Returns the spec with a kernel of the platform in place of each None.
+
+  Raises a ValueError if the platform lacks a kernel that the spec names.
+  """
+  kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
+  kernel = experts.resolve(spec.experts_kernel, platform)
+  return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)
 
 
 def use_precision(compute: str, platform: str) -> None:

@@ -20,7 +20,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.training import budget, inputs
+from bapo_jax.training import budget, inputs, resolve
 from bapo_jax.training.config import Config
 from benchmarks import machine, roofline, seconds
 from benchmarks.first_contact.figures import Context, Figure, Skip
@@ -56,6 +56,7 @@ def spec_of(context: Context, model: str) -> ModelSpec:
 def job_of(spec: ModelSpec, config: Config) -> Job:
   """Returns the job of a config on the first device."""
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
+  spec = resolve.with_kernels(spec, jax.default_backend())
   schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
   return Job(config, spec, schedule, mesh)
 

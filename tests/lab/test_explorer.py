@@ -546,6 +546,14 @@ def test_a_clip_rule_of_yours_is_its_table(browser, own, monkeypatch, name):
     assert page.errors == page.requests == []
 
 
+def test_a_rule_of_ours_can_be_shown_as_its_table():
+  data = own_table.table('loss.sapo', explorer.BATCH)
+  assert [axis['name'] for axis in data['axes']] == [
+    'loss.own.positive',
+    'loss.own.negative',
+  ]
+
+
 def test_a_recorded_step_is_read_as_elsewhere():
   workdir = explorer.ROOT / 'notebooks' / '5_run'
   logp_BT, batch = rule_curves.recorded(workdir / 'groups' / '20.jsonl')

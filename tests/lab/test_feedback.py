@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lab import figures
-from lab.evidence import Drawn
 from lab.outcomes import OUTCOMES
 from papers.bench import differences, feedback
 from papers.bench.feedback import D, R
@@ -165,14 +163,3 @@ def test_paths_are_those_of_the_searches():
   assert recipe[-1] == (0.95, 2.0) and len(recipe) == 12
   assert balanced[0] == (0.6, 1.2) and balanced[36] == (0.6, 3.0)
   assert balanced[-1] == (0.9, 3.0) and len(balanced) == 52
-
-
-def test_the_histogram_of_a_search_leaves_out_updates_without_evidence():
-  found = updates([0, 0, 11, 0], *states_of([0, 0, 1, 0]), no_evidence=[0, 0, 0, 1])
-  steps = {'rollout/responses': [8.0, 16.0], 'clip/share': [0.3, 0.5]}
-  run = making.result(arm='recipe', updates=found, steps=steps)
-  figure = figures.searches({'a': run}, Drawn('searches', ('recipe',)))
-  top, bottom = figure.axes
-  # A step histogram's outline: two of three updates at point 0, one at 11.
-  assert max(y for _, y in top.patches[0].get_xy()) == pytest.approx(2 / 3)
-  assert bottom.get_xlabel() == 'share, mean over a step'

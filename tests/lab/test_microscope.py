@@ -13,6 +13,9 @@ from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
 
+# Its weights take a minute and a half of processor time, and only a page has them.
+pytestmark = pytest.mark.nightly
+
 
 @functools.cache
 def task():
@@ -143,7 +146,7 @@ RULES = {
   ('name', 'minibatches', 'allowed'),
   [
     ('GRPO', 500, 4),  # of six gaps, one in 2600 draws is beyond 4
-    *(pytest.param(x, 20_000, 3, marks=pytest.mark.nightly) for x in RULES),
+    *((name, 20_000, 3) for name in RULES),
   ],
 )
 def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):

@@ -97,16 +97,3 @@ def test_the_region_is_where_a_token_of_that_sign_would_be_cut(tmp_path):
   assert cut(dcpo, 1, '2') and not cut(dcpo, 1, '2', column=40)
   gspo = {'loss.rule': 'sequence', 'clip.rule': 'fixed', 'loss.aggregate': 'sequence'}
   assert rule_maps.cut_regions(*of(found, gspo)) == {}
-
-
-def test_tokens_beyond_the_axes_are_drawn_at_their_edge(tmp_path):
-  found = counterfactual.staler(recorded(tmp_path), 5)  # ratios 97 and .01 of 7
-  config, applied = of(found, {'clip.rule': 'fixed'})
-  names = ('a', 'b', 'c')  # two columns: nothing is below `b`
-  figure = rule_maps.draw_recorded(
-    found, dict.fromkeys(names, applied), dict.fromkeys(names, config), columns=2
-  )
-  kept = figure.axes[0].lines[0].get_ydata()
-  assert (min(kept), max(kept), len(kept)) == pytest.approx((1 / 8, 8, 7))
-  labelled = [ax.xaxis.get_tick_params()['labelbottom'] for ax in figure.axes]
-  assert labelled[:3] == [False, True, True]

@@ -191,7 +191,7 @@ def test_evaluations_of_other_settings_are_compared_nowhere(
 def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):
   workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
   (workdir / 'report.html').unlink()
-  names = ('metrics.jsonl', 'config.json')
+  names = ('metrics.jsonl', 'config.json', 'resolved.json')
   stored, write = [(workdir / name).read_bytes() for name in names], report.write
 
   def interrupted(*args):

@@ -1,5 +1,6 @@
 """The comparison of runs: groups by seed, intervals by hand, one colour per group."""
 
+import json
 import math
 import re
 
@@ -156,6 +157,23 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
   name = 'eval/accuracy'
   found = comparison.paired(*(comparison.by_seed(x, name) for x in (fixed, balanced)))
   assert found == pytest.approx([0.2, 0.2])
+
+
+def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
+  paths = []
+  for rule, rights in {'fixed': '1001', 'balanced': '1111'}.items():
+    paths.append(run(tmp_path, rule, accuracy(0.5, 0.5), clip={'rule': rule}))
+    samples = [
+      {'id': i, 'problem': 'x', 'correct': right == '1'}
+      for i, right in enumerate(rights)
+    ]
+    (tmp_path / rule / 'eval').mkdir()
+    text = json.dumps({'result': {'accuracy': 0.5}, 'samples': samples})
+    (tmp_path / rule / 'eval' / '1.json').write_text(text)
+  text = page_of(paths, tmp_path / 'c.html').text
+  # 0, 1, 1 and 0: mean 1/2.
+  assert re.match(r'\+0\.5.* \(n=4\)', cells(text, 'eval/accuracy')[2])
+  assert 'paired over 4 held-out problems of one run each' in text
 
 
 def test_what_cannot_be_compared_is_refused(three, tmp_path):

@@ -20,7 +20,7 @@ from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import plan, programs
-from bapo_jax.training import budget, inputs
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
 from configs import aime
 
@@ -183,7 +183,7 @@ def parsed(learner=(), rule='balanced', **model):
   config.model.update(**model)
   config.learner.update(dict(learner))
   config = config_lib.parse(config.to_dict())
-  spec = inputs.open_model(config).spec
+  spec = programs.device_spec(config, 'cpu')
   return budget.sizes_of(config, spec), spec
 
 
@@ -317,7 +317,7 @@ def test_the_limit_is_a_share_of_the_device_or_of_the_host(
 def counted(spec=None, mesh=(1, 1, 1), **knobs):
   """(config, spec, budget) of a tiny run."""
   config = tiny(**{'batch.rule': 'fresh_only'} | knobs)
-  spec = spec or inputs.open_model(config).spec
+  spec = spec or programs.device_spec(config, 'cpu')
   spec = dataclasses.replace(spec, dtype=config.model.dtype)
   sizes = budget.sizes_of(config, spec)
   return config, spec, budget.count(sizes, spec, Schedule(), fake_mesh('cpu', *mesh))

@@ -7,7 +7,7 @@ import pytest
 from runs import plain, tiny
 
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import resolve
+from bapo_jax.training import refusals, resolve
 from bapo_jax.training.config import parse
 
 BAND = {'batch.rule': 'adapted'}
@@ -119,6 +119,18 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
     parse(plain(**knobs))
   for words in named:
     assert words in str(error.value)
+
+
+def test_a_refusal_waits_for_its_knobs_and_names_them():
+  given = {'learner.minibatches': 48, 'mesh.rollout': 2}
+  with pytest.raises(refusals.Refused) as error:
+    parse(plain(**given, **{'prompts.count': None}))
+  (refusal,) = error.value.refusals
+  assert 'mesh.rollout' in refusal.knobs
+  with pytest.raises(refusals.Refused) as error:
+    parse(plain(**given))
+  _, other = error.value.refusals
+  assert other.knobs == ('prompts.count', 'learner.minibatches')
 
 
 def test_a_rule_that_has_something_to_use_is_accepted():

@@ -60,6 +60,10 @@ SLIPS = [  # overrides, what the sentence must say
   ('clip.low=(0.6', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
   ('loss.aggregate=seq-mean-token-mean', 'sequence: mean over responses of their tok'),
   ('advantage.rule=gae', 'gae is absent, because it needs a value function; give one'),
+  (
+    'model.remat=auto',
+    "remat='auto': give one of 'full', 'dots', 'none', or None (Act",
+  ),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
   ('target=0.4', 'did you mean clip.target'),

@@ -5,7 +5,6 @@ each prompt of a vision model is assumed to have TEXT tokens of text and one pic
 that fills the remaining tokens.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, experts, lora
+from bapo_jax.models import lora
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
-from bapo_jax.training import budget, build, inputs, policy
+from bapo_jax.training import budget, build, inputs, policy, resolve
 from bapo_jax.training.budget import Budget, Sizes
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
@@ -74,10 +73,7 @@ def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's kernels."""
   path = config.model.path or inputs.resolve(config)
   directory = hf_directory.find(path, 'model.path', ('config.json',))
-  spec = inputs.read_spec(config, directory)
-  kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
-  kernel = experts.resolve(spec.experts_kernel, platform)
-  return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)
+  return resolve.with_kernels(inputs.read_spec(config, directory), platform)
 
 
 def bytes_per_device(tree: Tree) -> int:
