@@ -5,7 +5,7 @@ r"""RL with verifiable rewards on problems whose answers are integers in \boxed{
     --config.clip.rule=fixed
 
 `tiny` (the default): made problems (bapo_jax/data/synthetic.py) and a policy of
-0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes
+0.1 M parameters (Qwen2 architecture), which is part of the package. It takes
 minutes on two CPU cores; log/ has the held-out accuracy at temperature 1.
 
 `:recipe` is `tiny` with the clip rule of Balanced PO's public code: the lower bound

@@ -43,7 +43,7 @@ def tiny() -> ConfigDict:
   config = defaults()
   config.title = 'drawn bars, tiny'
   config.steps = 40
-  config.model.tower.layers = 2
+  config.sft.tower.layers = 2
   config.model.remat = 'none'  # there is memory enough
   problems = 'examples/drawn.py:drawn'
   config.problems.update(source=problems, test_source=problems)

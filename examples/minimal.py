@@ -34,11 +34,16 @@ import numpy as np
 import optax
 from jax import Array
 
-from bapo_jax import sharding
 from bapo_jax.algorithms.clip import Balanced
 from bapo_jax.data import sources
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.tokenizer import Tokenizer, characters, decode_responses, encode
+from bapo_jax.data.tokenizer import (
+  EMBEDDED,
+  Tokenizer,
+  decode_responses,
+  encode,
+  load,
+)
 from bapo_jax.models import decoder, logprobs
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.verifiers import verify as check
@@ -73,11 +78,11 @@ class Policy(NamedTuple):
 
 def make_policy() -> Policy:
   """Returns a small Qwen2-like model with a token per character, and its sampler."""
-  backend = characters()  # digits, signs and letters of these problems; others raise
-  eos = backend.convert_tokens_to_ids('<eos>')
-  tokenizer = Tokenizer(backend, (eos,), '{problem}\n')
+  # Digits, signs and letters of these problems; other characters raise an error.
+  tokenizer = load(EMBEDDED, '{problem}\n')
   spec = ModelSpec(
-    vocab=-(-len(backend) // 8) * 8,  # rounded up, so that it divides over devices
+    vocab=-(-len(tokenizer.backend) // 8)
+    * 8,  # rounded up, so that it divides over devices
     width=64,
     layers=2,
     heads=4,
@@ -91,7 +96,7 @@ def make_policy() -> Policy:
     max_new_tokens=RESPONSE,
     group_size=GROUP,
     temperature=1.0,
-    eos=(eos,),
+    eos=tokenizer.eos,
     max_num_seqs=PROBLEMS * GROUP,
     prefill_batch_size=PROBLEMS * GROUP,
     tokens_per_dispatch=8,  # tokens per call of the compiled program
@@ -105,11 +110,8 @@ def warm_start(policy: Policy, imitated: list) -> dict:
   row.solution(rng, slip, repeat) writes one, to the prompt of row.problem. Without
   solutions, start from models.transformer.init(policy.spec, jax.random.key(0)).
   """
-  mesh = sharding.make(1, 1, 1, jax.devices()[:1])  # data x fsdp x tensor
   length = PROMPT + RESPONSE
-  return sft.fit(
-    policy.tokenizer, policy.spec, mesh, length, imitated, SftConfig(), seed=0
-  )
+  return sft.fit(policy.tokenizer, policy.spec, length, imitated, SftConfig())
 
 
 def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:

@@ -118,15 +118,15 @@ DRAWN = {
   'prompts.count': 4,
   'sampler.max_num_seqs': 8,
   'sampler.prefill_batch_size': 8,
-  'model.tower.layers': 2,
-  'model.tower.width': 8,
-  'model.tower.ffn': 8,
+  'sft.tower.layers': 2,
+  'sft.tower.width': 8,
+  'sft.tower.ffn': 8,
   'sampler.max_new_tokens': 8,
   'sft.clean': 2,
 }
 
 # The embedded policy's reader, and a tower of one layer for its token of pictures.
-READER = tokenizer.load('characters', '{problem}\n')
+READER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 ONE_LAYER = dataclasses.replace(
   making.SEEING.vision,
   width=16,
@@ -134,5 +134,5 @@ ONE_LAYER = dataclasses.replace(
   heads=2,
   ffn=16,
   full_layers=(0,),
-  image_token=tokenizer.CHARACTERS.index('<image>'),
+  image_token=making.CHARACTERS.index('<image>'),
 )

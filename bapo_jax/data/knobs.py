@@ -10,7 +10,6 @@ from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
 from bapo_jax.data.synthetic import synthetic
 from bapo_jax.knobs import Auto, LocalPath, Section, knob
 
-EMBEDDED = 'characters'  # the name of the embedded tokenizer
 SYNTHETIC = custom_code.register(synthetic, 'synthetic')
 
 
@@ -19,8 +18,7 @@ class TokenizerConfig(Section):
 
   path: LocalPath = knob(
     '',
-    "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer; "
-    "'characters': the embedded tokenizer, for the embedded policy only.",
+    "Directory with tokenizer.json, or hub:owner/name; '': the model's tokenizer.",
   )
   template: Auto[str] = knob(
     '{problem}\n', "Prompt with {problem}; prefix 'chat:' to use the chat template."

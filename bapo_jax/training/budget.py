@@ -101,7 +101,6 @@ class Sizes(NamedTuple):
   depth: int
   lags: bool  # whether an actor stays for several steps
   capacity: int  # groups in the replay buffer; 0 without a buffer
-  warm_start: int  # rows of an update of the warm start; 0 without one
   adapters: int  # trained numbers of adapters; 0 without adapters
   frozen: int  # weights of a vision tower that is not trained
   copied: bool  # whether the first weights stay, beside those that are trained
@@ -141,7 +140,6 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     depth=c.rollout.depth,
     lags=c.rollout.weight_sync_interval > 1,
     capacity=c.batch.uses_buffer * c.buffer.capacity,
-    warm_start=0 if c.model.path else c.sft.batch,
     adapters=adapters(c, spec),
     frozen=frozen_tower(c, spec),
     copied=c.loss.reference > 0 and not c.lora.rank,
@@ -296,7 +294,7 @@ def _passes(
   tensor = mesh.shape['tensor']
   T = sizes.row_length
   c = itemsize(spec.compute)
-  rows = max(sizes.micro_batch_rows, sizes.warm_start)
+  rows = sizes.micro_batch_rows
   shards = sharding.row_shards(mesh)
   rows = rows if rows % shards else rows // shards
   head = spec.vocab * spec.width

@@ -8,9 +8,7 @@
 
 import ast
 import functools
-import hashlib
 import inspect
-import json
 import re
 import typing
 import warnings
@@ -33,16 +31,6 @@ OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 SOURCES = ('problems.source', 'problems.test_source')
-
-
-def fingerprint(values: dict[str, Any]) -> str:
-  """Returns twelve hexadecimal digits that change with any value.
-
-  The value of `cache` is not included, because it affects no result.
-  """
-  values = {name: value for name, value in values.items() if name != 'cache'}
-  text = json.dumps(values, sort_keys=True, default=list).encode()
-  return hashlib.sha256(text).hexdigest()[:12]
 
 
 def from_json(values: dict[str, Any]) -> Config:

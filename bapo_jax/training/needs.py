@@ -44,11 +44,11 @@ FACTS = {
   'embedded': Need(
     lambda c: not c.model.path,
     'model.path',
-    'remove it: only the embedded policy has sizes and a warm start',
+    'remove it: the section sft describes the embedded policy',
   ),
   'routed': Need(
-    lambda c: bool(c.model.path) or c.model.experts > 0,
-    'model.experts',
+    lambda c: bool(c.model.path) or c.sft.experts > 0,
+    'sft.experts',
     'set it to 2 or more, or model.path to a model with experts',
   ),
   'warm_start': Need(

@@ -33,14 +33,12 @@ from bapo_jax.algorithms.replay_buffer import (
   ThresholdRule,
 )
 from bapo_jax.data import conversation, pictures, sources
-from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.row import Row
-from bapo_jax.knobs import shown
 from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import POSITIONS
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
+from bapo_jax.training import sft
 from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import (
@@ -160,20 +158,8 @@ def _sampling(config: Config) -> Iterator[str]:
     )
 
 
-def _model(config: Config) -> Iterator[str]:
-  """Yields a sentence for each conflict of the model, and for a missing package."""
-  model = config.model
-  if not model.path and model.experts and model.tower.layers:
-    yield (
-      f'model.tower.layers={model.tower.layers} conflicts with model.experts='
-      f'{model.experts}: models with experts are text-only; set one of them to 0'
-    )
-  if model.path and config.tokenizer.path == EMBEDDED:
-    yield (
-      f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, but '
-      f'model.path={shown(model.path)} has other tokens; remove tokenizer.path to '
-      "use the model's tokenizer, or set it to a tokenizer's directory"
-    )
+def _packages(config: Config) -> Iterator[str]:
+  """Yields a sentence for each package that is missing."""
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
       yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
@@ -200,8 +186,6 @@ def _sizes(config: Config) -> Iterator[str]:
 
 def _lengths(config: Config) -> Iterator[str]:
   """Yields a sentence for each length that does not fit the others."""
-  if not config.model.path:
-    yield from _too_long(config, POSITIONS)
   longest = config.sampler.max_new_tokens
   shaping = config.rewards.shaping
   if isinstance(shaping, Standard) and shaping.overlong_cache > longest:
@@ -316,7 +300,7 @@ def _too_long(config: Config, positions: int) -> Iterator[str]:
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _clip: ('clip.rule', 'loss.rule'),
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'batch.rule', 'mesh.rollout'),
-  _model: ('model.path', 'tokenizer.path', 'metrics.wandb'),
+  _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _lengths: LENGTHS,
   _verifier: ('rewards.rule', 'advantage.rule', 'problems.source'),
@@ -335,13 +319,13 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
     what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
     yield Refusal(
       ('tokenizer.path', 'model.path'),
-      f'tokenizer.path={config.tokenizer_path}: {what} has the id {worst}, but the '
-      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f'model.path={config.model.path}, or remove that token from the files of the '
-      'tokenizer',
+      f'tokenizer.path={tokenizer.backend.name_or_path}: {what} has the id {worst}, '
+      f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the '
+      f'tokenizer of model.path={config.model.path}, or remove that token from the '
+      'files of the tokenizer',
     )
-  if directory:
-    yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
+  yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
+  if sft.has_weights(directory):
     yield from _raised('model.path', hf_weights.check, directory, spec)
   else:
     yield from _raised(

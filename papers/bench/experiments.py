@@ -167,7 +167,7 @@ def with_experts() -> dict[str, Any]:
   """Returns S2 for 20 steps, with the policy of configs/experts.py."""
   values = control()
   values['steps'] = 20
-  values['model'] |= {'experts': 8, 'active': 2, 'ffn': 96}
+  values['sft'] |= {'experts': 8, 'active': 2, 'ffn': 96}
   values['optimizer']['lr'] = 6e-4
   values['evaluate']['every'] = 5
   return values

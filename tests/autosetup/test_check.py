@@ -204,7 +204,7 @@ def many_groups(adapter_run, one_device):
 
 def built(r, material, workdir):
   verifier = making.OddVerifier()
-  return build.build(r, material, verifier, str(workdir), PhaseTimer())
+  return build.build(r, material, verifier, PhaseTimer())
 
 
 def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
@@ -243,11 +243,6 @@ def test_the_check_of_a_model_that_knows_nothing(
   assert 'below 25% of the groups a warning follows' in text
   assert ' GiB, free 931 GiB' in text and ' GB' not in text  # 10^12 bytes
   assert 'MISTAKE (nothing to learn): all 64 responses are wrong' in text
-
-
-def test_a_check_needs_a_model(one_device):
-  with pytest.raises(ValueError, match=r'--config\.model\.path'):
-    check.check(main.read_config('configs/aime.py', []), 'nowhere')
 
 
 # --------- --mode=check of a model that sees: its prompts have room for their pictures

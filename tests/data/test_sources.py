@@ -122,7 +122,7 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
   source = str(tmp_path / 'a.jsonl')
 
   def refused(source, layers):
-    sizes = {'model.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
+    sizes = {'sft.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
     names = {'problems.source': source, 'problems.test_source': source}
     config = tiny(**sizes, **names)
     found = refusals.of_inputs(config, inputs.read(config))

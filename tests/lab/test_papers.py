@@ -173,8 +173,6 @@ def test_the_runs_of_the_smallest_figure_train_again_as_the_stored_ones(
   made = claims.load(str(paper)).get_experiment(name)
   stored = experiments.read(made, str(paper / 'results' / name))
   for run in (run for run in stored if run.endswith(f'seed{made.seeds[0]}')):
-    start = sweep.runner.warm_start(experiments.runs(made)[run].config)
-    sweep.runner.share(f'{tmp_path}/{name}/{run}', start, tmp_path.glob('*/*'))
     command = [sys.executable, '-m', 'lab.sweep', f'{paper}/experiments.py:{name}']
     command += [f'--only={run}', f'--results={tmp_path}/results', f'--runs={tmp_path}']
     # One device, and the programs of a user: XLA_FLAGS of the tests ask for eight.

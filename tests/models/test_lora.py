@@ -330,7 +330,7 @@ def resumed(adapter_run):
   """Returns (trainer, state at step 0, state after the last step) of the adapters."""
   config, workdir, verifier = adapter_run
   with one_device():
-    t, s = build.start(config, str(workdir), PhaseTimer(), verifier())
+    t, s = build.start(config, PhaseTimer(), verifier())
     with checkpoint.manager(str(workdir), 9, 1) as checkpoints:
       return t, s, resume.resume(checkpoints, t, s)[0]
 

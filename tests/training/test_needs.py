@@ -39,7 +39,7 @@ SLIPS = [  # overrides, what the sentence must say
   ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
   ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
   ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
-  ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
+  ('model.path=models/m sft.width=32', "while model.path='models/m'; remove it"),
   ('problems.level=2', 'did you mean problems.custom.level'),
   ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
   ('loss.rule=cispo clip.rule=fixed clip.dual=3', "set loss.rule='clipped'"),
@@ -162,8 +162,8 @@ EVERYWHERE = [
   {'rollout.environment': 'feedback'},
   {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0},
   {'rewards.rule': 'math', 'mesh.tensor': 2, 'lora.rank': 2},
-  {'model.experts': 4, 'loss.kl': 0.1},
-  {'model.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
+  {'sft.experts': 4, 'loss.kl': 0.1},
+  {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
 ]
 
 
