@@ -256,9 +256,8 @@ def describe(config: Config, path: str) -> None:
 
   The last file, config.json, shows that the others are complete.
   """
-  template = config.tokenizer.template
   source = tokenizer_lib.directory(config.tokenizer.path) or tokenizer_lib.EMBEDDED
-  tokenizer = tokenizer_lib.load(source, template)
+  tokenizer = tokenizer_lib.load(source, '{problem}')
   spec = spec_of(config.sft, tokenizer)
   ends = {'eos_token_id': list(tokenizer.eos)}
   ends |= {'pad_token_id': tokenizer.backend.pad_token_id}
