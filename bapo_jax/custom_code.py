@@ -82,7 +82,7 @@ def described(error: BaseException, path: str) -> str:
 
 def is_path(rule: str) -> bool:
   """Returns whether a rule is the path of a function rather than a name."""
-  return PATH.fullmatch(rule) is not None
+  return rule in _registered or PATH.fullmatch(rule) is not None
 
 
 def paths_in(rules: str) -> list[str]:
@@ -90,21 +90,23 @@ def paths_in(rules: str) -> list[str]:
   return [rule for rule in rules.split(',') if is_path(rule)]
 
 
-def register(function: Function) -> str:
+def register(function: Function, path: str = '') -> str:
   """Registers a function of this Python program, and returns its path for a config.
 
-  Another function of the same name replaces it.
+  A function of the package has a name as its `path`. Another function of the same path
+  replaces it.
   """
   name = getattr(function, '__name__', '')
   if not name.isidentifier():  # a lambda or a functools.partial
     raise ValueError(f'{shown(function)} has no name; define it by `def name(...)`')
-  _registered[name] = function
-  return f'{OBJECTS}:{name}'
+  path = path or f'{OBJECTS}:{name}'
+  _registered[path] = function
+  return path
 
 
 def is_registered(path: str) -> bool:
   """Returns whether a path names a function that `register` received."""
-  return path.startswith(f'{OBJECTS}:')
+  return path in _registered or path.startswith(f'{OBJECTS}:')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +253,12 @@ def load(path: str) -> UserFunction:
 
 
 def _registered_at(path: str) -> Function:
-  name = path.rpartition(':')[2]
-  if name not in _registered:
+  if path not in _registered:
     raise ValueError(
       f'{path}: this function was an object of a Python program; start the run again '
       'by bapo_jax.train from that program'
     )
-  return _registered[name]
+  return _registered[path]
 
 
 def run(path: str, version: str = '') -> types.ModuleType:

@@ -268,7 +268,8 @@ def _sentence(section: type[Section], values: Any, error: Any, name):
     section = inner
   dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
-    if path[-1:] == ['custom']:  # names a knob of the section around it
+    # The section around `custom` names the knob, `custom` itself only its own.
+    if error['loc'] and path[-1] == 'custom':
       dotted = '.'.join(path[:-1])
     joint = '=' if field and field.annotation is str else '.'  # a LocalPath
     sentence = f'{dotted}{joint}{error["ctx"]["error"]}'.lstrip('.')

@@ -38,6 +38,7 @@ MODES = {
   'report': 'writes the page report.html of a run, finished or in progress',
   'compare': 'compares the runs in several workdirs on one page',
   'sweep': 'trains a grid of knobs and seeds, a process per core, and compares them',
+  'sft': 'makes the embedded policy and writes its directory to --to',
   'plan': 'says whether a run fits the memory of GPUs or TPUs that are not attached',
 }
 READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no config
@@ -45,7 +46,7 @@ READERS = ('show', 'report', 'compare')  # read the files of workdirs; need no c
 STORED = ('eval', 'export', 'show', 'report')
 PATHS = ('config', 'workdir', 'run', 'to')  # flags
 # All that an export reads of a stored config: files of rewards may be gone.
-EXPORTED = ('model', 'lora', 'tokenizer', 'sampler')
+EXPORTED = ('model', 'lora', 'tokenizer', 'sampler', 'sft')
 WORKDIR = 'runs/default'
 KNOB = re.compile(r'--?(no)?config\.')
 # (flag, modes that have it, default, meaning). The default has the type of the flag.
@@ -66,6 +67,7 @@ FLAGS: list[tuple[str, str, Any, str]] = [
   ('processes', 'train', None, 'number of processes'),
   ('start_s', 'train', hosts.START_S, 'seconds to wait for the other processes'),
   ('checkpoint', 'eval export show', 'newest', 'newest, best or a step'),
+  ('to', 'sft', 'policy', 'the directory to write'),
   ('to', 'eval export', '', 'what to write; empty: in <workdir>/eval or /export'),
   ('to', 'compare', 'runs/compare.html', 'the page to write'),
   ('dtype', 'export', ('float32', 'bfloat16'), 'type of the exported numbers'),
@@ -342,7 +344,6 @@ def sweep(args: argparse.Namespace) -> int:
   """Trains the grid of --set and --seeds; returns the exit status."""
   from bapo_jax.tools import sweep as tool
 
-  configs = {}
   commands = {}
   for name, overrides in tool.grid(args.set, tool.seeds_of(args.seeds)).items():
     for override in overrides:
@@ -351,15 +352,15 @@ def sweep(args: argparse.Namespace) -> int:
         raise ValueError(f'{fixed[0]}: the sweep sets this knob; leave it out')
     knobs = [*args.knobs, *overrides]
     commands[name] = [f'--config={args.config}', *knobs]
-    configs[name] = config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))
+    config_of(argparse.Namespace(**vars(args) | {'knobs': knobs}))  # or it is refused
   places = tool.environments(args.workers, args.per_device)
-  return tool.sweep(configs, commands, args.workdir, places)
+  return tool.sweep(commands, args.workdir, places)
 
 
 def run(args: argparse.Namespace, config: 'Config') -> int:
   """Runs a mode that needs a config; returns the exit status."""
   mode = args.mode
-  workdir = args.workdir
+  workdir = getattr(args, 'workdir', '')
   if mode == 'check':
     from bapo_jax.autosetup import check
 
@@ -368,6 +369,10 @@ def run(args: argparse.Namespace, config: 'Config') -> int:
     from bapo_jax.tools import eval_checkpoint
 
     return eval_checkpoint.eval_checkpoint(config, workdir, args.to, args.checkpoint)
+  if mode == 'sft':
+    from bapo_jax.tools import sft
+
+    return sft.sft(config, args.to)
   if mode == 'export':
     from bapo_jax.tools import export
 

@@ -46,6 +46,9 @@ SEEING = dataclasses.replace(
 # Contribution and weight of a bound search.
 KINDS = [(c, w) for c in ('gradient', 'surrogate') for w in ('one', 'behaviour')]
 
+# The tokens of the embedded policy's tokenizer, in order.
+CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()', '<image>')
+
 # Of a tiny model, as a config.json spells them.
 SIZES = {
   'vocab_size': 20,

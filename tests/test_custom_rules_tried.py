@@ -341,15 +341,15 @@ def test_rewards_and_environments_are_called_once(slot, function, message):
 @pytest.mark.parametrize(
   ('text', 'message'),
   [
-    ('def f(): return [{"problem": "1+1=", "answer": "2"}]', ''),
-    ('def f():\n  yield {"problem": "1+1=", "answer": 2}', ''),
-    ('def f(): return None', 'raises TypeError'),
-    ('def f(): return []', 'returns no rows'),
-    ('def f(): return ["1+1="]', "row 1: '1.1=' has no named fields"),
-    ('def f(): return [{"x": 1}]', 'row 1: fields .* match no layout'),
-    ('def f(): return [{"problem": 1, "answer": "2"}]', "row 1: field 'problem'"),
-    ('def f(): raise SystemExit(4)', r'raises SystemExit: 4 \(own\.py, line 7\)'),
-    ('def f(path): return []', 'path'),
+    ('def f(split): return [{"problem": "1+1=", "answer": "2"}]', ''),
+    ('def f(split):\n  yield {"problem": "1+1=", "answer": 2}', ''),
+    ('def f(split): return None', 'raises TypeError'),
+    ('def f(split): return []', 'returns no rows'),
+    ('def f(split): return ["1+1="]', "row 1: '1.1=' has no named fields"),
+    ('def f(split): return [{"x": 1}]', 'row 1: fields .* match no layout'),
+    ('def f(split): return [{"problem": 1, "answer": "2"}]', "row 1: field 'problem'"),
+    ('def f(split): raise SystemExit(4)', r'raises SystemExit: 4 \(own\.py, line 7\)'),
+    ('def f(): return []', r'cannot be called with \(split\)'),
   ],
 )
 def test_rows_are_read_before_a_run(tmp_path, text, message):

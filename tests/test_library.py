@@ -33,9 +33,9 @@ def executed(name, **replaced):
   return variables
 
 
-def test_train(warm, monkeypatch):
+def test_train(tmp_path, monkeypatch):
   monkeypatch.chdir(ROOT)
-  workdir = warm('sums')
+  workdir = tmp_path / 'sums'
   idle = needs.inert(runs.tiny(), ())
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}

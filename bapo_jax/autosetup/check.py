@@ -52,11 +52,6 @@ def check(config: Config, workdir: str) -> int:
   Raises:
     ValueError: a run with this config could not start.
   """
-  if not config.model.path:
-    raise ValueError(
-      '--mode=check needs a published model; set --config.model.path (the embedded '
-      'policy has no weights before its warm start)'
-    )
   began = time.perf_counter()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
@@ -69,7 +64,7 @@ def check(config: Config, workdir: str) -> int:
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config), rollout_mesh=None)
   with contextlib.closing(build.make_verifier(config)) as verifier:
-    t, s = build.build(small, material, verifier, workdir, PhaseTimer())
+    t, s = build.build(small, material, verifier, PhaseTimer())
     seconds, rollout = sample(t, s)
     sampled = summary(rollout, r.tokenizer.eos)
     log(shown_responses(t, rollout, sampled))
@@ -171,7 +166,8 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
   disk = r.budget.disk / 2**30
   free = free_bytes(workdir) / 2**30
   return (
-    f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
+    f'Check of {r.config.model.path or r.model.directory} on '
+    f'{config.problems.source}\n{"".join(lines)}'
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}\n'
     f'answers    {answers} ({config.rewards.rule})\n'

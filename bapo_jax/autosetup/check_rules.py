@@ -17,7 +17,7 @@ import numpy as np
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.custom_code import paths_in
-from bapo_jax.data import prompts
+from bapo_jax.data import dedup
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_of_decided
@@ -162,7 +162,7 @@ def _lengths(config: Config, known: Facts):
 
 def _overlap(config: Config, known: Facts):
   """Finds held-out problems that are training problems too."""
-  both, message = prompts.overlap(config.problems, known.training, known.held_out)
+  both, message = dedup.overlap(known.training, known.held_out)
   if both and config.problems.overlap != 'drop':
     yield warning(
       'overlap',

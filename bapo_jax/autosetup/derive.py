@@ -88,8 +88,9 @@ def prepare(config: Config, workdir: str, *, trains: bool = True) -> Resolved:
   given = config
   config = as_begun(config, workdir)
   if not trains:
-    problems = {'source': config.problems.test_source, 'overlap': 'keep'}
-    config = config.with_values(problems=problems)
+    held_out = {'problems.source': config.problems.test_source}
+    held_out['problems.overlap'] = 'keep'
+    config = config_lib.parse(config_lib.merged(config.model_dump(), held_out))
   kept = undecided(config)
   with hosts.first_ahead():  # one process downloads
     read = inputs.read(config)

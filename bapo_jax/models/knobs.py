@@ -11,10 +11,6 @@ DType = Literal['float32', 'bfloat16']
 # model.compute -> JAX's name for the precision of float32 products. JAX's own default
 # would be TF32 on a GPU, and one pass of bfloat16 on a TPU.
 PRECISION = {'float32': 'highest', 'tf32': 'high', 'bfloat16': 'default'}
-MERGE = 2  # patches along each side of one token of a picture
-# Embedded tower: heads, and pixels along each side of a patch and of a window.
-TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
-POSITIONS = 32768  # of the embedded policy
 # Projections that may have adapters -> number of input axes of the weight.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
 PROJECTIONS |= {'layers/o': 2}
@@ -50,56 +46,13 @@ class MeshConfig(Section):
     return self
 
 
-class TowerConfig(Section):
-  """The vision tower of the embedded policy.
-
-  The last layer attends to whole pictures, the other layers to windows.
-  """
-
-  layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
-  width: int = knob(
-    32, 'Width of the tower.', least=4, most=65536, needs='model.tower.layers > 0'
-  )
-  ffn: int = knob(
-    96, 'Feed-forward width.', least=1, most=1 << 20, needs='model.tower.layers > 0'
-  )
-
-  @pydantic.model_validator(mode='after')
-  def _fits(self):
-    if self.width % (4 * TOWER_HEADS):
-      raise ValueError(f'width={self.width} must be a multiple of {4 * TOWER_HEADS}')
-    return self
-
-
 class ModelConfig(Section):
-  """A model from a directory or the hub, or the sizes of the embedded policy."""
+  """The policy: a model from a directory or the hub."""
 
   path: LocalPath = knob(
-    '', 'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy.'
-  )
-  width: int = knob(
-    64, 'Model width D of the embedded policy.', least=1, most=65536, needs='embedded'
-  )
-  layers: int = knob(
-    2, 'Layers of the embedded policy.', least=1, most=1024, needs='embedded'
-  )
-  heads: int = knob(
-    4, 'Query heads; a multiple of kv_heads.', least=1, most=1024, needs='embedded'
-  )
-  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024, needs='embedded')
-  head_width: int = knob(
-    16, 'Width of a head; even.', least=2, most=1024, needs='embedded'
-  )
-  ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20, needs='embedded')
-  experts: int = knob(
-    0,
-    'Experts of every feed-forward layer of the embedded policy; 0: none.',
-    least=0,
-    most=1024,
-    needs='embedded',
-  )
-  active: int = knob(
-    2, 'Experts that a token uses.', least=1, most=64, needs='model.experts > 0'
+    '',
+    'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy, '
+    'which the section sft describes.',
   )
   experts_kernel: Auto[Literal['blocks', 'ragged', 'tokamax', 'dense']] = knob(
     None,
@@ -115,9 +68,6 @@ class ModelConfig(Section):
   )
   train_tower: bool = knob(
     False, 'Trains the vision tower with the other weights; off: the tower is frozen.'
-  )
-  tower: TowerConfig = knob(
-    TowerConfig, 'The vision tower of the embedded policy.', needs='embedded'
   )
   dtype: DType = knob(
     'float32',
@@ -150,20 +100,6 @@ class ModelConfig(Section):
     # Float32 until the program has decided.
     compute = 'bfloat16' if self.compute == 'bfloat16' else 'float32'
     return {name: getattr(self, name) for name in names} | {'compute': compute}
-
-  @pydantic.model_validator(mode='after')
-  def _heads_fit(self):
-    if not self.path and self.heads % self.kv_heads:
-      raise ValueError(
-        f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
-      )
-    if not self.path and 0 < self.experts < self.active:
-      raise ValueError(
-        f'active={self.active} is more than experts={self.experts}; lower active'
-      )
-    if not self.path and self.head_width % 2:
-      raise ValueError(f'head_width={self.head_width} must be even')
-    return self
 
 
 class LoraConfig(Section):

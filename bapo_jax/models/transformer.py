@@ -41,7 +41,7 @@ class ModelSpec:
   rope_knobs: tuple[tuple[str, float], ...] = ()
   mrope: tuple[int, ...] = ()  # pairs of a head rotated by time, row and column
   norm_eps: float = 1e-6
-  positions: int = knobs.POSITIONS
+  positions: int = 32768
   tied: bool = True
   qkv_bias: bool = True  # Qwen2
   o_bias: bool = False  # Llama and Qwen3 with attention_bias

@@ -65,28 +65,24 @@ class Verification(CustomSection):
     True,
     'Requires a calculated answer; off: `math` evaluates and rounds, and `gsm8k` '
     'ignores the text around a number.',
-    needs='strict_verifier',
   )
   workers: int = knob(
     2,
     'Verifier processes, for rules that may hang (math).',
     least=1,
     most=256,
-    needs='verifier_processes',
   )
   deadline: float = knob(
     3.0,
     'Seconds of processor time per answer.',
     above=0,
     most=86400,
-    needs='verifier_processes',
   )
   batch_deadline: float = knob(
     300.0,
     'Seconds of processor time per verifier process for all answers of a rollout.',
     above=0,
     most=86400,
-    needs='verifier_processes',
   )
 
   @pydantic.model_validator(mode='after')

@@ -55,6 +55,7 @@ from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
+TINY = 10**6  # parameters of a model whose updates are short
 
 
 def train(config: Config, workdir: str) -> int:
@@ -72,9 +73,9 @@ def train(config: Config, workdir: str) -> int:
   budget.check(r.budget, budget.capacity(r.mesh))
   with hosts.together():
     cache.share_programs(r.config.cache)
-  if not r.model.directory:  # matters only for tiny models
+  if transformer.count(r.spec) < TINY:
     machine.hold_freed_memory()
-  early = explained(lambda: saved_so_far(r, workdir))
+  early = explained(lambda: saved_so_far(workdir))
   with workdirs.locked(workdir), workdirs.writable(workdir), early:
     with hosts.together():
       if hosts.is_first():
@@ -103,6 +104,7 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
   free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
+  given = user.model_dump()
   values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)
   # `resume` reports a damaged checkpoint.
@@ -112,9 +114,10 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
       before = workdirs.read_config(workdir)
       for name in ('steps', 'responses'):
         values[name] = max(getattr(config, name), before[name])
+        given[name] = values[name]
   decided = {knob: operator.attrgetter(knob)(config) for knob in user.undecided}
   found = {'config': values, 'decided': decided, 'code': config.code}
-  workdirs.open_workdir(workdir, user.model_dump(), found, free)
+  workdirs.open_workdir(workdir, given, found, free)
 
 
 def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[str]]:
@@ -127,7 +130,7 @@ def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
   if len(hosts.side()) > 1:  # each read its own copy of the files
-    model = hf_directory.identity(r.model.directory)
+    model = hf_directory.identity(r.config.model.path and r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
   log(derive.screen(r.config, r.derived))
@@ -159,7 +162,8 @@ def _train(
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
     begun = checkpoints.latest_step() is not None
-    if r.model.directory and not begun and hosts.is_first():
+    # The embedded policy has imitated solutions to these prompts.
+    if r.config.model.path and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     early = None
     if not begun and r.rollout_mesh is None and len(hosts.side()) == 1:
@@ -167,7 +171,7 @@ def _train(
       lane = Lane()
       stack.callback(lane.close)
       early = _compiling(r, material, verifier, timer, lane)
-    t, s = build.build(r, material, verifier, workdir, timer)
+    t, s = build.build(r, material, verifier, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
     stack.callback(t.sampler.close)
@@ -195,13 +199,11 @@ def _compiling(
   return lane.submit(lambda: ahead.compile_all(programs(t, params, opt)))
 
 
-def saved_so_far(r: Resolved, workdir: str) -> str:
+def saved_so_far(workdir: str) -> str:
   """Returns the message for a run that a signal ends before or after its steps."""
   what = 'no step is saved yet'
   if steps := workdirs.checkpoint_steps(workdir):
     what = f'step {max(steps)} is saved'
-  elif policy.has_warm_start(r, workdir):
-    what = 'the warm start is saved, but no step yet'
   return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
@@ -240,6 +242,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   """Returns the summary that a run prints at its start."""
   c = r.config
   spec = r.spec
+  backend = r.tokenizer.backend
   devices = jax.devices()
   sizes = budget.sizes_of(c, spec)
   room = budget.limit(r.mesh)
@@ -264,7 +267,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
     f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
-    f'  tokenizer  {c.tokenizer_path}, {len(r.tokenizer.backend)} tokens, '
+    f'  tokenizer  {backend.name_or_path}, {len(backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
@@ -276,7 +279,7 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'  memory     {derive.wrapped(memory, " " * (knob_lists.LABEL + 2)).lstrip()}\n'
     f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
     f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
-    f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
+    f'  cache      {cache.described(c.cache)}\n'
     f'  results    {workdir}; Ctrl-C saves once training has begun, '
     'the same command resumes'
   )

@@ -32,14 +32,14 @@ from bapo_jax.run.series import (
   smoothed,
   spiky,
 )
-from bapo_jax.runtime import files, html
+from bapo_jax.runtime import digests, files, html
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
-from bapo_jax.training.config import Config, fingerprint
+from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES
 
 MAIN = """
@@ -118,7 +118,8 @@ def _report(run: RunFiles):
   rows = run.rows
   yield element('h1', values.get('title', 'A run'))
   state = f'step {run.last} of {values.get("steps")}'
-  facts = f'{run.name} · {state} · fingerprint of the config {fingerprint(values)}'
+  digest = digests.fingerprint(values)
+  facts = f'{run.name} · {state} · fingerprint of the config {digest}'
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))

@@ -138,11 +138,11 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
     )
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
   if now and now != meta['base']:
-    paths = t.config.model.path, t.config.teacher.path
+    paths = t.config.model.path or 'the embedded policy', t.config.teacher.path
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '
       f'{meta["base"]} then, {now} now); restore model.path or teacher.path, which are '
-      f'{paths}, or the folder warmstart/, or start in another --workdir'
+      f'{" and ".join(paths)}, or start in another --workdir'
     )
 
 

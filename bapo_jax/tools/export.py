@@ -43,26 +43,24 @@ def export(
     raise ValueError(f'--workdir={workdir} has no checkpoint; train there first')
   config = derive.decide(config, workdir)
   check_config(config, workdir)
-  if adapter and not (config.lora.rank and config.model.path):
-    raise ValueError(
-      '--adapter needs lora.rank >= 1 and a published model in model.path; omit '
-      f'--adapter with lora.rank={config.lora.rank}, model.path={config.model.path!r}'
-    )
+  if adapter and not config.lora.rank:
+    raise ValueError('--adapter needs lora.rank >= 1; omit --adapter with lora.rank=0')
   to = to or os.path.join(workdir, 'export', str(step))
   if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
     raise ValueError(f'--to={to} is not an empty directory; give a new directory')
   model = inputs.open_model(config)
-  directory, tokenizer, spec = model
+  directory, _, spec = model
   part = to.rstrip('/') + '.bapo_jax.part'
   shutil.rmtree(part, ignore_errors=True)  # left by a killed export
   try:
     with files.naming(part):
       os.makedirs(part)
       source = inputs.tokenizer_directory(config, directory)
-      tokenizer_lib.save(tokenizer, source, part)
+      tokenizer_lib.save(source, part)
       if adapter:
         get = checkpoint.read_params(workdir, step)
-        hf_weights.save_adapters(part, get, spec, config.lora, config.model.path, dtype)
+        name = config.model.path or directory
+        hf_weights.save_adapters(part, get, spec, config.lora, name, dtype)
       else:
         read = policy.reader(config, model, workdir, step, exact=True)
         hf_weights.save(part, read, spec, dtype, shard_bytes)
@@ -79,7 +77,7 @@ def check_config(config: Config, workdir: str) -> None:
   before = read_config(workdir)
   now = config.model_dump(mode='json')
   defaults = Config().model_dump(mode='json')
-  for section in ('model', 'lora', 'tokenizer'):
+  for section in ('model', 'lora', 'tokenizer', 'sft'):
     # A run that predates a knob used its default.
     was = defaults[section] | before.get(section, {})
     for name, old, new in differences(was, now[section], section):
@@ -90,21 +88,18 @@ def check_config(config: Config, workdir: str) -> None:
 
 
 def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
-  """Writes the JSON files of an export, adapted from the model's files if any."""
+  """Writes the JSON files of an export, adapted from the model's files."""
   source, tokenizer, spec = model
-  backend = tokenizer.backend
 
   def read(name):
     file = os.path.join(source, name)
-    return files.read_object(file) if source and os.path.exists(file) else {}
+    return files.read_object(file) if os.path.exists(file) else {}
 
-  described = read('config.json') or hf_config.config_of(spec)
+  described = read('config.json')
   # Only torch_dtype: transformers 4 and 5 both read it.
   described.pop('dtype', None)
   ends = {'eos_token_id': list(tokenizer.eos)}
-  padding = {'pad_token_id': backend.pad_token_id}
-  if not source:
-    described |= ends | padding | {'bos_token_id': backend.bos_token_id}
+  padding = {'pad_token_id': tokenizer.backend.pad_token_id}
   sampled = {'do_sample': True, 'temperature': config.sampler.temperature}
   written = {
     'config.json': described | {'torch_dtype': dtype},
@@ -113,9 +108,9 @@ def write_configs(path: str, config: Config, model: Model, dtype: str) -> None:
     | ends,
   }
   if spec.vision:
-    found = hf_config.read_pixels(source) if source else {}
     # transformers 4 reads only this file, 5 also the processor's file.
-    written[hf_config.PIXELS] = found or hf_config.preprocessor_of(spec.vision)
+    pixels = hf_config.read_pixels(source) or hf_config.preprocessor_of(spec.vision)
+    written[hf_config.PIXELS] = pixels
     if processor := read(hf_config.PROCESSOR):
       written[hf_config.PROCESSOR] = processor
   for name, value in written.items():

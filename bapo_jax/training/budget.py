@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data.knobs import MADE
 from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -101,9 +100,7 @@ class Sizes(NamedTuple):
   slots: int  # of decoding
   depth: int
   lags: bool  # whether an actor stays for several steps
-  evaluated: int  # responses of an evaluation, if their number is known
   capacity: int  # groups in the replay buffer; 0 without a buffer
-  warm_start: int  # rows of an update of the warm start; 0 without one
   adapters: int  # trained numbers of adapters; 0 without adapters
   frozen: int  # weights of a vision tower that is not trained
   copied: bool  # whether the first weights stay, beside those that are trained
@@ -131,7 +128,6 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
   c = config
   learner = c.learner
   searched = c.clip.rule not in ('fixed', 'unclipped')
-  made = c.problems.test_source in MADE
   return Sizes(
     row_length=c.row_length,
     group_size=c.sampler.group_size,
@@ -143,9 +139,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     slots=c.sampler.max_num_seqs,
     depth=c.rollout.depth,
     lags=c.rollout.weight_sync_interval > 1,
-    evaluated=made * c.problems.test * c.evaluate.group_size,
     capacity=c.batch.uses_buffer * c.buffer.capacity,
-    warm_start=0 if c.model.path else c.sft.batch,
     adapters=adapters(c, spec),
     frozen=frozen_tower(c, spec),
     copied=c.loss.reference > 0 and not c.lora.rank,
@@ -199,8 +193,7 @@ def count(
     scoring = _passes(sizes, teacher, schedule._replace(remat='full'), mesh)
     gathered = max(gathered, scoring[0])
     saved = max(saved, scoring[1])
-  trained_on = max(sizes.places, sizes.seats) * group
-  responses = max(trained_on, sizes.evaluated * sizes.row_length)
+  responses = max(sizes.places, sizes.seats) * group
   return Budget(
     weights=(weights + teacher_bytes(sizes, spec)) / split,
     moments=moments / split,
@@ -301,7 +294,7 @@ def _passes(
   tensor = mesh.shape['tensor']
   T = sizes.row_length
   c = itemsize(spec.compute)
-  rows = max(sizes.micro_batch_rows, sizes.warm_start)
+  rows = sizes.micro_batch_rows
   shards = sharding.row_shards(mesh)
   rows = rows if rows % shards else rows // shards
   head = spec.vocab * spec.width

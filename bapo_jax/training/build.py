@@ -337,13 +337,10 @@ def abstract_weights(directory: str, spec: ModelSpec, mesh: Mesh) -> Tree:
 
 
 def build(
-  r: Resolved, data: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
+  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
-  """Loads or warm-starts the weights; returns the trainer and its state at step 0.
-
-  The warm start is read from `workdir`, or stored there.
-  """
-  base, params = policy.divide(r, policy.load(r, workdir, timer))
+  """Loads the weights; returns the trainer and its state at step 0."""
+  base, params = policy.divide(r, policy.load(r, timer))
   if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
     log(
       f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
@@ -366,7 +363,7 @@ def build(
 
 
 def start(
-  config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
+  config: Config, timer: PhaseTimer, verifier: Verifier | None = None
 ) -> tuple[Trainer, TrainState]:
   """Resolves a config, reads the problems and builds the run, for notebooks.
 
@@ -375,4 +372,4 @@ def start(
   r = resolve(config)
   with timer('load'):
     data = tabulate(r)
-  return build(r, data, verifier or make_verifier(config), workdir, timer)
+  return build(r, data, verifier or make_verifier(config), timer)

@@ -8,9 +8,7 @@
 
 import ast
 import functools
-import hashlib
 import inspect
-import json
 import re
 import typing
 import warnings
@@ -32,16 +30,7 @@ from bapo_jax.training.schema import CHOICES, PARTS, Config
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
 TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
-
-
-def fingerprint(values: dict[str, Any]) -> str:
-  """Returns twelve hexadecimal digits that change with any value.
-
-  The value of `cache` is not included, because it affects no result.
-  """
-  values = {name: value for name, value in values.items() if name != 'cache'}
-  text = json.dumps(values, sort_keys=True, default=list).encode()
-  return hashlib.sha256(text).hexdigest()[:12]
+SOURCES = ('problems.source', 'problems.test_source')
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -77,6 +66,7 @@ def defaults() -> ConfigDict:
   values = Config().model_dump()
   for name in PARTS:
     _drop_rule(values, name)
+  values['problems']['custom'] = {}  # the knobs of problems.source, which may change
   return ConfigDict(values)
 
 
@@ -243,7 +233,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   """Returns a copy of nested values with the values of dotted names replaced.
 
   If the rule of a part changes, only the knobs that all rules of the part have keep
-  their values: the new rule starts from its defaults.
+  their values: the new rule starts from its defaults. If the function that returns the
+  problems changes, the knobs that the new function lacks are dropped.
 
   Raises ValueError if a section is not a mapping.
   """
@@ -261,6 +252,13 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
       target[section] = dict(inner)
       target = target[section]
     target[key] = changes[name]
+  if changes.keys() & set(SOURCES):
+    problems = values['problems']
+    known = known_knobs({'problems': problems}).keys() | changes.keys()
+    custom = problems.get('custom', {})
+    problems['custom'] = {
+      x: custom[x] for x in custom if f'problems.custom.{x}' in known
+    }
   return values
 
 

@@ -81,9 +81,51 @@ class OptimizerConfig(Section):
   )
 
 
-class SftConfig(Section):
-  """The supervised warm start of the embedded policy."""
+TOWER_HEADS = 2
 
+
+class TowerConfig(Section):
+  """The vision tower of the embedded policy.
+
+  The last layer attends to whole pictures, the other layers to windows.
+  """
+
+  layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
+  width: int = knob(
+    32, 'Width of the tower.', least=4, most=65536, needs='sft.tower.layers > 0'
+  )
+  ffn: int = knob(
+    96, 'Feed-forward width.', least=1, most=1 << 20, needs='sft.tower.layers > 0'
+  )
+
+  @pydantic.model_validator(mode='after')
+  def _fits(self):
+    if self.width % (4 * TOWER_HEADS):
+      raise ValueError(f'width={self.width} must be a multiple of {4 * TOWER_HEADS}')
+    return self
+
+
+class SftConfig(Section):
+  """The embedded policy: its sizes, and the warm start that trains it.
+
+  The warm start is supervised: it imitates worked solutions.
+  """
+
+  width: int = knob(64, 'Model width D.', least=1, most=65536)
+  layers: int = knob(2, 'Layers.', least=1, most=1024)
+  heads: int = knob(4, 'Query heads; a multiple of kv_heads.', least=1, most=1024)
+  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024)
+  head_width: int = knob(16, 'Width of a head; even.', least=2, most=1024)
+  ffn: int = knob(
+    192, 'Feed-forward width, of an expert if there are any.', least=1, most=1 << 20
+  )
+  experts: int = knob(
+    0, 'Experts of every feed-forward layer; 0: none.', least=0, most=1024
+  )
+  active: int = knob(
+    2, 'Experts that a token uses.', least=1, most=64, needs='sft.experts > 0'
+  )
+  tower: TowerConfig = knob(TowerConfig, 'The vision tower.')
   seed: int = knob(0, 'Seed of the first weights and of the solutions.', least=0)
   clean: int = knob(700, 'Steps on clean solutions.', least=0)
   noisy: int = knob(100, 'Steps on solutions with slips and repeats.', least=0)
@@ -95,6 +137,25 @@ class SftConfig(Section):
   repeat: float = knob(
     0.15, 'Chance that a trial is repeated.', least=0, below=1, needs='sft.noisy > 0'
   )
+
+  @pydantic.model_validator(mode='after')
+  def _heads_fit(self):
+    if self.heads % self.kv_heads:
+      raise ValueError(
+        f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
+      )
+    if 0 < self.experts < self.active:
+      raise ValueError(
+        f'active={self.active} is more than experts={self.experts}; lower active'
+      )
+    if self.head_width % 2:
+      raise ValueError(f'head_width={self.head_width} must be even')
+    if self.experts and self.tower.layers:
+      raise ValueError(
+        f'tower.layers={self.tower.layers} conflicts with experts={self.experts}: '
+        'models with experts are text-only; set one of them to 0'
+      )
+    return self
 
 
 class EvalSampling(Section):

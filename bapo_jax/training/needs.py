@@ -16,12 +16,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import custom_code
-from bapo_jax.data.knobs import MADE
 from bapo_jax.knobs import Section, fields_of, needed, shown
 from bapo_jax.parts import parts
 from bapo_jax.training.config import Config
 
-UNPOOLED = ('aime', 'gsm8k', 'countdown', 'exact')  # verifiers without processes
 COMPARISON = re.compile(r'([\w.]+) (==|!=|<|>) (.+)')
 COMPARE = {'==': operator.eq, '!=': operator.ne, '<': operator.lt, '>': operator.gt}
 SIGNS = {'==': '=', '!=': ' to another value than ', '<': ' below ', '>': ' above '}
@@ -42,73 +40,21 @@ class Inert(NamedTuple):
   remedy: str
 
 
-def _sources(c: Config) -> set[str]:
-  return {c.problems.source, c.problems.test_source}
-
-
-def _uses_verifier(c: Config, without: Container[str]) -> bool:
-  """Returns whether any verifier other than those in `without` may be used.
-
-  Rows of a file may name any verifier, so the answer is True for problems from files.
-  """
-  rules = c.rewards.rule.split(',')
-  return not _sources(c) <= set(MADE) or any(rule not in without for rule in rules)
-
-
-def _called(c: Config) -> list[str]:
-  """Returns the user's functions that score or answer responses."""
-  return custom_code.paths_in(f'{c.rewards.rule},{c.rollout.environment}')
-
-
-def _made(source: str) -> Need:
-  return Need(
-    lambda c: source in _sources(c),
-    'problems.source',
-    f'set problems.source and problems.test_source to {source!r}',
-  )
-
-
 FACTS = {
   'embedded': Need(
     lambda c: not c.model.path,
     'model.path',
-    'remove it: only the embedded policy has sizes and a warm start',
+    'remove it: the section sft describes the embedded policy',
   ),
   'routed': Need(
-    lambda c: bool(c.model.path) or c.model.experts > 0,
-    'model.experts',
+    lambda c: bool(c.model.path) or c.sft.experts > 0,
+    'sft.experts',
     'set it to 2 or more, or model.path to a model with experts',
-  ),
-  # Problems are generated for the run or for its warm start.
-  'generates': Need(
-    lambda c: not c.model.path or not _sources(c).isdisjoint(MADE),
-    'problems.source',
-    'remove it, because all rows of the source are used',
-  ),
-  'synthetic': Need(
-    lambda c: (
-      (not c.model.path and c.problems.source not in ('countdown', 'drawn'))
-      or 'synthetic' in _sources(c)
-    ),
-    'problems.source',
-    "set problems.source and problems.test_source to 'synthetic'",
   ),
   'warm_start': Need(
     lambda c: c.sft.clean + c.sft.noisy > 0,
     'sft.clean',
     'set sft.clean or sft.noisy to 1 or more',
-  ),
-  'countdown': _made('countdown'),
-  'drawn': _made('drawn'),
-  'repeats': Need(
-    lambda c: not _sources(c) <= set(MADE),
-    'problems.source',
-    'remove it, because generated problems do not repeat',
-  ),
-  'overlaps': Need(
-    lambda c: len(_sources(c)) > 1 or c.problems.source not in MADE,
-    'problems.source',
-    'remove it, because generated problems do not overlap',
   ),
   'custom_reward': Need(
     lambda c: bool(custom_code.paths_in(c.rewards.rule)),
@@ -116,19 +62,9 @@ FACTS = {
     'set rewards.rule to path/to/file.py:function',
   ),
   'custom_calls': Need(
-    lambda c: bool(_called(c)),
+    lambda c: bool(c.called),
     'rewards.rule',
     'set rewards.rule or rollout.environment to path/to/file.py:function',
-  ),
-  'strict_verifier': Need(
-    lambda c: _uses_verifier(c, ('aime', 'countdown', 'exact')),
-    'rewards.rule',
-    "set rewards.rule='math' or 'gsm8k'",
-  ),
-  'verifier_processes': Need(
-    lambda c: bool(_uses_verifier(c, UNPOOLED) or _called(c)),
-    'rewards.rule',
-    "set rewards.rule='math' or path/to/file.py:function",
   ),
   # 0 requires that all responses finish.
   'unfinished': Need(

@@ -11,6 +11,7 @@ A start raises the first refusal; --mode=check prints all.
 import functools
 import importlib.util
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,16 +33,14 @@ from bapo_jax.algorithms.replay_buffer import (
   ThresholdRule,
 )
 from bapo_jax.data import conversation, pictures, sources
-from bapo_jax.data.knobs import EMBEDDED, MADE
 from bapo_jax.data.row import Row
-from bapo_jax.knobs import shown
 from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import POSITIONS
 from bapo_jax.rewards import gold
 from bapo_jax.rewards.shaping import Standard
+from bapo_jax.training import sft
 from bapo_jax.training.inputs import Inputs, open_teacher
-from bapo_jax.training.schema import Config
+from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import (
   Bounds,
   agree,
@@ -159,20 +158,8 @@ def _sampling(config: Config) -> Iterator[str]:
     )
 
 
-def _model(config: Config) -> Iterator[str]:
-  """Yields a sentence for each conflict of the model, and for a missing package."""
-  model = config.model
-  if not model.path and model.experts and model.tower.layers:
-    yield (
-      f'model.tower.layers={model.tower.layers} conflicts with model.experts='
-      f'{model.experts}: models with experts are text-only; set one of them to 0'
-    )
-  if model.path and config.tokenizer.path == EMBEDDED:
-    yield (
-      f'tokenizer.path={EMBEDDED!r} is the tokenizer of the embedded policy, but '
-      f'model.path={shown(model.path)} has other tokens; remove tokenizer.path to '
-      "use the model's tokenizer, or set it to a tokenizer's directory"
-    )
+def _packages(config: Config) -> Iterator[str]:
+  """Yields a sentence for each package that is missing."""
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
     if getattr(config.metrics, name) and importlib.util.find_spec(package) is None:
       yield f'metrics.{name}=True needs {package}: give False, or pip install {package}'
@@ -189,11 +176,6 @@ def _sizes(config: Config) -> Iterator[str]:
       f'replays (prompts.count={count} x batch.replay_ratio={replayed // count} = '
       f'{replayed}); give {replayed} or more'
     )
-  if config.problems.source in MADE and count > (train := config.problems.train):
-    yield (
-      f'prompts.count={count} exceeds problems.train={train}, the number of '
-      'generated training problems; lower prompts.count or raise problems.train'
-    )
   if seats % config.learner.minibatches:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (
@@ -204,8 +186,6 @@ def _sizes(config: Config) -> Iterator[str]:
 
 def _lengths(config: Config) -> Iterator[str]:
   """Yields a sentence for each length that does not fit the others."""
-  if not config.model.path:
-    yield from _too_long(config, POSITIONS)
   longest = config.sampler.max_new_tokens
   shaping = config.rewards.shaping
   if isinstance(shaping, Standard) and shaping.overlong_cache > longest:
@@ -274,14 +254,6 @@ def _verifier(config: Config) -> Iterator[str]:
       f'advantage.rule={rule.rule} reads one reward per response, but rewards.rule='
       f"{config.rewards.rule} returns steps; declare reads='groups' and return adv_PGT"
     )
-  if 'countdown' in config.rewards.rule.split(','):
-    for name in ('source', 'test_source'):
-      if (source := getattr(config.problems, name)) in MADE and source != 'countdown':
-        yield (
-          "rewards.rule='countdown' reads numbers and a target from the right answer, "
-          f'but that of problems.{name}={source!r} is a number; choose '
-          "rewards.rule='aime'"
-        )
 
 
 def _empty_band(thresholds: ThresholdRule, group_size: int) -> Iterator[str]:
@@ -328,7 +300,7 @@ def _too_long(config: Config, positions: int) -> Iterator[str]:
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _clip: ('clip.rule', 'loss.rule'),
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'batch.rule', 'mesh.rollout'),
-  _model: ('model.path', 'tokenizer.path', 'metrics.wandb'),
+  _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _lengths: LENGTHS,
   _verifier: ('rewards.rule', 'advantage.rule', 'problems.source'),
@@ -347,17 +319,17 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
     what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
     yield Refusal(
       ('tokenizer.path', 'model.path'),
-      f'tokenizer.path={config.tokenizer_path}: {what} has the id {worst}, but the '
-      f'model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the tokenizer of '
-      f'model.path={config.model.path}, or remove that token from the files of the '
-      'tokenizer',
+      f'tokenizer.path={tokenizer.backend.name_or_path}: {what} has the id {worst}, '
+      f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the '
+      f'tokenizer of model.path={config.model.path}, or remove that token from the '
+      'files of the tokenizer',
     )
-  if directory:
-    yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
+  yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
+  if sft.has_weights(directory):
     yield from _raised('model.path', hf_weights.check, directory, spec)
   else:
     yield from _raised(
-      'problems.source', sources.sft_problems, config.problems, inputs.data
+      'problems.source', sources.imitated, config.problems, inputs.data
     )
   if config.rollout.environment:
     role = config.rollout.custom.role
@@ -379,8 +351,6 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
     check_pictures(row)
 
   sources.check(config.problems, inputs.data, check_row)
-  for knob in sources.SPLITS:  # generated rows are all alike
-    check_pictures(inputs.data.of(knob)[0])
 
 
 def _raised(
@@ -399,8 +369,8 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
   Yields a refusal for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  if not config.code:  # the arrays below would compile a program each
-    return
+  if not any(operator.attrgetter(name)(config).custom for name in PARTS):
+    return  # the arrays below would compile a program each
   G = config.sampler.group_size
   steps = bool(config.rewards.custom.steps)
   ones_PGT = jnp.ones((2, G, 7))

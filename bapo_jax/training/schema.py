@@ -11,7 +11,6 @@ from bapo_jax.algorithms.loss import Clipped, Loss
 from bapo_jax.algorithms.masks import Mask, NoMask
 from bapo_jax.algorithms.replay_buffer import Buffer
 from bapo_jax.data.knobs import (
-  EMBEDDED,
   ProblemsConfig,
   PromptsConfig,
   TokenizerConfig,
@@ -37,8 +36,8 @@ class Config(Section):
   )
   cache: Auto[LocalPath] = knob(
     None,
-    'Folder of warm starts and compiled programs that runs share; None: bapo_jax in '
-    "the user's cache, ~/.cache; empty: none.",
+    'Folder of embedded policies and compiled programs that runs share; None: bapo_jax '
+    "in the user's cache, ~/.cache; empty: none.",
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
@@ -59,10 +58,15 @@ class Config(Section):
   teacher: train.TeacherConfig = knob(train.TeacherConfig, 'Teacher.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
-  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
+  sft: train.SftConfig = knob(train.SftConfig, 'The embedded policy.', needs='embedded')
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
+
+  @property
+  def called(self) -> list[str]:
+    """The user's functions that score or answer responses."""
+    return custom_code.paths_in(f'{self.rewards.rule},{self.rollout.environment}')
 
   @property
   def undecided(self) -> list[str]:
@@ -74,13 +78,9 @@ class Config(Section):
     """'file digest' of every custom function that the config names."""
     texts = [x for _, _, x in fields(self) if isinstance(x, str)]
     paths = {path for text in texts for path in custom_code.paths_in(text)}
-    named = [path for path in paths if not path.endswith('.py')]  # such as a title
+    # Not a title that ends in .py, nor a function that the package names.
+    named = [path for path in paths if ':' in path and not path.endswith('.py')]
     return sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in named})
-
-  @property
-  def tokenizer_path(self) -> str:
-    """Where the tokenizer is: by default that of the model."""
-    return self.tokenizer.path or self.model.path or EMBEDDED
 
   @property
   def row_length(self) -> int:

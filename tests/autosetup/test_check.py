@@ -17,7 +17,6 @@ from runs import tiny
 from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
-from bapo_jax.data.made import drawn
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import PhaseTimer
@@ -205,7 +204,7 @@ def many_groups(adapter_run, one_device):
 
 def built(r, material, workdir):
   verifier = making.OddVerifier()
-  return build.build(r, material, verifier, str(workdir), PhaseTimer())
+  return build.build(r, material, verifier, PhaseTimer())
 
 
 def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
@@ -246,11 +245,6 @@ def test_the_check_of_a_model_that_knows_nothing(
   assert 'MISTAKE (nothing to learn): all 64 responses are wrong' in text
 
 
-def test_a_check_needs_a_model(one_device):
-  with pytest.raises(ValueError, match=r'--config\.model\.path'):
-    check.check(main.read_config('configs/aime.py', []), 'nowhere')
-
-
 # --------- --mode=check of a model that sees: its prompts have room for their pictures
 
 
@@ -271,13 +265,9 @@ def config(tmp_path_factory):
 
 def test_lengths_count_what_pictures_take(config, one_device):
   known = facts.gather(config, inputs.read(config))
-  problems = drawn.generate(config.problems)
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (
-    [26] * config.problems.train,
-    [26] * config.problems.test,
+    [26] * config.problems.custom.train,
+    [26] * config.problems.custom.test,
   )
-  assert [row.problem for row in known.training] == [
-    p.text for p in problems[: config.problems.train]
-  ]
   assert known.verified('aime').right == known.verified('aime').tried > 0

@@ -117,7 +117,7 @@ def test_every_arm_has_the_protocol_s_search_and_a_partner_as_donor():
   run = experiments.runs(made)
   assert run['balanced-seed640'].config.clip == bounds.SEARCHES['balanced']
   assert of_run('yoked', 'yoked', {'rate': 'lr0.0006'}, 601) == {
-    'problems.seed': 601,
+    'problems.custom.seed': 601,
     'clip.results': 'papers/bench/results/yoked',
     'clip.donor': 'recipe-lr0.0006-seed600',
   }

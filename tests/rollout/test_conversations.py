@@ -9,6 +9,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import pytest
 from three_problems import ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
@@ -153,7 +154,7 @@ def by_hand(uid, prompt, answer):
     logp += found.logp_BT[len(row) :][:n].tolist()
     row += part
     mask += [True] * n
-    text = ''.join(tokenizer.CHARACTERS[i] for i in part if i != EOS)
+    text = ''.join(making.CHARACTERS[i] for i in part if i != EOS)
     left = len(prompt) + NEW - len(row)
     if part[-1] != EOS or turn == TURNS or left < 2:
       break

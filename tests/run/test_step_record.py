@@ -18,7 +18,7 @@ from bapo_jax.training.state import StepRecord
 from bapo_jax.types import UpdatedTokens
 
 P, G, T = 5, 2, 6
-TEXT = tokenizer.load('characters', '{problem}\n')
+TEXT = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 
 
 def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
@@ -65,7 +65,7 @@ def test_a_group_has_the_pictures_of_its_problem(tmp_path):
   assert 'pictures' not in recorded(*held_step(), tmp_path)[0]
   files = [(b'GIF8%d' % i,) * (i % 3) for i in range(P)]
   t, record = held_step(pictures=files)
-  image_token = tokenizer.CHARACTERS.index('+')
+  image_token = making.CHARACTERS.index('+')
   t.spec = python_types.SimpleNamespace(image_token=image_token)
   for row in recorded(t, record, tmp_path):
     found = [(tmp_path / name).read_bytes() for name in row['pictures']]

@@ -88,7 +88,7 @@ def test_the_plan_of_a_small_config(topology, tmp_path, where, slots, knobs):
   topology(where)  # skips without its compiler
   flags = ['--mode=plan', f'--topology={where}', f'--workdir={tmp_path / "run"}']
   knobs |= {
-    'model.layers': 1,
+    'sft.layers': 1,
     'prompts.count': 16,
     'learner.minibatches': 1,
     'sampler.prefill_batch_size': 8,
@@ -232,7 +232,8 @@ def mixture(config):
   values = config_lib.parse(aime.tiny().to_dict()).model_dump()
   kept = {name: getattr(config, name).model_dump() for name in ('prompts', 'sampler')}
   values |= kept | {'mesh': config.mesh.model_dump()}
-  values['model'] |= {'experts': 8, 'compute': 'bfloat16', 'kv_heads': 4}
+  values['model'] |= {'compute': 'bfloat16'}
+  values['sft'] |= {'experts': 8, 'kv_heads': 4}
   return config_lib.parse(values)
 
 

@@ -361,7 +361,7 @@ def test_devices_share_the_state_the_cache_and_the_rows():
 
 def test_routes_by_hand():
   # Two experts in each of two layers are four bytes per token of a row.
-  knobs = {'batch.rule': 'adapted', 'model.layers': 2, 'model.experts': 4}
+  knobs = {'batch.rule': 'adapted', 'sft.layers': 2, 'sft.experts': 4}
   config, _, with_routes = counted(mesh=(2, 2, 2), **knobs)
   knobs['model.replay_routes'] = 'off'
   _, _, without = counted(mesh=(2, 2, 2), **knobs)

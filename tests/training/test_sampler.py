@@ -55,15 +55,15 @@ def submissions(sampler, t, s):
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 
 
-def test_three_places_sample_the_same(warm, monkeypatch):
-  workdir, devices = str(warm()), jax.devices()
+def test_three_places_sample_the_same(monkeypatch):
+  devices = jax.devices()
   found = []
   for rollout in (0, 1):
     some = devices[: 1 + rollout]
     monkeypatch.setattr(jax, 'devices', lambda *_, some=some: some)
     config = tiny(**KNOBS, **{'mesh.rollout': rollout})
     verifier = making.OddVerifier()
-    t, s = build.start(config, workdir, PhaseTimer(), verifier)
+    t, s = build.start(config, PhaseTimer(), verifier)
     assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
     found.append(submissions(t.sampler, t, s))
     t.sampler.close()

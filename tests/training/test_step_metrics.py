@@ -39,10 +39,10 @@ class Step(NamedTuple):
     return [found[name] for batch, found in self.updates if batch.loss_mask_BT.any()]
 
 
-def started(workdir, **knobs):
+def started(**knobs):
   """Trainer and state at step 0; every other response is right, or so."""
   verifier = making.OddVerifier()
-  return build.start(tiny(**knobs), str(workdir), PhaseTimer(), verifier)
+  return build.start(tiny(**knobs), PhaseTimer(), verifier)
 
 
 def steps(t, s) -> list[Step]:
@@ -63,12 +63,12 @@ def steps(t, s) -> list[Step]:
   return found
 
 
-def test_updates_without_a_token_are_in_no_mean_and_no_count(warm, one_device):
+def test_updates_without_a_token_are_in_no_mean_and_no_count(one_device):
   # A minibatch per group, and only groups with both verdicts have a seat.
   knobs: dict[str, Any] = {'learner.minibatches': 8, 'steps': 2}
   knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
   done = 0
-  for step in steps(*started(warm(), **knobs)):
+  for step in steps(*started(**knobs)):
     n = len(step.of_live('loss/entropy'))
     assert n > 0
     for name in (
@@ -130,11 +130,11 @@ def test_the_updates_of_a_step_are_reduced_as_the_glossary_says():
   assert all(math.isnan(nothing[name]) for name in {*names} - counts)
 
 
-def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
-  t, s = started(warm('plain'), steps=1)
+def test_masked_responses_are_measured_and_teach_nothing(one_device):
+  t, s = started(steps=1)
   (plain,) = steps(t, s)
   knobs: dict[str, Any] = {'rewards.shaping.truncated': 'masked'}
-  (masked,) = steps(*started(warm('masked'), steps=1, **knobs))
+  (masked,) = steps(*started(steps=1, **knobs))
   assert 0 < plain.row['rollout/truncated'] < 1
   for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
     assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name
@@ -171,10 +171,10 @@ def conversions(monkeypatch):
   return calls
 
 
-def test_metrics_come_from_the_device_in_few_transfers(warm, one_device, conversions):
+def test_metrics_come_from_the_device_in_few_transfers(one_device, conversions):
   # Eight updates of 70 metrics each: one by one they cost more than a small step.
   knobs = {'learner.minibatches': 8, 'steps': 2, 'batch.rule': 'adapted'}
-  t, s = started(warm(), **knobs)
+  t, s = started(**knobs)
   loop = trainer.train_loop(t, s)
   next(loop)
   conversions.clear()

@@ -165,7 +165,7 @@ def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkey
   ]
 
 
-def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
+def test_no_token_is_older_than_promised_whatever_the_rounds(tmp_path):
   # A step of three rounds submits three times the prompts that a step of one returns.
   knobs = EXTRA | {
     'rollout.max_off_policy_steps': 1,
@@ -177,7 +177,7 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
     'evaluate.every': 99,
     'checkpoint.every': 99,
   }
-  workdir = warm('whole')
+  workdir = tmp_path / 'whole'
   assert runs.train(tiny(**knobs), workdir) == 0
   whole = last_run(workdir)
   rows = [row for step, row in whole.rows.items() if step]

@@ -71,12 +71,9 @@ class Program(NamedTuple):
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's kernels."""
-  if path := config.model.path:
-    directory = hf_directory.find(path, 'model.path', ('config.json',))
-    spec = inputs.read_spec(config, directory, None)
-  else:
-    spec = inputs.open_model(config).spec
-  return resolve.with_kernels(spec, platform)
+  path = config.model.path or inputs.resolve(config)
+  directory = hf_directory.find(path, 'model.path', ('config.json',))
+  return resolve.with_kernels(inputs.read_spec(config, directory), platform)
 
 
 def bytes_per_device(tree: Tree) -> int:
