@@ -4,8 +4,6 @@ Nothing is computed twice: log-probabilities and entropies come from the forward
 the gradient, and the gradient of the loss shows which tokens were cut (`loss.weights`).
 """
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -37,6 +35,7 @@ def diagnose(
   loss_mask_BT = batch.loss_mask_BT
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
+  cut_BT = _cut(weight_BT, batch)
   computed_B1 = loss_mask_BT.any(1, keepdims=True)
   slope = entropy_slope(stats, weight_BT * scale_B[:, None], batch)
 
@@ -50,7 +49,7 @@ def diagnose(
   metrics = {
     'clip/low': mean(bounds.low),
     'clip/high': mean(bounds.high),
-    'clip/masked': _masked(batch, bounds),
+    'clip/masked': jnp.zeros(()),
     'clip/search_steps': mean(bounds.search_steps),
     'clip/moved': mean(bounds.search_steps > 0),
     'clip/target_met': mean(bounds.target_met),
@@ -60,18 +59,22 @@ def diagnose(
     'loss/entropy_slope': jnp.where(loss_mask_BT.any(), slope, jnp.nan),
   }
   metrics |= _shares(rule, logp_BT, batch, bounds, scale_B)
-  metrics |= _cuts(weight_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  metrics |= _cuts(cut_BT, batch) | _ratios(ratio_BT, logp_BT, batch)
+  # Estimates the total variation between pi and mu: arXiv:2602.20722, Theorem 3.2.
+  variation_BT = jnp.abs(ratio_BT - 1) / 2
+  for i, source in enumerate(SOURCES):
+    mine_BT = loss_mask_BT & (batch.source_B == i)[:, None]
+    metrics |= {
+      f'clip/fraction_{source}': mean_or_nan(cut_BT, mine_BT),
+      f'loss/ratio_mean_{source}': mean_or_nan(ratio_BT, mine_BT),
+      f'loss/tv_{source}': mean_or_nan(variation_BT, mine_BT),
+    }
+  if bounds.keep_BT is not None:
+    metrics['clip/masked'] = masked_mean(~bounds.keep_BT, loss_mask_BT)
   if batch.reference_BT is not None:
     far_BT = loss.from_reference(logp_BT, batch, 'k3')
     metrics['loss/reference'] = masked_mean(far_BT, loss_mask_BT)
   return metrics
-
-
-def _masked(batch: Batch, bounds: Bounds) -> Array:
-  """Returns the share of the computed tokens that a mask leaves out."""
-  if bounds.keep_BT is None:
-    return jnp.zeros(())
-  return masked_mean(~bounds.keep_BT, batch.loss_mask_BT)
 
 
 def updated_tokens(
@@ -152,24 +155,15 @@ def why_cut(weight_BT: Array, batch: Batch, bounds: Bounds) -> Array:
   return jnp.where(_cut(weight_BT, batch), code_BT, jnp.uint8(0))
 
 
-def _cuts(weight_BT: Array, batch: Batch) -> dict[str, Array]:
-  """Returns shares of cut tokens, by sign of A and by source, and mu of them by sign."""
+def _cuts(cut_BT: Array, batch: Batch) -> dict[str, Array]:
+  """Returns the share and the mean sampling probability of cut tokens, by sign of A."""
   up_BT, down_BT = _signs(batch)
-  cut_BT = _cut(weight_BT, batch)
   cuts = {'clip/fraction': mean_or_nan(cut_BT, batch.loss_mask_BT)}
   mu_BT = jnp.exp(jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0))
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
     cuts[f'clip/fraction_{name}'] = mean_or_nan(cut_BT, kind_BT)
     cuts[f'clip/probability_{name}'] = mean_or_nan(mu_BT, kind_BT & cut_BT)
-  for source, mine_BT in _by_source(batch):
-    cuts[f'clip/fraction_{source}'] = mean_or_nan(cut_BT, mine_BT)
   return cuts
-
-
-def _by_source(batch: Batch) -> Iterator[tuple[str, Array]]:
-  """Yields each source and a mask [B, T] of the computed tokens of its rows."""
-  for i, source in enumerate(SOURCES):
-    yield source, batch.loss_mask_BT & (batch.source_B == i)[:, None]
 
 
 def mean_or_nan(x: Array, mask: Array) -> Array:
@@ -180,9 +174,7 @@ def mean_or_nan(x: Array, mask: Array) -> Array:
 def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
   """Measures how far the policy is from the policy that sampled the batch.
 
-  The total variation between the two on the rows of a source is estimated as half the
-  mean of |r - 1| over tokens (arXiv:2602.20722, Theorem 3.2). A nan ratio, which is an
-  error of the run, is not masked.
+  A nan ratio is an error of the run and is not masked, so that the metrics show it.
   """
   loss_mask_BT = batch.loss_mask_BT
   log_r_BT = loss.log_r(logp_BT, batch)
@@ -191,13 +183,9 @@ def _ratios(ratio_BT: Array, logp_BT: Array, batch: Batch) -> dict[str, Array]:
   scale = jnp.maximum(live_BT.max(), jnp.finfo(jnp.float32).tiny)
   square = ((live_BT / scale) ** 2).sum()
   ess = (live_BT / scale).sum() ** 2 / jnp.where(square == 0, 1, square)
-  ratios = {
+  return {
     'loss/ratio_mean': mean_or_nan(ratio_BT, loss_mask_BT),
     'loss/ratio_max': jnp.where(loss_mask_BT.any(), live_BT.max(), jnp.nan),
     'loss/ess': ess / loss_mask_BT.sum(),
     'loss/kl': mean_or_nan(ratio_BT - 1 - log_r_BT, loss_mask_BT),
   }
-  for source, mine_BT in _by_source(batch):
-    ratios[f'loss/ratio_mean_{source}'] = mean_or_nan(ratio_BT, mine_BT)
-    ratios[f'loss/tv_{source}'] = mean_or_nan(jnp.abs(ratio_BT - 1) / 2, mine_BT)
-  return ratios

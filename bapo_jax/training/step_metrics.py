@@ -55,10 +55,16 @@ def describe(
     new = concat(*(each.groups for each in fresh))
     row = of_updates(live(updates))
     reevaluated = sampled.reevaluated
-    again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
     of_step = _step_metrics(
-      settled(new), again, settled(groups), source_P, s.buffer, step, eos, reference_PGT
+      settled(new),
+      reevaluated.groups,
+      settled(groups),
+      source_P,
+      s.buffer,
+      step,
+      eos,
+      reference_PGT,
     )
     if t.spec.routes:
       of_step |= _of_routes(new, groups, source_P, t.spec)
