@@ -232,7 +232,8 @@ def outcome(
 
 def sources(config: Config) -> dict[str, str]:
   """Returns the file -> text of every custom function that a config names."""
-  named = (entry.rpartition(' ')[0] for entry in config.code)
+  digests = ', '.join(config.code.values()).split(', ')
+  named = {digest.rpartition(' ')[0] for digest in digests} - {''}
   return {
     path: pathlib.Path(path).read_text(encoding='utf-8')
     for path in named

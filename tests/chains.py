@@ -25,7 +25,7 @@ def chains(
   return [
     {
       'problem': text,
-      'answer': results[-1],
+      'answer': str(results[-1]),
       'solutions': functools.partial(solve, results, LEVELS[level][0]),
       'rank': rank,
     }

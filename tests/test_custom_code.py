@@ -153,7 +153,7 @@ def test_every_slot_takes_a_function_that_fits():
   check(made)
   by_token = {'advantage.rule': f'{MY}:first_token', 'rewards.rule': f'{MY}:halves'}
   check(tiny(**by_token, **{'batch.rule': f'{MY}:all_fresh'}))
-  assert f'{MY} {custom_code.digest(f"{MY}:sapo")}' in made.code
+  assert f'{MY} {custom_code.digest(f"{MY}:sapo")}' in made.code.values()
   assert made.clip.gives == 'mask'
 
 

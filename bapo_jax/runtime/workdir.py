@@ -129,7 +129,8 @@ def open_workdir(
   Args:
     values: section -> knob -> value, as the user wrote them.
     found: what the program found: `config`, with every value that the run keeps;
-      `decided`, dotted knob -> value of each knob that is None in `values`; `code`.
+      `decided`, dotted knob -> value of each knob that is None in `values`; `code`,
+      dotted knob -> files of its functions, each with a digest.
     free: sections and dotted knobs that may differ from those of an earlier start.
 
   Raises:
@@ -141,11 +142,11 @@ def open_workdir(
   if has_begun(workdir):
     before = read_config(workdir) | {'code': read_resolved(workdir)['code']}
     now = found['config'] | {'code': found['code']}
-    changed = [
-      f'{name}: {old!r} then, {new!r} now'
-      for name, old, new in hosts.differences(before, now)
-      if name not in free and name.split('.')[0] not in free
-    ]
+    changed = []
+    for name, old, new in hosts.differences(before, now):
+      knob = name.removeprefix('code.')  # a function's file belongs to its knob
+      if knob not in free and knob.split('.')[0] not in free:
+        changed.append(f'{name}: {old!r} then, {new!r} now')
     if changed:
       raise ValueError(
         f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])});'

@@ -74,13 +74,17 @@ class Config(Section):
     return [name for name, _, value in fields(self) if value is None]
 
   @property
-  def code(self) -> list[str]:
-    """'file digest' of every custom function that the config names."""
-    texts = [x for _, _, x in fields(self) if isinstance(x, str)]
-    paths = {path for text in texts for path in custom_code.paths_in(text)}
-    # Not a title that ends in .py, nor a function that the package names.
-    named = [path for path in paths if ':' in path and not path.endswith('.py')]
-    return sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in named})
+  def code(self) -> dict[str, str]:
+    """Knob -> 'file digest' of each custom function that it names."""
+    named = {}
+    for name, _, value in fields(self):
+      paths = custom_code.paths_in(value) if isinstance(value, str) else ()
+      # Not a title that ends in .py, nor a function that the package names.
+      functions = [path for path in paths if ':' in path and not path.endswith('.py')]
+      digests = {f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in functions}
+      if digests:
+        named[name] = ', '.join(sorted(digests))
+    return named
 
   @property
   def row_length(self) -> int:

@@ -4,6 +4,7 @@ import collections
 import functools
 import glob
 import json
+import math
 import pathlib
 import random
 import re
@@ -350,19 +351,23 @@ def wait_for(
 # ----------------- a run whose weights are lost stops, saved, with its own exit status
 
 
-def beyond(config, **sections):
-  """Returns the config with values that no config of a user can have."""
-  for name, values in sections.items():
-    section = getattr(config, name).model_copy(update=values)
-    config = config.model_copy(update={name: section})
-  return config
+@pytest.fixture
+def beyond(monkeypatch):
+  """A function that returns the config with a value that no user can give."""
+
+  def changed(config, section, knob, value):
+    field = type(getattr(config, section)).model_fields[knob]
+    monkeypatch.setitem(field.json_schema_extra, 'most', math.inf)
+    return config.with_values(**{section: {knob: value}})
+
+  return changed
 
 
-def test_a_run_that_diverges_stops_saved_and_says_so(tmp_path, capsys):
+def test_a_run_that_diverges_stops_saved_and_says_so(beyond, tmp_path, capsys):
   # An update or two overflow every later forward pass.
   knobs = {'steps': 9, 'optimizer.warmup': 0, 'learner.max_consecutive_skips': 3}
   knobs |= {'checkpoint.keep': 9, 'evaluate.every': 99}
-  config, workdir = beyond(tiny(**knobs), optimizer={'lr': 1e30}), tmp_path / 'run'
+  config, workdir = beyond(tiny(**knobs), 'optimizer', 'lr', 1e30), tmp_path / 'run'
   assert runs.train(config, workdir) == experiment.DIVERGED == 3
   run = last_run(workdir)
   step, skips = run.scalars['step'], run.scalars['consecutive_skips']
@@ -382,8 +387,10 @@ def test_a_run_that_diverges_stops_saved_and_says_so(tmp_path, capsys):
   np.testing.assert_array_equal(last, before)
 
 
-def test_a_run_whose_first_update_is_not_finite_says_so_at_once(tmp_path, capsys):
-  config = beyond(tiny(**{'steps': 9, 'evaluate.every': 50}), loss={'kl': 1e39})
+def test_a_run_whose_first_update_is_not_finite_says_so_at_once(
+  beyond, tmp_path, capsys
+):
+  config = beyond(tiny(**{'steps': 9, 'evaluate.every': 50}), 'loss', 'kl', 1e39)
   workdir = tmp_path / 'run'
   assert config.learner.max_consecutive_skips > 2
   assert runs.train(config, workdir) == experiment.DIVERGED

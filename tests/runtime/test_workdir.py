@@ -22,9 +22,10 @@ from bapo_jax.training.schema import Config
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def opened(path, now, free=(), code=('my.py 1f',), **given):
+def opened(path, now, free=(), code='my.py 1f', **given):
   """Opens a workdir for the values of a run, of which some were given otherwise."""
-  workdir.open_workdir(path, now | given, {'config': now, 'code': code}, free)
+  found = {'config': now, 'code': {'problems.source': code}}
+  workdir.open_workdir(path, now | given, found, free)
 
 
 def values(**sections):
@@ -52,8 +53,9 @@ def test_a_directory_belongs_to_one_config(tmp_path):
   opened(path, changed, steps=None)
   assert workdir.read_config(path)['steps'] == 9
   opened(path, changed)
-  with pytest.raises(ValueError, match=r"code: \['my.py 1f'\] then, \[\] now"):
-    opened(path, changed, code=())
+  with pytest.raises(ValueError, match=r"code\.problems\.source: 'my\.py 1f' then"):
+    opened(path, changed, code='my.py 2a')
+  opened(path, changed, ('problems',), code='my.py 2a')
   (tmp_path / 'runs' / 'one' / 'resolved.json').unlink()
   with pytest.raises(ValueError, match=r'an older version.* the commit that began'):
     workdir.check_version(path)
