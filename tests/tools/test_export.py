@@ -123,7 +123,8 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
   _, workdir, _ = run
   (tmp_path / 'out.part').mkdir()  # of someone else
   flags = ['export', workdir, f'--to={tmp_path}/out']
-  inputs.open_model(main.config_of(main.parse(['bapo', *flags])))  # while there is room
+  given = main.Given('', [])
+  inputs.open_model(given.read(workdir, main.EXPORTED))  # while there is room
   line = limited(size, lambda: refused(flags))
   assert 'out.bapo_jax.part' in line and 'cannot be used (File too large); free' in line
   assert os.listdir(tmp_path) == ['out.part']
@@ -183,7 +184,7 @@ def test_the_part_of_a_config_that_an_export_reads_is_valid_by_itself(file, tmp_
     stored = config_lib.parse(values).model_dump(mode='json')
     (tmp_path / 'config.json').write_text(json.dumps(stored))
     (tmp_path / 'resolved.json').write_text('{"code": []}')
-    found = main.config_of(main.parse(['bapo', 'export', str(tmp_path)]))
+    found = main.Given('', []).read(str(tmp_path), main.EXPORTED)
     for name in main.EXPORTED:
       assert found.model_dump(mode='json')[name] == stored[name], (variant, name)
 
