@@ -131,7 +131,8 @@ def test_the_home_directory_of_a_flag_is_expanded(monkeypatch, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   (tmp_path / 'own.py').write_text(DICT.format({'steps': 7}))
   args = main.parse(['bapo', '--config=~/own.py', '--workdir=~/runs'])
-  assert args.workdir == f'{tmp_path}/runs' and main.read_config(args.config, args.knobs).steps == 7
+  assert args.workdir == f'{tmp_path}/runs'
+  assert main.read_config(args.config, args.knobs).steps == 7
   assert main.parse(['bapo', 'eval', '~/x', '--to=~/y']).workdir == f'{tmp_path}/x'
 
 
