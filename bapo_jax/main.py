@@ -312,23 +312,22 @@ def flags_of(mode: str) -> argparse.ArgumentParser:
   meanings = dict(re.findall(r'\n    (\w+): (.*)', str(command.__doc__)))
   _, *parameters = inspect.signature(command).parameters.values()
   for parameter in parameters:
+    name = parameter.name
     default = parameter.default
-    options: dict[str, Any] = {'default': default, 'type': type(default)}
     if default is parameter.empty:
-      parser.add_argument(parameter.name, nargs='*', help=meanings[parameter.name])
+      parser.add_argument(name, nargs='*', help=meanings[name])
       continue
+    choices = typing.get_args(parameter.annotation) or None
+    options: dict[str, Any] = {'default': default, 'type': type(default)}
+    options['choices'] = choices
     if default is None:
-      options['type'] = int
+      options = {'type': int}
     elif default is False:
       options = {'action': 'store_true'}
     elif default == ():
       options = {'action': 'append', 'default': []}
-    elif typing.get_origin(parameter.annotation) is Literal:
-      options['choices'] = typing.get_args(parameter.annotation)
-    meaning = meanings[parameter.name]
-    if default:
-      meaning += f' (default: {default})'
-    parser.add_argument(f'--{parameter.name}', help=meaning, **options)
+    note = f' (default: {default})' if default else ''
+    parser.add_argument(f'--{name}', help=meanings[name] + note, **options)
   if mode in STORED:
     parser.add_argument('run', nargs='?', help='the same as --workdir')
   return parser
@@ -407,10 +406,10 @@ def usage() -> str:
   from bapo_jax.training import config
 
   modes = '\n'.join(f'  {mode:8}{does}' for mode, does in MODES.items())
-  files = '\n'.join(f'  {x}' for x in config.config_files() or [config.NO_CONFIGS])
+  files = '\n'.join(f'  {file}' for file in config.config_files())
   return (
     'Usage: bapo MODE --config=FILE[:VARIANT] [--workdir=DIR] [--config.KNOB=VALUE]...'
-    f'\n\nModes:\n{modes}\n\nConfigs:\n{files}\n\n'
+    f'\n\nModes:\n{modes}\n\nConfigs:\n{files or config.NO_CONFIGS}\n\n'
     'bapo MODE --help lists the flags of a mode, docs/reference/config.md all knobs.'
   )
 

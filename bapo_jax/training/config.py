@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import pydantic
 from flax import traverse_util
 from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
@@ -32,7 +33,6 @@ from bapo_jax.training import foreign_names, needs, refusals
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
-TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 SOURCES = ('problems.source', 'problems.test_source')
 NO_CONFIGS = (
@@ -325,10 +325,8 @@ def _from_text(kind: Any, text: str | None) -> Any:
   """Parses a knob's value of the type `kind`, without checking its range."""
   if text is None:
     raise ValueError('no value')
-  if kind is bool:
-    return TRUTH[text.lower()]
-  if kind in (int, float):
-    return kind(text)
+  if kind in (bool, int, float):
+    return pydantic.TypeAdapter(kind).validate_strings(text)
   if typing.get_origin(kind) is not tuple:
     return text
   if text.isidentifier():  # a string without its quotes
