@@ -156,12 +156,20 @@ def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, A
 def expected(field: FieldInfo) -> str:
   """Describes the accepted values: 'an integer from 1 to 2147483647'."""
   words = kind(field.annotation)
-  range_ = _range(limits(field), 'd' if 'integer' in words else 'g')
-  words += ' that do not fall' if is_rising(field) else ''
-  link = ', each' if words.startswith('a tuple') else ''
-  link = link or (' of' if range_.startswith('at least') else '')
-  text = f'{words}{link} {range_}' if range_ else words
-  return f'{text}, or None' if is_auto(field) else text
+  ends = limits(field)
+  code = 'd' if 'integer' in words else 'g'
+  number = {end: f'{x:{code}}' for end, x in ends.items() if x != math.inf}
+  range_ = ' and '.join(f'{ENDS[end]} {text}' for end, text in number.items())
+  if {'ge', 'le'} <= number.keys():
+    range_ = f'from {number["ge"]} to {number["le"]}'
+  if is_rising(field):
+    words += ' that do not fall'
+  if range_:
+    of = range_.startswith('at least')
+    link = ', each' if words.startswith('a tuple') else ' of' if of else ''
+    words += f'{link} {range_}'
+    words += ' or inf' if len(number) < len(ends) else ''
+  return f'{words}, or None' if is_auto(field) else words
 
 
 def wanted(field: FieldInfo) -> str:
@@ -194,15 +202,6 @@ def limits(field: FieldInfo) -> dict[str, float]:
     constraints += getattr(element, '__metadata__', ())
   ends = [(end, getattr(x, end, None)) for end in ENDS for x in constraints]
   return {end: value for end, value in ends if value is not None}
-
-
-def _range(ends: dict[str, float], code):
-  """Describes the limits in words; '' without limits."""
-  number = {end: f'{x:{code}}' for end, x in ends.items() if x != math.inf}
-  words = ' and '.join(f'{ENDS[end]} {text}' for end, text in number.items())
-  if {'ge', 'le'} <= number.keys():
-    words = f'from {number["ge"]} to {number["le"]}'
-  return words + ' or inf' if words and len(number) < len(ends) else words
 
 
 def kind(annotation: Any) -> str:
@@ -238,8 +237,8 @@ def is_rising(field: FieldInfo) -> bool:
 
 def needed(field: FieldInfo) -> tuple[str, ...]:
   """Returns the conditions without which a knob or a section has no effect."""
-  extra = field.json_schema_extra
-  return extra['needs'] if isinstance(extra, dict) else ()
+  extra: Any = field.json_schema_extra or {}
+  return extra.get('needs', ())
 
 
 def _sentence(section: type[Section], values: Any, error: Any, name):

@@ -288,15 +288,17 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   for name in sorted(changes, key=lambda name: name not in CHOICES):
     *sections, key = name.split('.')
     target = values
-    for depth, section in enumerate(sections):
+    for section in sections:
       inner = target.get(section, {})
       if not isinstance(inner, Mapping):
         raise ValueError(f'{section}={inner!r} is not a section; set its knobs instead')
-      rules = PARTS.get('.'.join(sections[: depth + 1]))
-      if rules and key == 'rule' and depth == len(sections) - 1:
-        inner = rules.restarted(inner, changes[name])
       target[section] = dict(inner)
       target = target[section]
+    part = '.'.join(sections)
+    if part in PARTS and key == 'rule':
+      restarted = PARTS[part].restarted(target, changes[name])
+      target.clear()
+      target.update(restarted)
     target[key] = changes[name]
   if changes.keys() & set(SOURCES):
     problems = values['problems']
@@ -336,8 +338,7 @@ def _from_text(kind: Any, text: str | None) -> Any:
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # Python only warns of '1if'; make it an error
     value = ast.literal_eval(text)
-  inner, *rest = typing.get_args(kind)
   if isinstance(value, list):
     return tuple(value)
-  single = rest == [...] and typing.get_origin(inner) is not tuple
-  return (value,) if single and not isinstance(value, tuple) else value
+  single = typing.get_args(kind)[-1] is ... and not isinstance(value, tuple)
+  return (value,) if single else value
