@@ -245,7 +245,7 @@ def to_plan(arguments: Sequence[str]) -> tuple[Config, str]:
   """Returns the config and the topology of the flags of `bapo plan`."""
   os.environ.update(command.PLANNING)
   args = command.parse(['bapo', 'plan', *arguments])
-  return command.read_config(args.config, args.knobs), args.topology
+  return command.config_of(args), args.topology
 
 
 def main() -> int:

@@ -84,6 +84,7 @@ def test_the_variants_listed_are_those_a_config_has():
     assert set(re.findall(r"'([\w]+)'", str(error.value))) - {'nope'} == names
 
 
+@pytest.mark.usefixtures('environment')
 @pytest.mark.parametrize('mode', main.MODES)
 def test_a_mode_comes_first_or_as_a_flag(mode):
   args = main.parse(['bapo', mode, GOOD, '--config.steps=3'])
@@ -91,12 +92,13 @@ def test_a_mode_comes_first_or_as_a_flag(mode):
   assert main.parse(['bapo', GOOD, f'--mode={mode}', '--config.steps=3']) == args
 
 
+@pytest.mark.usefixtures('environment')
 def test_a_mode_knows_only_its_flags(capsys):
   for mode in main.MODES:
     with pytest.raises(SystemExit) as done:
       main.parse(['bapo', mode, '--help'])
     text = capsys.readouterr().out
-    assert done.value.code == 0 and main.MODES[mode][:40] in text
+    assert done.value.code == 0 and f'bapo {mode} {main.MODES[mode]}'[:40] in text
     assert ('--topology' in text) == (mode == 'plan')
     assert ('--dtype' in text) == (mode == 'export')
     assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
@@ -131,8 +133,7 @@ def test_the_home_directory_of_a_flag_is_expanded(monkeypatch, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   (tmp_path / 'own.py').write_text(DICT.format({'steps': 7}))
   args = main.parse(['bapo', '--config=~/own.py', '--workdir=~/runs'])
-  assert args.workdir == f'{tmp_path}/runs'
-  assert main.read_config(args.config, args.knobs).steps == 7
+  assert args.workdir == f'{tmp_path}/runs' and main.config_of(args).steps == 7
   assert main.parse(['bapo', 'eval', '~/x', '--to=~/y']).workdir == f'{tmp_path}/x'
 
 
@@ -170,8 +171,7 @@ def test_a_mode_without_a_config_reads_that_of_the_run(tmp_path):
   config = main.read_config(TINY, ['--config.steps=7', '--config.clip.rule=fixed'])
   (tmp_path / 'config.json').write_text(json.dumps(config.model_dump()))
   args = main.parse(['bapo', 'eval', str(tmp_path), '--config.seed=5'])
-  given = main.Given(args.config, args.knobs)
-  assert given.read(args.workdir) == config.model_copy(update={'seed': 5})
+  assert main.config_of(args) == config.model_copy(update={'seed': 5})
   assert 'config.json' in refused(['eval', f'{tmp_path}/other'])
 
 
@@ -185,8 +185,9 @@ def test_only_a_usage_that_was_not_asked_for_is_an_error(capsys):
 
 
 def test_nothing_imports_jax_before_its_environment_is_set():
-  code = 'import sys; from bapo_jax import main; main.parse(["bapo", "plan"]); '
-  code += 'assert "jax" not in sys.modules and "bapo_jax.training" not in sys.modules'
+  code = 'import sys; from bapo_jax import main; assert "jax" not in sys.modules; '
+  code += 'main.parse(["bapo", "plan"]); import jax; '
+  code += 'assert jax.config.jax_exec_time_optimization_effort == -1'
   processes.call(sys.executable, '-c', code)
 
 

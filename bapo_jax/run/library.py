@@ -72,6 +72,31 @@ def train(
   return experiment.train(parsed, workdir)
 
 
+def join(
+  config: str,
+  knobs: Sequence[str],
+  workdir: str = 'runs/default',
+  coordinator: str = '',
+  process: int | None = None,
+  processes: int | None = None,
+  start_s: float = hosts.START_S,
+) -> int:
+  """Trains together with other processes, or alone: `bapo train`.
+
+  Args:
+    config: a config file.
+    knobs: arguments such as --config.steps=10.
+    workdir: directory of all results
+    coordinator: host:port of process 0 of several; empty: detected
+    process: number of this process, from 0
+    processes: number of processes
+    start_s: seconds to wait for the other processes
+  """
+  # Before a config or a custom file uses JAX.
+  hosts.initialise(coordinator, process, processes, start_s)
+  return train(config, workdir, knobs=knobs)
+
+
 def _path(rule: Rule):
   """Returns the name or path of a rule; functions are registered."""
   return rule if isinstance(rule, str) else custom_code.register(rule)
