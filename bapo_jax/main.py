@@ -257,15 +257,15 @@ def start(args: argparse.Namespace) -> int:
   """
   function = command(args.mode)
   parameters = inspect.signature(function).parameters
-  values = {name: x for name, x in vars(args).items() if name in parameters}
+  values = dict(vars(args))
   try:
-    if 'knobs' in parameters:
-      pass  # the function reads the config
-    elif 'config' in parameters:
+    # A function with `knobs` reads the config itself. A misspelt knob is refused in
+    # every mode.
+    needed = 'config' in parameters or args.config or args.knobs
+    if needed and 'knobs' not in parameters:
       values['config'] = config_of(args)
-    elif args.config or args.knobs:
-      config_of(args)  # a misspelt knob is refused in every mode
-    return function(**values) or 0
+    taken = {name: x for name, x in values.items() if name in parameters}
+    return function(**taken) or 0
   except OSError as error:
     path = error.filename2 or error.filename  # os.replace names both
     if not path or args.mode not in (*STORED, 'compare'):
