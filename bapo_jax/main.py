@@ -147,7 +147,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_help=False, allow_abbrev=False, exit_on_error=False
   )
   first.add_argument('--mode', choices=[*MODES], default='train')
-  mode = ''
   try:
     selected, words = first.parse_known_args(words)
     mode = selected.mode
@@ -155,14 +154,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in PATHS:
       if path := getattr(args, name, None):
         setattr(args, name, files.local(path, flag=f'--{name}='))
+    # The flags of absl, such as --verbosity.
     flags.FLAGS.set_gnu_getopt()
-    _, *words = flags.FLAGS([argv[0], *words])  # the flags of absl, such as --verbosity
-  except flags.UnrecognizedFlagError as error:
-    fail(bare_knob(error.flagname, mode))
+    _, *words = flags.FLAGS([argv[0], *words], known_only=True)
   except (ValueError, argparse.ArgumentError, flags.Error, OSError) as error:
     fail(error)
-  if words and '=' in words[0]:  # as verl writes its overrides
-    fail(bare_knob(words[0].partition('=')[0], mode))
+  if words and re.search('^-|=', words[0]):  # verl writes its overrides without --
+    fail(bare_knob(words[0].lstrip('-').partition('=')[0], mode))
   if words:
     fail(
       f'unknown argument {words[0]!r}; a mode comes first ({", ".join(MODES)}), and '

@@ -1,5 +1,6 @@
 """What a user gets wrong is answered in one sentence, before anything compiles."""
 
+import inspect
 import json
 import pathlib
 import re
@@ -99,6 +100,9 @@ def test_a_mode_knows_only_its_flags(capsys):
       main.parse(['bapo', mode, '--help'])
     text = capsys.readouterr().out
     assert done.value.code == 0 and f'bapo {mode} {main.MODES[mode]}'[:40] in text
+    given = inspect.signature(main.command(mode)).parameters.values()
+    optional = {f'--{x.name}' for x in given if x.default is not x.empty}
+    assert optional - {'--console'} <= {*text.split()}  # every one is described
     assert ('--topology' in text) == (mode == 'plan')
     assert ('--dtype' in text) == (mode == 'export')
     assert ('--checkpoint' in text) == (mode in ('eval', 'export', 'show'))
