@@ -289,14 +289,6 @@ def main(args: argparse.Namespace) -> None:
   try:
     with signals.none_lost():
       status = start(args)
-  except KeyboardInterrupt:
-    print(
-      'Stopped immediately. The same command resumes from the newest checkpoint of '
-      '--workdir; an unfinished warm start begins again.',
-      file=sys.stderr,
-    )
-    hosts.leave(130)
-    hosts.exit_now(130)
   except Exception as error:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     package = str(frame.f_globals.get('__package__'))
@@ -317,7 +309,16 @@ def cli() -> None:
   progress.open_console()
   if os.getcwd() not in map(os.path.abspath, sys.path):
     sys.path.insert(0, os.getcwd())  # a user's file may import modules beside it
-  app.run(main, flags_parser=parse)
+  try:
+    app.run(main, flags_parser=parse)
+  except KeyboardInterrupt:
+    print(
+      'Stopped immediately. The same command resumes from the newest checkpoint of '
+      '--workdir; an unfinished warm start begins again.',
+      file=sys.stderr,
+    )
+    hosts.leave(130)
+    hosts.exit_now(130)
 
 
 if __name__ == '__main__':
