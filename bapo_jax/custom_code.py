@@ -182,18 +182,17 @@ class UserFunction:
     kind = self._hint(parameter) or type(default)
     if kind is tuple and default:
       kind = tuple.__class_getitem__((type(default[0]), ...))
-    field = knobs_lib.knob(default, f'{name} of {self.path}.', infinite=True)
     try:
       knobs_lib.kind(kind)
       adapter: Any = pydantic.TypeAdapter
-      adapter(kind).validate_python(default, strict=True)
+      default = adapter(kind).validate_python(default, strict=True)
     except (KeyError, TypeError, ValueError):
       raise ValueError(
         f'{self.path}: the argument {name}={shown(default)} cannot be a knob; annotate '
         'it as int, float, bool, str, a Literal, or a tuple of one of them, with a '
         'default of this type'
       ) from None
-    return kind, field
+    return kind, knobs_lib.knob(default, f'{name} of {self.path}.', infinite=True)
 
   def _hint(self, parameter: inspect.Parameter) -> Any:
     """Returns the type of an argument; None if it is imported for checkers only."""

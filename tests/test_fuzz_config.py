@@ -40,8 +40,7 @@ TEXTS += ('(1,)*10**9', '10**10**10', '{1: 2}', '3,', '\\')
 def value(rng: random.Random, name: str):
   """Some value for a knob: at its limits, of its type, or anything."""
   field, default = FIELDS[name]
-  limits = field.json_schema_extra or {}
-  edges = [limits[key] for key in ('least', 'most', 'above', 'below') if key in limits]
+  edges = knobs.limits(field).values()
   near = [one for edge in edges for one in (edge, edge - 1, edge + 1, edge + 1e-9)]
   scaled = [default * n for n in (2, 1000)] if isinstance(default, int | float) else []
   choices = (near + scaled + [default], NUMBERS, OTHERS)

@@ -17,11 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 import jax.numpy as jnp
 import numpy as np
 import pydantic
+from annotated_types import Interval
 from jax import Array
 
 from bapo_jax.algorithms import bound_search
 from bapo_jax.algorithms.bound_search import Contribution, Order
-from bapo_jax.knobs import Range, knob
+from bapo_jax.knobs import Range, Rising, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import Batch, Bounds, Source, Weigh
 
@@ -120,21 +121,15 @@ class Balanced(ClipRule):
     least=0,
     below=1,
   )
-  low: Range = knob(
+  low: Rising[Annotated[float, Interval(gt=0, le=1)]] = knob(
     (0.6, 0.9),
     'First and last value of the lower bound of the ratio, 1 - epsilon; '
     'clip.rule=fixed has a constant bound.',
-    above=0,
-    most=1,
-    rising=True,
   )
-  high: Range = knob(
+  high: Rising[Annotated[float, Interval(ge=1, le=1e9)]] = knob(
     (1.2, 3.0),
     'First and last value of the upper bound of the ratio, 1 + epsilon; '
     'clip.rule=fixed has a constant bound.',
-    least=1,
-    most=1e9,
-    rising=True,
   )
   low_step: float = _step(0.02, 'lower bound, delta_2')
   high_step: float = _step(0.05, 'upper bound, delta_1')
@@ -227,8 +222,8 @@ class PublicCode(NamedTuple):
   """The settings of the bound search in Balanced PO's public code."""
 
   positive_to_negative: float = 0.5  # target P / N: surrogate of A > 0 over A < 0
-  low: Range = (0.8, 0.95)
-  high: Range = (1.2, 2.0)
+  low: Range[float] = (0.8, 0.95)
+  high: Range[float] = (1.2, 2.0)
   low_step: float = 0.05
   high_step: float = 0.1
   dual: float = 3.0

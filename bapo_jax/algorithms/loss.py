@@ -19,9 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 from jax import Array
 
-from bapo_jax.knobs import Range, knob
+from bapo_jax.knobs import Range, Rising, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
@@ -35,6 +36,7 @@ from bapo_jax.types import (
 )
 
 Aggregate = Literal['token', 'sequence', 'constant']
+Factor = Annotated[float, Interval(gt=0, le=100)]
 KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
 ReferenceEstimator = Literal['weighted', 'k3', 'k2', 'k1_reward']
 
@@ -356,17 +358,13 @@ class Vespo(LossRule):
   bounds = 'ignored'
 
   rule: Literal['vespo'] = 'vespo'
-  positive: Range = knob(
+  positive: Range[Factor] = knob(
     (2.0, 3.0),
     'Power of pi(y) / mu(y) and rate of its decay for responses with A >= 0.',
-    above=0,
-    most=100,
   )
-  negative: Range = knob(
+  negative: Range[Factor] = knob(
     (3.0, 2.0),
     'Power of pi(y) / mu(y) and rate of its decay for responses with A < 0.',
-    above=0,
-    most=100,
   )
 
   def __call__(
@@ -428,9 +426,7 @@ class Fipo(LossRule):
   half_life: float = knob(
     32.0, 'Tokens after which a later token counts half.', above=0, most=1e6
   )
-  limits: Range = knob(
-    (0.8, 1.2), 'Smallest and largest influence.', above=0, most=100, rising=True
-  )
+  limits: Rising[Factor] = knob((0.8, 1.2), 'Smallest and largest influence.')
   safety: float = knob(
     4.0,
     'Ratio above which the influence of a token with A < 0 is at most 1; inf: none.',

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
+from annotated_types import Interval
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.knobs import Range, Section, knob
+from bapo_jax.knobs import Range, Rising, Section, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
@@ -38,6 +39,7 @@ from bapo_jax.types import (
   take,
 )
 
+Share = Annotated[float, Interval(ge=0, le=1)]
 HardOrder = Literal['fifo', 'least_recent']
 REUSED = SOURCES.index('reused')
 # Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
@@ -73,12 +75,9 @@ class FixedThresholds(ThresholdRule):
 
   rule: Literal['fixed'] = 'fixed'
   hard: float = HARD
-  reusable: Range = knob(
+  reusable: Rising[Share] = knob(
     (1 / 8, 5 / 8),
     '(c2, c3): a group is reusable from the first to the second pass rate.',
-    least=0,
-    most=1,
-    rising=True,
   )
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
@@ -98,19 +97,15 @@ class MovingThresholds(ThresholdRule):
 
   rule: Literal['moving'] = 'moving'
   hard: float = HARD
-  low: Range = knob(
+  low: Range[Share] = knob(
     (3 / 8, 1 / 8),
     'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
     "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
-    least=0,
-    most=1,
   )
-  high: Range = knob(
+  high: Range[Share] = knob(
     (7 / 8, 5 / 8),
     'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; '
     "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
-    least=0,
-    most=1,
   )
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:

@@ -43,11 +43,15 @@ SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
 
 
-def check(config: Config, workdir: str) -> int:
+def check(config: Config, workdir: str = '') -> int:
   """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
-  If a run has begun in the workdir, the check uses the knobs derived for this run. An
-  empty `workdir` stands for no run.
+  If a run has begun in the workdir, the check uses the knobs derived for this run. By
+  default there is none: a training in its default may have a run of another model.
+
+  Args:
+    config: the config to check.
+    workdir: directory of a run to continue
 
   Raises:
     ValueError: a run with this config could not start.

@@ -39,7 +39,7 @@ class Verification(CustomSection):
     'custom functions: the first decides what is right, and all add to the reward.',
   )
   custom: SerializeAsAny[CustomReward] = custom_knobs(CustomReward)
-  weights: tuple[float, ...] = knob(
+  weights: tuple[pydantic.FiniteFloat, ...] = knob(
     (), 'Factor on the reward of each rule in a list; (): 1 each.'
   )
   right_from: float = knob(

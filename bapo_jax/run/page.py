@@ -93,6 +93,15 @@ OPTIONAL = (
 )
 
 
+def write_report(workdir: str = 'runs/default') -> None:
+  """Writes report.html to the workdir and prints its path: `bapo report`.
+
+  Args:
+    workdir: directory of all results
+  """
+  print(f'Report: {write(workdir)}')
+
+
 def write(workdir: str | os.PathLike[str]) -> str:
   """Writes report.html to the workdir; returns its path.
 

@@ -21,7 +21,8 @@ from bapo_jax.runtime import cache, digests, files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable
 from bapo_jax.tools import export
-from bapo_jax.training import build, checkpoint, evaluate, policy
+from bapo_jax.training import build, evaluate, policy
+from bapo_jax.training.checkpoint import choose
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 
@@ -30,18 +31,27 @@ SETTINGS = 'seed tokenizer problems prompts sampler rewards evaluate'
 
 
 def eval_checkpoint(
-  config: Config, workdir: str, to: str, which: str = 'newest'
+  config: Config,
+  workdir: str = 'runs/default',
+  to: str = '',
+  checkpoint: str = 'newest',
 ) -> int:
   """Evaluates weights, prints a table, writes `to`.jsonl and `to`.md; returns 0.
 
-  Reads the checkpoint `which` (see checkpoint.choose); without checkpoints, the model.
-  An empty `to` means <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+  Without checkpoints, evaluates the model. An empty `to` means <workdir>/eval/<step or
+  'model'>-<fingerprint of the settings>.
+
+  Args:
+    config: the config of the run, with the problems of the evaluation.
+    workdir: directory of all results
+    checkpoint: newest, best or a step
+    to: what to write; empty: in <workdir>/eval
 
   Raises:
     ValueError: there are no weights, the workdir has a run of another model, or `to` is
       a file of another program.
   """
-  step = checkpoint.choose(workdir, which)
+  step = choose(workdir, checkpoint)
   if step is not None:
     export.check_config(derive.as_begun(config, workdir), workdir)
   elif not config.model.path:

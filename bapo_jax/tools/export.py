@@ -6,6 +6,7 @@ of the model in memory. The directory gets its final name only once it is comple
 
 import os
 import shutil
+from typing import Literal
 
 from bapo_jax.autosetup import derive
 from bapo_jax.data import tokenizer as tokenizer_lib
@@ -15,30 +16,44 @@ from bapo_jax.runtime import files
 from bapo_jax.runtime.hosts import differences
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import read_config
-from bapo_jax.training import checkpoint, inputs, policy
+from bapo_jax.training import inputs, policy
+from bapo_jax.training.checkpoint import choose, read_params
 from bapo_jax.training.config import Config
 from bapo_jax.training.inputs import Model
 
 
 def export(
   config: Config,
-  workdir: str,
-  to: str,
-  dtype: str,
-  shard_bytes: int,
-  which: str = 'newest',
+  workdir: str = 'runs/default',
+  to: str = '',
+  dtype: Literal['float32', 'bfloat16'] = 'float32',
+  shard_gb: float = 5.0,
+  checkpoint: str = 'newest',
   adapter: bool = False,
 ) -> int:
   """Writes a checkpoint of `workdir` to the new directory `to`; returns 0.
 
-  An empty `to` means <workdir>/export/<step>; for `which` see checkpoint.choose. With
-  dtype='float32' the weights are written exactly; `shard_bytes` limits the size of a
-  tensor file. If `adapter`, only the adapters are written, in the format of peft; else
-  they are merged into the weights. Raises ValueError if there is no such checkpoint,
-  the run has another model or `to` is not empty, and OSError, which names the file, if
-  a write fails; nothing is left then.
+  An empty `to` means <workdir>/export/<step>. With dtype='float32' the weights are
+  written exactly. Without `adapter`, adapters are merged into the weights.
+
+  Args:
+    config: the config of the run.
+    workdir: directory of all results
+    checkpoint: newest, best or a step
+    to: what to write; empty: in <workdir>/export
+    dtype: type of the exported numbers
+    shard_gb: limit of an exported file, 10^9 bytes
+    adapter: exports LoRA adapters alone, as peft reads them
+
+  Raises:
+    ValueError: there is no such checkpoint, the run has another model, or `to` is not
+      empty.
+    OSError: a write failed; the error names the file, and nothing is left.
   """
-  step = checkpoint.choose(workdir, which)
+  shard_bytes = round(shard_gb * 1e9)
+  if shard_bytes < 1:
+    raise ValueError(f'--shard_gb={shard_gb:g}: give a number above 0')
+  step = choose(workdir, checkpoint)
   if step is None:
     raise ValueError(f'--workdir={workdir} has no checkpoint; train there first')
   config = derive.decide(config, workdir)
@@ -58,7 +73,7 @@ def export(
       source = inputs.tokenizer_directory(config, directory)
       tokenizer_lib.save(source, part)
       if adapter:
-        get = checkpoint.read_params(workdir, step)
+        get = read_params(workdir, step)
         name = config.model.path or directory
         hf_weights.save_adapters(part, get, spec, config.lora, name, dtype)
       else:

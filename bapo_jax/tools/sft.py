@@ -8,8 +8,12 @@ from bapo_jax.training import sft as policy
 from bapo_jax.training.config import Config
 
 
-def sft(config: Config, to: str) -> int:
+def sft(config: Config, to: str = 'policy') -> int:
   """Writes the policy that a run of this config starts from; returns 0.
+
+  Args:
+    config: the config of the run.
+    to: the directory to write
 
   Raises ValueError if the config names a model, or `to` exists.
   """

@@ -4,7 +4,8 @@
 2. `environments` gives the processes that run at the same time their GPUs, if any;
 3. `drive` starts the processes. Runs that start from the same embedded policy wait for
    the first of them to make it;
-4. `sweep` ends in the comparison of all runs, with paired intervals.
+4. `sweep` ends in the comparison of all runs, with paired intervals; `run` is called by
+   `bapo sweep`.
 """
 
 import itertools
@@ -23,9 +24,42 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import compare
+from bapo_jax.training.config import compose
 
 POLL_S = 0.5
 COMMA = re.compile(r',(?![^(\[]*[)\]])')  # not inside brackets
+
+
+def run(
+  config: str,
+  knobs: Sequence[str],
+  workdir: str = 'runs/sweep',
+  set: Sequence[str] = (),
+  seeds: str = '0:3',
+  workers: int | None = None,
+  per_device: int = 1,
+) -> int:
+  """Trains a grid of knobs and seeds; returns an exit status as `sweep` does.
+
+  Args:
+    config: a config file.
+    knobs: arguments such as --config.steps=10, for all runs.
+    workdir: directory of all runs
+    set: KNOB=VALUE,VALUE: trains every value; several make a grid
+    seeds: values of --config.seed: a range, or a list 0,7,9
+    workers: processes at once (default: all GPUs, or all cores)
+    per_device: processes per GPU, which divide its memory
+  """
+  shared = {override.partition('=')[0]: override for override in knobs}
+  commands = {}
+  for name, overrides in grid(set, seeds_of(seeds)).items():
+    for override in overrides:
+      fixed = shared.get(override.partition('=')[0])
+      if fixed:
+        raise ValueError(f'{fixed}: the sweep sets this knob; leave it out')
+    compose(config, [*knobs, *overrides])  # or it is refused
+    commands[name] = [f'--config={config}', *knobs, *overrides]
+  return sweep(commands, workdir, environments(workers, per_device))
 
 
 def seeds_of(text: str) -> list[int]:

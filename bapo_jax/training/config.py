@@ -4,18 +4,23 @@
 2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
    them. If an argument changes the rule of a part, the knobs start from their defaults;
 3. `parse` validates the values. Knobs that are None are decided later (autosetup/).
+
+`compose` does all three, and refuses a changed knob that has no effect.
 """
 
 import ast
 import functools
 import inspect
+import os
+import pathlib
 import re
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import pydantic
 from flax import traverse_util
 from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
@@ -24,13 +29,37 @@ from bapo_jax import custom_code, knobs
 from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
 from bapo_jax.parts import part_of
-from bapo_jax.training import foreign_names, refusals
+from bapo_jax.training import foreign_names, needs, refusals
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
-TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
 SOURCES = ('problems.source', 'problems.test_source')
+NO_CONFIGS = (
+  'no folder configs/ is here; run in the folder of the repository, or give a config '
+  'file of your own, such as a copy of configs/aime.py'
+)
+
+
+def compose(
+  config: str | Mapping[str, Any], changes: Mapping[str, Any] | Sequence[str] = ()
+) -> Config:
+  """Returns the validated config of a file, or of nested values, with changes applied.
+
+  Args:
+    config: path or path:variant of a config file, or the values of a config.
+    changes: dotted name -> value, or arguments such as --config.steps=10.
+
+  Raises:
+    ValueError: the file or a knob is invalid, or a changed knob has no effect; the
+      message is one sentence.
+  """
+  values = load(config) if isinstance(config, str) else config
+  if not isinstance(changes, Mapping):
+    changes = overrides(changes, values)
+  parsed = parse(merged(values, changes))
+  needs.refuse(changes, [parsed])
+  return parsed
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -82,12 +111,6 @@ def _drop_rule(values: dict[str, Any], part: str) -> None:
     del section[name]
 
 
-def file_and_variant(file: str) -> tuple[str, str]:
-  """Returns the path and the variant of a config file; '' without a variant."""
-  stem, end, variant = file.partition('.py:')  # folders may have colons
-  return stem + end[:3], variant
-
-
 def load(file: str) -> dict[str, Any]:
   """Returns the values that a config file sets, as nested dicts.
 
@@ -96,7 +119,12 @@ def load(file: str) -> dict[str, Any]:
 
   Raises ValueError if the file cannot be read or executed.
   """
-  path, variant = file_and_variant(file)
+  stem, end, variant = file.partition('.py:')  # folders may have colons
+  path = stem + end[:3]
+  if not os.path.exists(path):
+    problem = f'--config={file}: no such file' if file else '--config is missing'
+    files = ', '.join(config_files())
+    raise ValueError(f'{problem}; {f"give one of {files}" if files else NO_CONFIGS}')
   try:
     if not path.endswith('.py'):
       raise OSError(f'not a file that ends in .py: {path!r}')
@@ -113,6 +141,23 @@ def load(file: str) -> dict[str, Any]:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
     raise ValueError(f'--config={file}: {custom_code.described(error, path)}') from None
+
+
+def config_files() -> list[str]:
+  """Returns the files of configs/ with their variants: 'configs/a.py[:x|:y]'.
+
+  Skips files that define no get_config or raise an error.
+  """
+  listed = []
+  for path in sorted(pathlib.Path('configs').glob('*.py')):
+    try:
+      names = vars(custom_code.run(str(path)))
+      variants = '|'.join(f':{name}' for name in names.get('VARIANTS', ()))
+    except (Exception, SystemExit):  # a user's file may raise anything
+      continue
+    if 'get_config' in names:
+      listed.append(f'{path}[{variants}]' if variants else str(path))
+  return listed
 
 
 def _is_method(module: ModuleType, path: str, variant: str) -> bool:
@@ -148,7 +193,7 @@ def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
 
 
 def overrides(
-  given: list[str], values: Mapping[str, Any] = MappingProxyType({})
+  given: Sequence[str], values: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
   """Parses arguments such as --config.steps=10; the last value of a knob wins.
 
@@ -243,15 +288,17 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   for name in sorted(changes, key=lambda name: name not in CHOICES):
     *sections, key = name.split('.')
     target = values
-    for depth, section in enumerate(sections):
+    for section in sections:
       inner = target.get(section, {})
       if not isinstance(inner, Mapping):
         raise ValueError(f'{section}={inner!r} is not a section; set its knobs instead')
-      rules = PARTS.get('.'.join(sections[: depth + 1]))
-      if rules and key == 'rule' and depth == len(sections) - 1:
-        inner = rules.restarted(inner, changes[name])
       target[section] = dict(inner)
       target = target[section]
+    part = '.'.join(sections)
+    if part in PARTS and key == 'rule':
+      restarted = PARTS[part].restarted(target, changes[name])
+      target.clear()
+      target.update(restarted)
     target[key] = changes[name]
   if changes.keys() & set(SOURCES):
     problems = values['problems']
@@ -280,10 +327,8 @@ def _from_text(kind: Any, text: str | None) -> Any:
   """Parses a knob's value of the type `kind`, without checking its range."""
   if text is None:
     raise ValueError('no value')
-  if kind is bool:
-    return TRUTH[text.lower()]
-  if kind in (int, float):
-    return kind(text)
+  if kind in (bool, int, float):
+    return pydantic.TypeAdapter(kind).validate_strings(text)
   if typing.get_origin(kind) is not tuple:
     return text
   if text.isidentifier():  # a string without its quotes
@@ -293,8 +338,7 @@ def _from_text(kind: Any, text: str | None) -> Any:
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # Python only warns of '1if'; make it an error
     value = ast.literal_eval(text)
-  inner, *rest = typing.get_args(kind)
   if isinstance(value, list):
     return tuple(value)
-  single = rest == [...] and typing.get_origin(inner) is not tuple
-  return (value,) if single and not isinstance(value, tuple) else value
+  single = typing.get_args(kind)[-1] is ... and not isinstance(value, tuple)
+  return (value,) if single else value

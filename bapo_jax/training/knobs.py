@@ -197,7 +197,7 @@ class EvaluateConfig(Section):
     least=1,
   )
   group_size: int = knob(1, 'Responses per problem.', least=1, most=4096)
-  k: tuple[int, ...] = knob((1,), 'k of pass@k and maj@k.', least=1)
+  k: tuple[pydantic.PositiveInt, ...] = knob((1,), 'k of pass@k and maj@k.')
   sampling: EvalSampling = knob(EvalSampling, 'Sampling parameters.')
 
   @pydantic.model_validator(mode='after')

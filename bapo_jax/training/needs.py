@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from bapo_jax import custom_code
 from bapo_jax.knobs import Section, fields_of, needed, shown
 from bapo_jax.parts import parts
-from bapo_jax.training.config import Config
+from bapo_jax.training.schema import Config
 
 COMPARISON = re.compile(r'([\w.]+) (==|!=|<|>) (.+)')
 COMPARE = {'==': operator.eq, '!=': operator.ne, '<': operator.lt, '>': operator.gt}

@@ -179,7 +179,7 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
 def assert_exported(run, to):
   """The exported weights are those of the checkpoint; a frozen tower's of the start."""
   made, path, _ = run
-  assert export.export(made, str(path), str(to), 'float32', 10**9) == 0
+  assert export.export(made, str(path), str(to), 'float32') == 0
   spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
   assert set(found) == set(transformer.describe(spec))

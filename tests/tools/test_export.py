@@ -53,7 +53,7 @@ def run(request, tmp_path_factory):
 def test_what_was_trained_is_what_is_exported(run, dtype, tmp_path):
   config, workdir, get = run
   to = tmp_path / 'out'
-  assert export.export(config, workdir, str(to), dtype, 3000) == 0
+  assert export.export(config, workdir, str(to), dtype, 3e-6) == 0
   assert not list(tmp_path.glob('*.part'))
   files = sorted(to.glob('*.safetensors'))
   assert len(files) > 1
@@ -72,7 +72,7 @@ def test_what_was_trained_is_what_is_exported(run, dtype, tmp_path):
 
 def test_everything_that_loads_it_is_there(run):
   config, workdir, _ = run
-  assert export.export(config, workdir, '', 'bfloat16', 10**9) == 0
+  assert export.export(config, workdir, '', 'bfloat16', 1.0) == 0
   to = f'{workdir}/export/1'
   described = transformers.AutoConfig.from_pretrained(to)
   written = json.loads(pathlib.Path(to, 'config.json').read_text())
@@ -96,13 +96,13 @@ def test_everything_that_loads_it_is_there(run):
   ends = (1, 4) if config.model.path else (1,)
   assert tokenizer_lib.load(to, config.tokenizer.template).eos == ends
   with pytest.raises(ValueError, match=r'export/1 is not an empty directory; give a'):
-    export.export(config, workdir, '', 'bfloat16', 10**9)
+    export.export(config, workdir, '', 'bfloat16', 1.0)
 
 
 def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   for workdir in (tmp_path, tmp_path / 'none'):
     with pytest.raises(ValueError, match='has no checkpoint; train there first'):
-      export.export(tiny(), str(workdir), '', 'float32', 10**9)
+      export.export(tiny(), str(workdir), '', 'float32', 1.0)
   assert not list(tmp_path.iterdir())
 
 
@@ -232,7 +232,7 @@ def test_transformers_alone_responds_as_we_do(tmp_path, one_device):
   t, s = build.start(config, PhaseTimer())
   _, samples = experiment.evaluation(t, s.params, 0)
   saved(workdir, jax.device_get(s.params))
-  assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 10**9) == 0
+  assert export.export(config, workdir, str(tmp_path / 'out'), 'float32', 1.0) == 0
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
   model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
   responses, length = [], config.sampler.max_new_tokens

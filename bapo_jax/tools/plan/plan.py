@@ -140,8 +140,13 @@ def remedy(name: str, job: Job, chip: Chip) -> str:
   return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
-def run(config: Config, topology: str, workdir: str = '') -> bool:
-  """Plans the run and prints the plan; returns whether every program fits.
+def run(config: Config, topology: str = 'v5p:2x2x4', workdir: str = '') -> int:
+  """Plans the run and prints the plan; returns 0 if every program fits, else 1.
+
+  Args:
+    config: the config of the run.
+    topology: devices to plan for
+    workdir: directory of a run to continue
 
   Raises ValueError if topology, model and knobs do not fit together.
   """
@@ -171,7 +176,7 @@ def run(config: Config, topology: str, workdir: str = '') -> bool:
       found = remedy(name, job, chip)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   print(f'\n{memory_table(rows, verdicts)}')
-  return all(verdict.startswith('fits') for verdict in verdicts.values())
+  return int(not all(verdict.startswith('fits') for verdict in verdicts.values()))
 
 
 def of_routes(job: Job) -> str:
