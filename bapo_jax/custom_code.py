@@ -213,7 +213,8 @@ class UserFunction:
       for name, kind in typing.get_type_hints(base).items()
       if typing.get_origin(kind) is ClassVar and hasattr(base, name)
     }
-    known = sorted(set(kinds) - {'arguments', 'model_config', 'rules'})
+    fixed = {'arguments', 'returns', 'traced', 'model_config', 'rules'}
+    known = sorted(set(kinds) - fixed)
     for name, value in self.declared.items():
       text = f'{self.path} declares {name}={shown(value)}'
       if name not in known:

@@ -30,6 +30,7 @@ class MaskRule(Part):
   """Leaves tokens out of the objective."""
 
   arguments = ('logp_BT', 'batch')
+  returns = ('keep_BT',)
   # A mask measures from the policy that sampled the token, as the sampler saw it.
   weighs_sampler: ClassVar[bool] = True
 
