@@ -33,8 +33,6 @@ from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import Bounds, agree, empty_groups, take
 
-LENGTHS = ('prompts.max_prompt_tokens', 'sampler.max_new_tokens')
-
 
 class Refusal(NamedTuple):
   """A reason why a config cannot work."""
@@ -125,18 +123,6 @@ def _teacher(config: Config) -> Iterator[str]:
     )
 
 
-def _too_long(config: Config, positions: int) -> Iterator[str]:
-  """Yields a sentence if a row has more tokens than the model has positions."""
-  prompt = config.prompts.max_prompt_tokens
-  new = config.sampler.max_new_tokens
-  if prompt + new > positions:
-    yield (
-      f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
-      f"{prompt} + response {new} tokens exceed the model's {positions} positions; "
-      'lower one of the two knobs'
-    )
-
-
 # What judges the knobs, and the knobs that it is about.
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'mesh.rollout'),
@@ -162,7 +148,15 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
       f'tokenizer of model.path={config.model.path}, or remove that token from the '
       'files of the tokenizer',
     )
-  yield from (Refusal(LENGTHS, x) for x in _too_long(config, spec.positions))
+  prompt = config.prompts.max_prompt_tokens
+  new = config.sampler.max_new_tokens
+  if config.row_length > spec.positions:
+    yield Refusal(
+      ('prompts.max_prompt_tokens', 'sampler.max_new_tokens'),
+      f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
+      f"{prompt} + response {new} tokens exceed the model's {spec.positions} "
+      'positions; lower one of the two knobs',
+    )
   if sft.has_weights(directory):
     yield from _raised('model.path', hf_weights.check, directory, spec)
   else:
@@ -207,13 +201,11 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
   Yields a refusal for each rule that raises an error, that returns another type, shape
   or range than types.py declares, or that has no effect.
   """
-  rules = {part: operator.attrgetter(part)(config) for part in PARTS}
-  custom = {part: rule for part, rule in rules.items() if rule.custom}
-  if not custom:
-    return  # the arrays of an example would compile a program each
-  values = example(config)
-  for part, rule in custom.items():
-    if fault := _fault(rule, values):
+  for part in PARTS:
+    rule = operator.attrgetter(part)(config)
+    # A run without custom rules makes no example, whose arrays compile programs.
+    fault = rule.custom and _fault(rule, example(config))
+    if fault:
       knob = f'{part}.rule'
       yield Refusal((knob,), f'{knob}={rule.rule} {fault}')
 
