@@ -24,7 +24,7 @@ FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
 NUMBERS = (0, 1, -1, 7, 2**31 - 1, 2**31, 10**400, -(10**400))
 NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
-NO_ROWS = sources.Data([], [], {})
+NO_ROWS = sources.Data([], [])
 LIMIT_S = 60  # thousands of times what a refusal takes
 CELL = ('a', 'fresh_only', 'fixed')
 OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
@@ -84,7 +84,7 @@ def check_trainable(config: Config) -> None:
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
   engine = build.make_engine(r)
-  jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
+  jax.eval_shape(engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
   shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found[0], params))

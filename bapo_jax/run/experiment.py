@@ -404,7 +404,6 @@ class Run:
       self.busy = elsewhere.busy
       row['overlap/sampler_idle'] = 1 - busy / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
-      row['overlap/ended'] = time.perf_counter() - self.t.timer.began
       sampling = row['overlap/sampled'] - row['overlap/sampling']
     row['rollout/tokens_per_s'] = row['rollout/tokens'] / max(sampling, 1e-9)
     write(s.step, row)

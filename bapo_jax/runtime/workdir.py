@@ -197,8 +197,9 @@ def check_version(workdir: str) -> None:
   """Raises a ValueError if an older version of the program wrote the run."""
   if not read_resolved(workdir):
     raise ValueError(
-      f'--workdir={workdir} has a run of an older version, without resolved.json; use '
-      'the commit that began the run, or give another --workdir'
+      f'--workdir={workdir} has a run of an older version, without resolved.json: go '
+      'on with the commit that began the run or 1f88cfb6, the last that reads such '
+      'runs, or give another --workdir'
     )
 
 

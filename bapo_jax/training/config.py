@@ -163,7 +163,10 @@ def overrides(
   parsed.sort(key=lambda groups: groups[1] not in CHOICES)
   known = known_knobs(values)
   values_of: dict[str, Any] = {}
-  for no, name, text in parsed:
+  choices = sum(name in CHOICES for _, name, _ in parsed)
+  for number, (no, name, text) in enumerate(parsed):
+    if number == choices:  # of all choices together: both sources may be new functions
+      known = known_knobs(merged(values, values_of))
     if name not in known:
       advice = unknown(name, merged(values, values_of), known)
       raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
@@ -180,8 +183,6 @@ def overrides(
       text = text or ''
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
-    if name in CHOICES:
-      known = known_knobs(merged(values, values_of))
   return values_of
 
 

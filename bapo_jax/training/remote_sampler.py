@@ -66,7 +66,7 @@ class RemoteSampler:
     self._learners = learners
     self._timer = timer
     self._sent = -1  # version of the actor that the other side has
-    self._elsewhere = Elsewhere(0.0, 0)  # when groups were last fetched
+    self._elsewhere = Elsewhere(0.0)  # when groups were last fetched
 
   def _order(self, kind: str, value: Any = None) -> None:
     self._links.there.send(Order(kind, value))
@@ -151,13 +151,12 @@ def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
         tasks[step] = lane.submit(sample)
       case 'collect':
         sampled = tasks.pop(order.value).result()
-        ready = sum(task.done() for task in tasks.values())
         links.back.send(
           Collected(
             groups=sampled.groups,
             described=sampled.described(),
             span=sampled.span,
-            sampler=Elsewhere(lane.busy(), ready, stop.signal),
+            sampler=Elsewhere(lane.busy(), stop.signal),
           )
         )
       case 'state':

@@ -37,7 +37,6 @@ class Elsewhere(NamedTuple):
   """How far devices that do not train have come with the submissions."""
 
   busy: float  # seconds for which they have sampled
-  ready: int  # submissions that are sampled but not fetched
   signal: int = 0  # received by the process that samples; 0: none
 
 
@@ -307,8 +306,7 @@ class ThreadSampler:
 
   def elsewhere(self) -> Elsewhere:
     """Describes the thread."""
-    ready = sum(task.done() for task in self._tasks.values())
-    return Elsewhere(self._lane.busy(), ready)
+    return Elsewhere(self._lane.busy())
 
   def close(self, status: int | None = None) -> None:
     """Ends the thread once it has finished its submissions; does not wait for it."""

@@ -62,7 +62,7 @@ def known(**changes) -> Facts:
   found = Facts(
     spec=SMALL,
     tokenizer=CHAT,
-    data=Data(SUMS[:60], SUMS[60:], {}),
+    data=Data(SUMS[:60], SUMS[60:]),
     split=lambda: (SUMS[:60], SUMS[60:]),
     lengths=lambda template: ([len(template)] * 60, [len(template)] * 20),
     verified=lambda rule: Verified(80, 80),

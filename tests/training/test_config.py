@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from runs import plain, tiny
+from runs import CHAINS, plain, tiny
 
 from bapo_jax.algorithms import clip
 from bapo_jax.training import config as config_lib
@@ -201,3 +201,9 @@ def test_changed_knobs_are_those_that_a_user_changed():
   assert found['lora.alpha'] == (8.0, 32.0)
   derived = parse(plain(**given, steps=None))
   assert config_lib.changed(derived).keys() == given.keys()
+
+
+def test_both_sources_may_be_another_function():
+  given = [f'--config.{name}={CHAINS}' for name in config_lib.SOURCES]
+  found = config_lib.overrides([*given, '--config.problems.custom.level=2'], plain())
+  assert found['problems.custom.level'] == 2

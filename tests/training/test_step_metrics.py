@@ -21,6 +21,7 @@ import runs
 from runs import tiny
 
 from bapo_jax.runtime import exchange, metrics
+from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, step_metrics, trainer
 from bapo_jax.types import Batch
@@ -94,17 +95,39 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
     assert 0 < row['rollout/logp_diff'] <= row['rollout/logp_diff_max'] < 1e-4
 
 
-def test_the_routers_agreement_of_the_first_update_is_beside_the_mean():
-  # .98 before the weights move, .9 and .82 after one and two updates: mean .9. The
-  # last update has no computed token, and so no share.
-  shares = [0.98, 0.9, 0.82, math.nan]
-  names = {*step_metrics.OF_UPDATES, *step_metrics.SUMS}
-  updates = [dict.fromkeys(names, 1.0) | {'moe/agree': x} for x in shares]
+def test_the_updates_of_a_step_are_reduced_as_the_glossary_says():
+  # The last update has no computed token; the second was skipped.
+  series = {
+    'moe/agree': [0.98, 0.9, 0.82, math.nan],
+    'loss/entropy': [1.0, 4.0, 2.5, math.nan],
+    'loss/ratio_max': [2.0, 5.0, 3.0, math.nan],
+    'loss/value': [1.0, 2.0, 3.0, 0.0],
+    'rollout/logp_diff': [math.nan, 1.0, 1.0, math.nan],
+    'learner/skipped': [False, True, False, False],
+    'learner/tokens': [9.0, 9.0, 8.0, 5.0],
+  }
+  expected = {
+    'moe/agree': 0.9,
+    'moe/agree_first': 0.98,
+    'loss/entropy': 2.5,
+    'loss/entropy_change': 0.75,  # + 3, - 1.5
+    'loss/ratio_max': 5,
+    'loss/value': 1.5,
+    'rollout/logp_diff': math.nan,
+    'learner/skipped': 1,
+    'learner/tokens': 31,
+  }
+  names = [name for name, metric in OF_UPDATES.items() if not metric.optional]
+  ones = dict.fromkeys(names, 1.0)
+  updates = [ones | {name: x[i] for name, x in series.items()} for i in range(4)]
   row = step_metrics.of_updates(updates)
-  assert row['moe/agree_first'] == 0.98
-  assert row['moe/agree'] == pytest.approx(0.9)
-  dense = step_metrics.of_updates([dict.fromkeys(names, 1.0)])
-  assert 'moe/agree_first' not in dense
+  assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+  assert row.keys() == {*names, 'moe/agree', 'moe/agree_first'}
+  nothing = step_metrics.of_updates([])
+  assert nothing.keys() == set(names)  # a run without experts has no agreement
+  counts = {name for name, x in nothing.items() if x == 0}
+  assert counts == {'learner/skipped', 'learner/tokens', 'learner/tokens_computed'}
+  assert all(math.isnan(nothing[name]) for name in {*names} - counts)
 
 
 def test_masked_responses_are_measured_and_teach_nothing(one_device):

@@ -230,15 +230,14 @@ def test_the_metrics_of_a_step_count_what_was_decided():
   fresh = marked(making.groups([1, 2], [1, 4], [0, 0]), [6, 4])
   buffer = replay_buffer.init(1, 8, 3)
   of = (fresh, types.empty_groups(0, 8, 3), fresh, jnp.zeros(2, jnp.int32), buffer, 0)
-  row, spread = step_metrics._step_metrics(*of, jnp.asarray([1]), None)
+  row = step_metrics._step_metrics(*of, jnp.asarray([1]), None)
   # 1 of 2, and 4 of 4, which have no contrast.
   assert float(row['rollout/accuracy']) == pytest.approx(5 / 6)
   assert float(row['rollout/reward']) == pytest.approx(5 / 6)
   assert float(row['batch/learnable']) == 0.5
-  assert float(spread['fresh']) == 1.0  # sigma 1/2: (1 - 1/2) / (1/2)
   nothing = marked(making.groups([1], [0], [0]), [8])
   of = (nothing, types.empty_groups(0, 8, 3), nothing, jnp.zeros(1, jnp.int32), buffer)
-  row, _ = step_metrics._step_metrics(*of, 0, jnp.asarray([1]), None)
+  row = step_metrics._step_metrics(*of, 0, jnp.asarray([1]), None)
   assert math.isnan(row['rollout/accuracy']) and math.isnan(row['rollout/reward'])
 
 
