@@ -38,6 +38,11 @@ class Part(Section):
     """Returns name -> field, where the field `rule` lists the rules of the part."""
     return {**cls.model_fields, 'rule': cls.rules.field}
 
+  @property
+  def identity(self) -> bool:
+    """Whether the rule changes nothing."""
+    return False
+
   def refuses(self, config) -> Iterator[str]:
     """Yields a sentence, with the way out, for each reason why a config cannot work."""
     yield from ()

@@ -46,6 +46,11 @@ class NoMask(MaskRule):
 
   rule: Literal['none'] = 'none'
 
+  @property
+  def identity(self) -> bool:
+    """Whether the rule changes nothing."""
+    return True
+
   def __call__(self, logp_BT: Array, batch: Batch) -> None:
     return None
 

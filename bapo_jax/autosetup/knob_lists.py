@@ -31,7 +31,7 @@ def in_force(config: Config) -> dict[str, str]:
       for name, _, value in knobs.fields(section)
       if name != 'rule' and f'{part}.{name}' not in inert
     ]
-    if (rule or used) and rule != 'none':
+    if (rule or used) and not getattr(section, 'identity', False):
       in_force_[part] = ': '.join(filter(None, (rule, ', '.join(used))))
   return in_force_
 

@@ -23,11 +23,6 @@ class ShapingRule(Part):
   returns = ('reward_PG', 'teaches_PG')
   traced = False
 
-  @property
-  def identity(self) -> bool:
-    """Whether the rule changes nothing."""
-    return False
-
 
 class Standard(ShapingRule):
   """By default 1 for a right answer, 0 for a wrong one; with published changes.
