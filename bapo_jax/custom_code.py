@@ -207,16 +207,16 @@ class UserFunction:
 
   def needs(self, base: type[Section]) -> dict[str, Any]:
     """Returns what the function declares; raises ValueError if `base` rejects it."""
+    inherited = typing.get_type_hints(base.__base__)
     kinds = {
       name: typing.get_args(kind)[0]
       for name, kind in typing.get_type_hints(base).items()
-      if typing.get_origin(kind) is ClassVar and hasattr(base, name)
+      if typing.get_origin(kind) is ClassVar and name not in inherited
     }
-    known = sorted(set(kinds) - {'arguments', 'model_config', 'rules'})
     for name, value in self.declared.items():
       text = f'{self.path} declares {name}={shown(value)}'
-      if name not in known:
-        names = ', '.join(known) or 'nothing'
+      if name not in kinds:
+        names = ', '.join(sorted(kinds)) or 'nothing'
         raise ValueError(f'{text}; this part accepts {names}')
       choices = typing.get_args(kinds[name]) or (True, False)
       if value not in choices:

@@ -36,7 +36,7 @@ def executed(name, **replaced):
 def test_train(tmp_path, monkeypatch):
   monkeypatch.chdir(ROOT)
   workdir = tmp_path / 'sums'
-  idle = needs.inert(runs.tiny(), ())
+  idle = needs.inert(runs.tiny())
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}
   given = {"{'steps': 2}": repr(small), "'runs/python'": repr(str(workdir))}

@@ -206,14 +206,17 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       'use easier problems, raise --config.sampler.group_size, or change '
       '--config.tokenizer.template'
     )
+  batch = config.batch
+  more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
+  if batch.only_learnable or batch.uses_buffer:
+    more = ''
   if 0 < sampled.mixed < FEW * groups:
-    more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
     yield warning(
       'little to learn',
       f'only {sampled.mixed} of {groups} groups have right and wrong responses '
       f'(accuracy {accuracy:.3f}), fewer than {FEW:.0%}, and only these produce a '
       f'gradient; {way_out}'
-      f'{more if config.batch.rule == "fresh_only" else ""}',
+      f'{more}',
     )
   if not sampled.mixed:
     kind = {1.0: 'right', 0.0: 'wrong'}.get(accuracy, 'undecided')

@@ -90,7 +90,7 @@ class ModelConfig(Section):
   sequence_sharding: Auto[Literal['on', 'off']] = knob(
     None,
     'Splits columns between layers over mesh.tensor; None: only if memory is short.',
-    needs='mesh.tensor != 1',
+    needs='tensor',
   )
 
   @property
@@ -111,12 +111,12 @@ class LoraConfig(Section):
     'The adapters are scaled by alpha / rank.',
     above=0,
     most=65536,
-    needs='lora.rank > 0',
+    needs='lora.rank',
   )
   targets: str = knob(
     'layers/(q|k|v|o|gate|up|down)',
     'Projections with an adapter: a regular expression that matches the whole path.',
-    needs='lora.rank > 0',
+    needs='lora.rank',
   )
 
   @pydantic.model_validator(mode='after')

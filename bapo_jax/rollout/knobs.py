@@ -73,7 +73,7 @@ class RolloutConfig(CustomSection):
     'Most turns of a response; sampler.max_new_tokens counts all turns and answers.',
     least=2,
     most=1024,
-    needs="rollout.environment != ''",
+    needs='rollout.environment',
   )
   depth: int = knob(
     0,
@@ -101,7 +101,7 @@ class RolloutConfig(CustomSection):
   cache: Literal['refresh', 'keep'] = knob(
     'refresh',
     'KV cache of unfinished responses: recompute for new weights, or keep.',
-    needs=('rollout.max_off_policy_steps > 0', 'unfinished'),
+    needs=('rollout.max_off_policy_steps', 'unfinished'),
   )
 
   @pydantic.model_validator(mode='after')

@@ -132,8 +132,7 @@ def _report(run: RunFiles):
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
-  clip = values.get('clip', {})
-  target = clip.get('target') if clip.get('rule') == 'balanced' else None
+  target = values.get('clip', {}).get('target')
   sentences = [report.settings_sentence(rows)]
   sentences += [report.target_sentence(rows, target), report.idle_sentence(rows)]
   if before and after:

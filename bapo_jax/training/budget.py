@@ -127,7 +127,6 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
   """Returns the sizes of a run; a knob of None stays None."""
   c = config
   learner = c.learner
-  searched = c.clip.rule not in ('fixed', 'unclipped')
   return Sizes(
     row_length=c.row_length,
     group_size=c.sampler.group_size,
@@ -145,7 +144,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     copied=c.loss.reference > 0 and not c.lora.rank,
     teacher=inputs.teacher_spec(c),
     kept=c.checkpoint.keep + c.checkpoint.best + 1,
-    searched=searched and learner.bounds_scope == 'minibatch',
+    searched=c.clip.whole_minibatch and learner.bounds_scope == 'minibatch',
     remat=c.model.remat,
     bounds_pass=learner.bounds_pass,
     sequence_sharding=c.model.sequence_sharding,

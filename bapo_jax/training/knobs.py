@@ -23,13 +23,13 @@ class LearnerConfig(Section):
   bounds_scope: Literal['minibatch', 'micro_batch'] = knob(
     'minibatch',
     'Tokens of one bound search; micro_batch saves a forward pass.',
-    needs=('searches', 'learner.grad_accum_steps > 1'),
+    needs=('clip.whole_minibatch', 'accumulates'),
   )
   bounds_pass: Auto[Literal['stored', 'again']] = knob(
     None,
     'Bounds over several micro-batches: stored keeps the activations of all; again '
     'runs an extra forward pass; None: the least computation within the memory.',
-    needs=('learner.grad_accum_steps > 1', "learner.bounds_scope == 'minibatch'"),
+    needs=('accumulates', 'bounds_of_all'),
   )
   recompute_logprobs: Auto[Literal['on', 'off']] = knob(
     None,
@@ -53,12 +53,12 @@ class TeacherConfig(Section):
     'sampled token: on-policy distillation.',
     least=0,
     most=1000,
-    needs="teacher.path != ''",
+    needs='teacher.path',
   )
   reward: bool = knob(
     True,
     'Adds the advantage of the reward; off: only the teacher gives advantages.',
-    needs="teacher.path != ''",
+    needs='teacher.path',
   )
 
 
@@ -92,10 +92,10 @@ class TowerConfig(Section):
 
   layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
   width: int = knob(
-    32, 'Width of the tower.', least=4, most=65536, needs='sft.tower.layers > 0'
+    32, 'Width of the tower.', least=4, most=65536, needs='sft.tower.layers'
   )
   ffn: int = knob(
-    96, 'Feed-forward width.', least=1, most=1 << 20, needs='sft.tower.layers > 0'
+    96, 'Feed-forward width.', least=1, most=1 << 20, needs='sft.tower.layers'
   )
 
   @pydantic.model_validator(mode='after')
@@ -123,7 +123,7 @@ class SftConfig(Section):
     0, 'Experts of every feed-forward layer; 0: none.', least=0, most=1024
   )
   active: int = knob(
-    2, 'Experts that a token uses.', least=1, most=64, needs='sft.experts > 0'
+    2, 'Experts that a token uses.', least=1, most=64, needs='sft.experts'
   )
   tower: TowerConfig = knob(TowerConfig, 'The vision tower.')
   seed: int = knob(0, 'Seed of the first weights and of the solutions.', least=0)
@@ -132,10 +132,10 @@ class SftConfig(Section):
   batch: int = knob(96, 'Solutions per step.', least=1, most=65536, needs='warm_start')
   lr: float = knob(3e-3, 'Learning rate.', above=0, most=10, needs='warm_start')
   slip: float = knob(
-    0.4, 'Chance that a trial goes wrong.', least=0, most=1, needs='sft.noisy > 0'
+    0.4, 'Chance that a trial goes wrong.', least=0, most=1, needs='sft.noisy'
   )
   repeat: float = knob(
-    0.15, 'Chance that a trial is repeated.', least=0, below=1, needs='sft.noisy > 0'
+    0.15, 'Chance that a trial is repeated.', least=0, below=1, needs='sft.noisy'
   )
 
   @pydantic.model_validator(mode='after')
@@ -168,14 +168,14 @@ class EvalSampling(Section):
     0,
     'Sample from the k likeliest tokens; 0: from all.',
     least=0,
-    needs='evaluate.sampling.temperature > 0',
+    needs='evaluate.sampling.temperature',
   )
   top_p: float = knob(
     1.0,
     'Sample from the fewest tokens with this probability.',
     above=0,
     most=1,
-    needs='evaluate.sampling.temperature > 0',
+    needs='evaluate.sampling.temperature',
   )
 
   @pydantic.model_validator(mode='after')

@@ -160,7 +160,7 @@ class Config(Section):
     return self.model_copy(update=changed)
 
 
-PARTS = parts(Config)  # dotted name -> the rules of the part
+PARTS = dict(parts(Config()))  # dotted name -> the rules of the part
 # Knobs that decide which other knobs exist.
 CHOICES = {f'{name}.rule' for name in PARTS} | {
   'rewards.rule',

@@ -278,6 +278,7 @@ def test_a_tile_is_sized_by_platform_and_memory(platform, mib):
   [
     ('balanced', {}, True),
     ('fixed', {}, False),
+    ('dcpo', {}, False),  # bounds by token
     ('balanced', {'grad_accum_steps': 1}, False),
     ('balanced', {'bounds_scope': 'micro_batch'}, False),
   ],

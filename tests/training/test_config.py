@@ -6,6 +6,7 @@ import jax
 import pytest
 from runs import CHAINS, plain, tiny
 
+from bapo_jax.algorithms import clip
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import refusals, resolve
 from bapo_jax.training.config import parse
@@ -131,6 +132,15 @@ def test_a_refusal_waits_for_its_knobs_and_names_them():
     parse(plain(**given))
   _, other = error.value.refusals
   assert other.knobs == ('prompts.count', 'learner.minibatches')
+
+
+def test_a_rule_refuses_for_itself():
+  class Never(clip.Fixed):
+    def refuses(self, config):
+      yield 'never'
+
+  config = tiny().model_copy(update={'clip': Never()})
+  assert [*refusals.of_config(config)] == [(('clip.rule',), 'never')]
 
 
 def test_a_rule_that_has_something_to_use_is_accepted():
