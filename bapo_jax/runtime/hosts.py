@@ -151,7 +151,9 @@ def _slurm_tasks():
     return 0
   # The number that JAX takes by itself, which then crashes if the port is taken.
   port = os.environ.setdefault('JAX_COORDINATOR_PORT', str(61440 + int(job) % 4096))
-  if int(task) == 0 and int(tasks) > 1 and (problem := _taken(port)):
+  # JAX_COORDINATOR_ADDRESS has a port of its own, which JAX takes instead.
+  tested = int(tasks) > 1 and 'JAX_COORDINATOR_ADDRESS' not in os.environ
+  if int(task) == 0 and tested and (problem := _taken(port)):
     _console(
       f'port {port} of SLURM job {job}: {problem}; start again, or set '
       'JAX_COORDINATOR_PORT to a free port for all tasks'

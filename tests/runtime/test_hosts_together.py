@@ -55,8 +55,13 @@ def test_a_detected_port_that_is_taken_ends_a_start_that_may_be_repeated():
     run = processes.call(sys.executable, '-c', code, status=hosts.LOST, **environment)
     alone = {**environment, 'SLURM_NTASKS': '1'}  # steps of a job would share a port
     processes.call(sys.executable, '-c', code, **alone)
+    at = f'localhost:{processes.free_port()}'  # this port and no other is taken then
+    elsewhere = {**environment, 'JAX_COORDINATOR_ADDRESS': at}
+    code = code.replace('10.0', '2.0')
+    waited = processes.call(sys.executable, '-c', code, status=hosts.LOST, **elsewhere)
   assert run.stderr.startswith(f'bapo_jax: port {61440 + job} of SLURM job {job}: ')
   assert 'start again' in run.stderr and len(run.stderr.splitlines()) == 1
+  assert 'not all processes reached the coordinator' in waited.stderr
 
 
 def is_free(port):
