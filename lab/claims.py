@@ -28,7 +28,9 @@ WAITING = 'Not finished: the results are shown when all runs are done.'
 
 
 def load(folder: str) -> types.SimpleNamespace:
-  """Returns the names of a folder's experiments.py and claims.py, which go first.
+  """Returns the names of a folder's experiments.py and claims.py.
+
+  Of a name that both have, the value is that of claims.py.
 
   Raises:
     ValueError: one of the files is missing.

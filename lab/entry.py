@@ -81,6 +81,12 @@ def until(run: Mapping[str, Any]) -> float:
   return next((row[3] for row in run['evaluations'] if row[1] >= GOAL), np.inf)
 
 
+def stable_range(accuracy_of: Mapping[Any, float]) -> int:
+  """Returns the number of rates whose accuracy is within NEAR of the best one."""
+  best = max(accuracy_of.values())
+  return sum(x >= best - NEAR for x in accuracy_of.values())
+
+
 def mean_accuracy(runs: Runs) -> float:
   """Returns the mean over the seeds of the runs' accuracy."""
   return float(np.mean([accuracy(run) for run in runs.values()]))
@@ -106,7 +112,7 @@ def row(entry: Mapping[str, Any]) -> dict[str, Any]:
     'gain': round(float(gain_S.mean()), 4),
     'interval': [round(x, 4) for x in t_interval(gain_S)],
     'p': round(sign_flip(gain_S), 5),
-    'stable': sum(x >= tried[best] - NEAR for x in tried.values()),
+    'stable': stable_range(tried),
     # The first accuracy of the median seed, since a run may never reach the goal.
     'until': float(np.median(reached)) if np.isfinite(np.median(reached)) else None,
   }

@@ -15,6 +15,7 @@ import numpy as np
 from bapo_jax.runtime import markdown
 from bapo_jax.training.evaluate import mean_and_error
 from lab import experiments
+from lab.entry import GOAL, stable_range, until
 from lab.evidence import relation
 from lab.experiments import Result
 from lab.outcomes import OUTCOMES, cells, friedman, kendall
@@ -33,8 +34,7 @@ S1, S2 = 's1', 's2'
 MARGIN = {(S1, 'area'): 0.02, (S2, 'area'): 0.03}
 FEWEST = {S1: 12, S2: 16}  # seeds of a verdict
 CEILING = 0.95  # C4
-NEAR = 0.05  # accuracy; rates so close to the best are the stable range
-GOAL = 0.7
+LARGE = 0.05  # of T2, in the protocol's last table
 RIVALS = ('cispo', 'tis', 'sapo', 'decoupled', 'dppo_tv')
 COMMON = ('grpo_common', 'gspo_common')  # at protocol 2's rate, in S1
 RESAMPLES = 2000
@@ -212,17 +212,11 @@ def reading(judged: Sequence[Verdict]) -> str:
     return 'cutting early costs accuracy where training is stable'
   if first[0].word != differences.NO_EFFECT:
     return f'T1 is {first[0].word}: no third look without another protocol'
-  if all(x.test.mean < NEAR for x in second):
+  if all(x.test.mean < LARGE for x in second):
     return 'bounds are a remedy for a rate that is too large'
-  if any(x.word.startswith(differences.SEEN) and x.test.mean > NEAR for x in second):
+  if any(x.word.startswith(differences.SEEN) and x.test.mean > LARGE for x in second):
     return 'weight responses, not tokens; bounds do not matter'
   return 'T1 has no effect of size, and T2 is undecided'
-
-
-def stable_range(of_rate: Mapping[float, float]) -> int:
-  """Returns the number of rates whose accuracy is within NEAR of the best one."""
-  accuracy_R = np.asarray([*of_rate.values()])
-  return int((accuracy_R >= accuracy_R.max() - NEAR).sum())
 
 
 def of_rates(stage_1: Results, setting: str) -> str:
@@ -238,11 +232,6 @@ def of_rates(stage_1: Results, setting: str) -> str:
   header = ['accuracy, mean over the run, three seeds']
   header += [*(f'{rate:g}' for rate in rates.LADDER), 'stable range']
   return markdown.table(rows, header, 'l' + 'r' * (len(header) - 1))
-
-
-def until(result: Result) -> float:
-  """Returns the responses at the first evaluation with accuracy GOAL; inf if none."""
-  return next((row[3] for row in result['evaluations'] if row[1] >= GOAL), np.inf)
 
 
 def of_arms(results: Results, setting: str) -> str:
@@ -303,16 +292,19 @@ def orders(one: Results, other: Results) -> str:
   return f'{text}{tau:.2f} ({low:.2f} to {high:.2f}).'
 
 
+def stored(experiment: str) -> dict[str, Result]:
+  """Reads the results of an experiment of the bench."""
+  return experiments.read_runs(f'{rates.RESULTS}/{experiment}')
+
+
 def section(results: Results, setting: str) -> str:
   """Returns the part of the page about a setting's second stage.
 
   The words of both settings stand in that of S1, which is the last to be complete.
   """
-  read = experiments.read_runs
-  folder = rates.RESULTS
   complete = (S1, S2) if setting == S1 else (S2,)
-  stage_1 = {x: read(f'{folder}/rates_{x}') for x in complete}
-  own = {x: results if x == setting else read(f'{folder}/own_{x}') for x in complete}
+  stage_1 = {x: stored(f'rates_{x}') for x in complete}
+  own = {x: results if x == setting else stored(f'own_{x}') for x in complete}
   whole = pooled(own)
   checked = checks(whole, stage_1)
   judged = verdicts(own, stage_1, {name: x[1][0] for name, x in checked.items()})
@@ -321,7 +313,7 @@ def section(results: Results, setting: str) -> str:
     parts.append(f'By the table of the protocol: {sentence}.')
   parts.append(of_arms(whole, setting))
   if setting == S1:
-    at_common = {**read(f'{folder}/s1'), **read(f'{folder}/rivals')}
+    at_common = {**stored('s1'), **stored('rivals')}
     at_own = {name: x for name, x in results.items() if x['arm'] in rates.ARMS}
     parts.append(orders(at_common, at_own))
   return '\n\n'.join(parts)

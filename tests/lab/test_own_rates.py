@@ -1,9 +1,11 @@
 """Protocol 5: comparisons, checks and words from results made by hand."""
 
+import json
+
 import numpy as np
 import pytest
 
-from papers.bench import differences, own_rates, rates
+from papers.bench import claims, differences, own_rates, rates
 
 pytestmark = pytest.mark.fast
 
@@ -204,3 +206,30 @@ def test_the_tables_show_what_was_tried_and_what_came_out(chosen):
   shown = own_rates.of_arms(own_rates.pooled(own), 's2')
   line = next(x for x in shown.splitlines() if x.startswith('| vespo'))
   assert '0.0002' in line and '512' in line and '+0.1' in line
+
+
+def test_the_page_knows_the_experiments_of_both_files():
+  assert claims.get_experiment('own_s1').seeds == rates.TEST['s1']
+  assert claims.get_experiment('routes').seeds
+
+
+def test_the_section_of_the_last_setting_reads_what_the_others_stored(
+  chosen, tmp_path, monkeypatch
+):
+  for name in ('s1.jsonl', 'rivals.jsonl', 'details.zip'):
+    (tmp_path / name).symlink_to(rates.RESULTS / name)
+  monkeypatch.setattr(rates, 'RESULTS', tmp_path)
+  s1 = stage_2(accuracies(grpo_common=0.5, gspo_common=0.65), rates.TEST['s1'])
+  written = {f'rates_{x}': stage_1(x, accuracies()) for x in ('s1', 's2')}
+  written['own_s2'] = stage_2(accuracies(), rates.TEST['s2'])
+  for experiment, results in written.items():
+    (tmp_path / experiment).mkdir()
+    for run, content in results.items():
+      (tmp_path / experiment / f'{run}.json').write_text(json.dumps(content))
+  text = own_rates.section(s1, 's1')
+  assert text.count('**no effect of size**') >= 3 and '| C4 s2 |' in text
+  assert (
+    'weight responses, not tokens' in text and 'the order of 9 arms at 6e-4' in text
+  )
+  alone = own_rates.section(written['own_s2'], 's2')
+  assert 'T1: S2' in alone and 'T4' not in alone and 'By the table' not in alone
