@@ -1,16 +1,17 @@
 """Loads a user's functions by their paths, and makes knobs of their arguments.
 
-1. A path is `path/to/file.py:function`. `load` runs the file once, and returns the
-   function; `register` gives a function of a running Python program a path. `run` runs
-   a file as `python file.py` would: its imports find the files of its folder first.
+1. A path is `path/to/file.py:function`. `load` runs the file once, and returns a
+   `UserFunction`; `register` gives a function of a running Python program a path. `run`
+   runs a file as `python file.py` would: imports find the files of its folder first.
 2. `declare` states what a custom rule needs, such as `bounds='ignored'`.
-3. `section` makes a section of the config from the keyword-only arguments of a
-   function. These knobs are set and validated like all others.
+3. `section` makes a section of the config from the keyword-only arguments of functions.
+   These knobs are set and validated like all others.
 4. `digest` changes with the text of the file. A run can only be resumed with the same
    digest.
 """
 
 import builtins
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -38,7 +39,6 @@ PATH = re.compile(rf'({knobs_lib.PATH})')
 OBJECTS = 'python'  # the "file" of functions that a Python program registers
 FOLDER = 'custom_'  # begins the name of a package that stands for a folder
 _registered: dict[str, Function] = {}
-_sections: dict[Any, type[Any]] = {}
 
 
 class CustomKnobs(Section):
@@ -67,23 +67,6 @@ def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
   return decorate
 
 
-def declares(function: Function) -> dict[str, Any]:
-  """Returns what a custom function declares."""
-  return next((x.declares for x in _inner(function) if hasattr(x, 'declares')), {})
-
-
-def is_async(function: Function) -> bool:
-  """Returns whether calls of a custom function must be awaited."""
-  return any(map(inspect.iscoroutinefunction, _inner(function)))
-
-
-def _inner(function: Any) -> tuple[Any, Any]:
-  """Unwraps a functools.partial; returns the function, and its `__call__`."""
-  while isinstance(function, functools.partial):
-    function = function.func
-  return function, function.__call__
-
-
 def described(error: BaseException, path: str) -> str:
   """Describes an error of a user's file, with the line of the file that raised it.
 
@@ -99,7 +82,7 @@ def described(error: BaseException, path: str) -> str:
 
 def is_path(rule: str) -> bool:
   """Returns whether a rule is the path of a function rather than a name."""
-  return PATH.fullmatch(rule) is not None
+  return rule in _registered or PATH.fullmatch(rule) is not None
 
 
 def paths_in(rules: str) -> list[str]:
@@ -107,24 +90,145 @@ def paths_in(rules: str) -> list[str]:
   return [rule for rule in rules.split(',') if is_path(rule)]
 
 
-def register(function: Function) -> str:
+def register(function: Function, path: str = '') -> str:
   """Registers a function of this Python program, and returns its path for a config.
 
-  Another function of the same name replaces it.
+  A function of the package has a name as its `path`. Another function of the same path
+  replaces it.
   """
   name = getattr(function, '__name__', '')
   if not name.isidentifier():  # a lambda or a functools.partial
     raise ValueError(f'{shown(function)} has no name; define it by `def name(...)`')
-  _registered[name] = function
-  return f'{OBJECTS}:{name}'
+  path = path or f'{OBJECTS}:{name}'
+  _registered[path] = function
+  return path
 
 
 def is_registered(path: str) -> bool:
   """Returns whether a path names a function that `register` received."""
-  return path.startswith(f'{OBJECTS}:')
+  return path in _registered or path.startswith(f'{OBJECTS}:')
 
 
-def load(path: str) -> Function:
+@dataclasses.dataclass(frozen=True)
+class UserFunction:
+  """A user's function; equal to another with the same path and version."""
+
+  path: str
+  version: str = ''  # digest of the file
+  function: Function = dataclasses.field(kw_only=True, compare=False)
+
+  def __call__(self, *arguments: Any, **named: Any) -> Any:
+    """Calls the function."""
+    return self.function(*arguments, **named)
+
+  def _inner(self) -> tuple[Any, Any]:
+    """Unwraps a functools.partial; returns the function, and its `__call__`."""
+    function: Any = self.function
+    while isinstance(function, functools.partial):
+      function = function.func
+    return function, function.__call__
+
+  @property
+  def declared(self) -> dict[str, Any]:
+    """What the function declares."""
+    return next((x.declares for x in self._inner() if hasattr(x, 'declares')), {})
+
+  @property
+  def is_async(self) -> bool:
+    """Whether calls must be awaited."""
+    return any(map(inspect.iscoroutinefunction, self._inner()))
+
+  def bound(self, knobs: Section) -> 'UserFunction':
+    """Binds the arguments that are knobs."""
+    own = [p.name for p in _keywords(inspect.signature(self.function))]
+    values = {name: x for name, x in knobs.model_dump().items() if name in own}
+    function = functools.partial(self.function, **values)
+    return dataclasses.replace(self, function=function)
+
+  def knobs(self, base: type[Section]) -> dict[str, tuple[Any, Any]]:
+    """Returns name -> (type, field) of the knobs, for a section with this base.
+
+    Raises:
+      ValueError: see `section`.
+    """
+    arguments = getattr(base, 'arguments')  # noqa: B009 (every base has them)
+    try:
+      signature = inspect.signature(self.function)
+      own = _keywords(signature)
+      given = arguments or [p for p in signature.parameters.values() if p not in own]
+      signature.bind(*given, **{p.name: p.default for p in own})
+    except (TypeError, ValueError) as error:
+      names = ', '.join(arguments)
+      raise ValueError(
+        f'{self.path} cannot be called with ({names}): {error}; define it as '
+        f'{self.path.rpartition(":")[2]}({names}, *, knob=default)'
+      ) from None
+    for p in own:
+      taken = p.name in base.model_fields or hasattr(base, p.name)
+      if p.name.startswith('_') or taken:
+        raise ValueError(
+          f'{self.path}: the argument {p.name} has a reserved name; rename it'
+        )
+    return {p.name: self._knob(p) for p in own}
+
+  def _knob(self, parameter: inspect.Parameter) -> tuple[Any, Any]:
+    """Returns (type, field) of the knob of a keyword-only argument."""
+    name = parameter.name
+    default = parameter.default
+    if default is parameter.empty:
+      raise ValueError(
+        f'{self.path}: the argument {name} has no default; give it a default'
+      )
+    kind = self._hint(parameter) or type(default)
+    if kind is tuple and default:
+      kind = tuple.__class_getitem__((type(default[0]), ...))
+    try:
+      knobs_lib.kind(kind)
+      adapter: Any = pydantic.TypeAdapter
+      default = adapter(kind).validate_python(default, strict=True)
+    except (KeyError, TypeError, ValueError):
+      raise ValueError(
+        f'{self.path}: the argument {name}={shown(default)} cannot be a knob; annotate '
+        'it as int, float, bool, str, a Literal, or a tuple of one of them, with a '
+        'default of this type'
+      ) from None
+    return kind, knobs_lib.knob(default, f'{name} of {self.path}.', infinite=True)
+
+  def _hint(self, parameter: inspect.Parameter) -> Any:
+    """Returns the type of an argument; None if it is imported for checkers only."""
+    if parameter.annotation is parameter.empty:
+      return None
+    holder = types.SimpleNamespace(__annotations__={'hint': parameter.annotation})
+    try:
+      names = vars(sys.modules[self._inner()[0].__module__])
+      return typing.get_type_hints(holder, names)['hint']
+    except Exception:  # a name that is imported under TYPE_CHECKING only
+      return None
+
+  def needs(self, base: type[Section]) -> dict[str, Any]:
+    """Returns what the function declares; raises ValueError if `base` rejects it."""
+    inherited = typing.get_type_hints(base.__base__)
+    kinds = {
+      name: typing.get_args(kind)[0]
+      for name, kind in typing.get_type_hints(base).items()
+      if typing.get_origin(kind) is ClassVar and name not in inherited
+    }
+    for name, value in self.declared.items():
+      text = f'{self.path} declares {name}={shown(value)}'
+      if name not in kinds:
+        names = ', '.join(sorted(kinds)) or 'nothing'
+        raise ValueError(f'{text}; this part accepts {names}')
+      choices = typing.get_args(kinds[name]) or (True, False)
+      if value not in choices:
+        raise ValueError(f'{text}; give one of {choices}')
+    return self.declared
+
+
+def _keywords(signature: inspect.Signature) -> list[inspect.Parameter]:
+  return [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+def load(path: str) -> UserFunction:
   """Returns the function at a path. Runs its file unless it has run before.
 
   Raises:
@@ -132,12 +236,7 @@ def load(path: str) -> Function:
   """
   name = path.rpartition(':')[2]
   if is_registered(path):
-    if name not in _registered:
-      raise ValueError(
-        f'{path}: this function was an object of a Python program; start the run '
-        'again by bapo_jax.train from that program'
-      )
-    return _registered[name]
+    return UserFunction(path, digest(path), function=_registered_at(path))
   file = file_of(path)
   version = digest(path)
   try:
@@ -149,14 +248,16 @@ def load(path: str) -> Function:
     has = [n for n, x in vars(module).items() if inspect.isfunction(x)]
     names = ', '.join(has) or 'none'
     raise ValueError(f'{path} names no function of the file; its functions: {names}')
-  return function
+  return UserFunction(path, version, function=function)
 
 
-def bind(path: str, knobs: CustomKnobs) -> Function:
-  """Returns the function at a path, bound to the knobs that are its arguments."""
-  function = load(path)
-  values, own = knobs.model_dump(), inspect.signature(function).parameters
-  return functools.partial(function, **{x: values[x] for x in values if x in own})
+def _registered_at(path: str) -> Function:
+  if path not in _registered:
+    raise ValueError(
+      f'{path}: this function was an object of a Python program; start the run again '
+      'by bapo_jax.train from that program'
+    )
+  return _registered[path]
 
 
 def run(path: str, version: str = '') -> types.ModuleType:
@@ -239,7 +340,7 @@ def digest(path: str) -> str:
   """
   file = file_of(path)
   if is_registered(path):
-    function = load(path)
+    function = _registered_at(path)
     try:
       text = inspect.getsource(function).encode()
     except (OSError, TypeError):  # typed into an interpreter, or a callable object
@@ -269,106 +370,33 @@ def section(
     ValueError: a function cannot be loaded or called with base.arguments, an argument
       has no usable type or default, or a declaration is not one that `base` accepts.
   """
-  # One class for equal knobs, so that two equal configs compare equal.
-  key = base, tuple(paths), tuple(map(digest, paths))
-  if not paths or key in _sections:
-    return _sections.get(key, base)
-  knobs: dict[str, Any] = {}
+  return _section(base, tuple(map(load, paths)), rule) if paths else base
+
+
+@functools.cache  # one class for equal knobs, so that two equal configs compare equal
+def _section(
+  base: type[Section], functions: tuple[UserFunction, ...], rule: type[Section] | None
+) -> type[Any]:
+  knobs: dict[str, tuple[Any, Any]] = {}
   needs: dict[str, Any] = {}
-  for path in paths:
-    function = load(path)
-    arguments = getattr(base, 'arguments')  # noqa: B009 (every base has them)
-    try:
-      signature = inspect.signature(function)
-      parameters = signature.parameters.values()
-      own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-      given = arguments or [p.name for p in parameters if p not in own]
-      signature.bind(*given, **{p.name: p.default for p in own})
-    except (TypeError, ValueError) as error:
-      names = ', '.join(arguments)
-      raise ValueError(
-        f'{path} cannot be called with ({names}): {error}; define it as '
-        f'{path.rpartition(":")[2]}({names}, *, knob=default)'
-      ) from None
-    for p in own:
-      taken = p.name in base.model_fields or hasattr(base, p.name)
-      if p.name.startswith('_') or taken:
-        raise ValueError(
-          f'{path}: the argument {p.name} has a reserved name; rename it'
-        )
-      new = _knob(path, p, _hint(function, p))
-      kind, field = knobs.setdefault(p.name, new)
+  for function in functions:
+    for name, new in function.knobs(base).items():
+      kind, field = knobs.setdefault(name, new)
       if (kind, field.default) != (new[0], new[1].default):
         raise ValueError(
-          f'{path}: the argument {p.name}={shown(p.default)} has another type or '
-          'default in another function; rename one of the two arguments'
+          f'{function.path}: the argument {name}={shown(new[1].default)} has another '
+          'type or default in another function; rename one of the two arguments'
         )
-    needs |= _declared(path, function, base)
-  if rule is None:
-    made: Any = pydantic.create_model('Custom', __base__=base, **knobs)
-  else:
-    knobs['rule'] = str, paths[0]
-    made = pydantic.create_model('Custom', __base__=(rule, base), **knobs)
-    made.function = staticmethod(load(paths[0]))
-    made.keywords = tuple(name for name in knobs if name != 'rule')
-  for name, value in needs.items():
-    setattr(made, name, value)
-  return _sections.setdefault(key, made)
-
-
-def _hint(function: Function, parameter: inspect.Parameter) -> Any:
-  """Returns the type of an argument; None if it is imported for type checkers only."""
-  if parameter.annotation is parameter.empty:
-    return None
-  holder = types.SimpleNamespace(__annotations__={'hint': parameter.annotation})
-  try:
-    names = vars(sys.modules[_inner(function)[0].__module__])
-    return typing.get_type_hints(holder, names)['hint']
-  except Exception:  # a name that is imported under TYPE_CHECKING only
-    return None
-
-
-def _knob(path: str, parameter: inspect.Parameter, kind: Any) -> tuple[Any, Any]:
-  """Returns (type, field) of the knob of a keyword-only argument."""
-  name, default = parameter.name, parameter.default
-  if default is parameter.empty:
-    raise ValueError(f'{path}: the argument {name} has no default; give it a default')
-  kind = kind or type(default)
-  if kind is tuple and default:
-    kind = tuple.__class_getitem__((type(default[0]), ...))
-  field = knobs_lib.knob(default, f'{name} of {path}.', infinite=True)
-  try:
-    knobs_lib.kind(kind)
-    adapter: Any = pydantic.TypeAdapter
-    adapter(kind).validate_python(default, strict=True)
-  except (KeyError, TypeError, ValueError):
-    raise ValueError(
-      f'{path}: the argument {name}={shown(default)} cannot be a knob; annotate it as '
-      'int, float, bool, str, a Literal, or a tuple of one of them, with a default of '
-      'this type'
-    ) from None
-  return kind, field
-
-
-def _declared(path: str, function: Function, base: type[Section]) -> dict[str, Any]:
-  """Returns what a function declares; raises ValueError if `base` rejects it."""
-  kinds = {
-    name: typing.get_args(kind)[0]
-    for name, kind in typing.get_type_hints(base).items()
-    if typing.get_origin(kind) is ClassVar and hasattr(base, name)
-  }
-  known = sorted(set(kinds) - {'arguments', 'model_config', 'rules'})
-  needs = declares(function)
-  for name, value in needs.items():
-    if name not in known:
-      names = ', '.join(known) or 'nothing'
-      raise ValueError(
-        f'{path} declares {name}={shown(value)}; this part accepts {names}'
-      )
-    choices = typing.get_args(kinds[name]) or (True, False)
-    if value not in choices:
-      raise ValueError(f'{path} declares {name}={shown(value)}; give one of {choices}')
-  return needs
+    needs |= function.needs(base)
+  bases: Any = base
+  if rule is not None:
+    bases = rule, base
+    knobs['rule'] = str, functions[0].path
+    needs['function'] = functions[0]
+  kind: Any = ClassVar
+  constants = {name: (kind[Any], value) for name, value in needs.items()}
+  fields: Any = knobs | constants
+  return pydantic.create_model('Custom', __base__=bases, **fields)
 
 
 class CustomSection(Section):

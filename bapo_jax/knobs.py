@@ -3,8 +3,7 @@
 1. A section of the config is a frozen class whose fields are made by `knob`. The
    section of a rule, a `parts.Part`, is also the rule.
 2. `validate` makes a section from plain values, or raises one sentence that names the
-   knob, its value and its range.
-3. `describe` gives the line of each knob in docs/reference/config.md.
+   knob, its value and its range; docs/reference/config.md describes every range alike.
 """
 
 import difflib
@@ -15,8 +14,10 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
+import annotated_types
 import pydantic
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from bapo_jax.runtime import files
 
@@ -24,10 +25,28 @@ from bapo_jax.runtime import files
 PATH = r'(?:python:[A-Za-z_]\w*|.+\.py(?::[A-Za-z_]\w*)?)'
 LARGEST = 2**31 - 1  # sizes and counts are int32 on the device
 
-Range = tuple[float, float]
 AnySection = TypeVar('AnySection', bound='Section')
+Decided = TypeVar('Decided')
+Number = TypeVar('Number')
 LocalPath = Annotated[str, pydantic.AfterValidator(files.local)]
 FunctionPath = Annotated[str, pydantic.StringConstraints(pattern=f'^{PATH}$')]
+_RISING = annotated_types.Predicate(lambda ends: ends[0] <= ends[1])
+Range = tuple[Number, Number]  # such as Range[Annotated[float, Interval(gt=0)]]
+Rising = Annotated[Range[Number], _RISING]
+# Limits by the names of annotated_types.
+ENDS = {'gt': 'above', 'ge': 'at least', 'lt': 'below', 'le': 'at most'}
+
+
+class _Auto:
+  """Accepts None, past the check of a value."""
+
+  def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+    return core_schema.nullable_schema(handler(source))
+
+
+_AUTO = _Auto()
+# The type of a knob that may be None until the program decides it, see autosetup/.
+Auto = Annotated[Decided, _AUTO]
 
 
 class Section(pydantic.BaseModel):
@@ -42,18 +61,6 @@ class Section(pydantic.BaseModel):
     """Returns name -> field; a subclass may describe its fields in more detail."""
     return cls.model_fields
 
-  # Runs before the validators of a section, which may then rely on every range.
-  @pydantic.model_validator(mode='after')
-  def _ranges(self):
-    for name, field in type(self).model_fields.items():
-      value = getattr(self, name)
-      limits = _limits(field)
-      values = value if isinstance(value, tuple) else (value,)
-      falls = limits.get('rising') and list(values) != sorted(values)
-      if falls or not all(_inside(x, limits) for x in values):
-        raise ValueError(f'{name}={shown(value)}: give {wanted(field)}')
-    return self
-
 
 def knob(
   default: Any,
@@ -64,7 +71,6 @@ def knob(
   above: float | None = None,
   below: float | None = None,
   infinite: bool = False,
-  rising: bool = False,
   needs: str | tuple[str, ...] = (),
 ) -> Any:
   """Makes a field of a section.
@@ -73,10 +79,9 @@ def knob(
     default: the default value, or the class of a nested section.
     description: one sentence with the unit, complete by itself in the table of
       docs/reference/config.md.
-    least, most: inclusive limits of the value, or of each value of a tuple.
+    least, most: inclusive limits of a number; those of a tuple are in its type.
     above, below: exclusive limits.
     infinite: accepts infinity, which means no limit.
-    rising: no value of a tuple is below its predecessor.
     needs: conditions without which the knob, or every knob of the section, has no
       effect, such as 'lora.rank > 0'; see training/needs.py.
   """
@@ -85,10 +90,21 @@ def knob(
     return pydantic.Field(
       default_factory=default, description=description, json_schema_extra=extra
     )
-  limits = {'least': least, 'most': most, 'above': above, 'below': below}
-  extra |= {'infinite': infinite, 'rising': rising}
-  extra |= {name: value for name, value in limits.items() if value is not None}
-  return pydantic.Field(default, description=description, json_schema_extra=extra)
+  number = type(default)
+  if number is int and most is None and below is None:
+    most = LARGEST
+  if number is float and infinite:
+    most = math.inf  # which NaN is not
+  return pydantic.Field(
+    default,
+    description=description,
+    json_schema_extra=extra,
+    ge=least,
+    le=most,
+    gt=above,
+    lt=below,
+    allow_inf_nan=infinite if number is float else None,
+  )
 
 
 def validate(
@@ -137,21 +153,23 @@ def fields(section: Section, name: str = '') -> Iterator[tuple[str, FieldInfo, A
       yield path, field, value
 
 
-def describe(section: Section, name: str = '') -> Iterator[tuple[str, str, str, str]]:
-  """Yields (knob, default, range, sentence) of every knob."""
-  for path, field, value in fields(section, name):
-    yield path, repr(value), expected(field), field.description or ''
-
-
 def expected(field: FieldInfo) -> str:
   """Describes the accepted values: 'an integer from 1 to 2147483647'."""
   words = kind(field.annotation)
-  limits = _limits(field)
-  range_ = _range(limits, 'integer' in words)
-  words += ' that do not fall' if limits.get('rising') else ''
-  link = ', each' if words.startswith('a tuple') else ''
-  link = link or (' of' if range_.startswith('at least') else '')
-  return f'{words}{link} {range_}' if range_ else words
+  ends = limits(field)
+  code = 'd' if 'integer' in words else 'g'
+  number = {end: f'{x:{code}}' for end, x in ends.items() if x != math.inf}
+  range_ = ' and '.join(f'{ENDS[end]} {text}' for end, text in number.items())
+  if {'ge', 'le'} <= number.keys():
+    range_ = f'from {number["ge"]} to {number["le"]}'
+  if is_rising(field):
+    words += ' that do not fall'
+  if range_:
+    of = range_.startswith('at least')
+    link = ', each' if words.startswith('a tuple') else ' of' if of else ''
+    words += f'{link} {range_}'
+    words += ' or inf' if len(number) < len(ends) else ''
+  return f'{words}, or None' if is_auto(field) else words
 
 
 def wanted(field: FieldInfo) -> str:
@@ -177,64 +195,50 @@ def shorten(text: str) -> str:
   return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def _range(limits: dict[str, Any], whole):
-  """Describes the limits in words; '' without limits."""
-  if whole and 'below' not in limits:
-    limits = {'most': LARGEST} | limits
-  ends = {'above': 'above', 'least': 'at least', 'below': 'below', 'most': 'at most'}
-  code = 'd' if whole else 'g'
-  number = {end: format(limits[end], code) for end in ends if end in limits}
-  words = ' and '.join(f'{ends[end]} {n}' for end, n in number.items())
-  if {'least', 'most'} <= number.keys():
-    words = f'from {number["least"]} to {number["most"]}'
-  return words + (' or inf' if words and limits.get('infinite') else '')
+def limits(field: FieldInfo) -> dict[str, float]:
+  """Returns the limits of a number, or of each number of a tuple: {'ge': 0}."""
+  constraints = list(field.metadata)
+  for element in typing.get_args(field.annotation)[:1]:
+    constraints += getattr(element, '__metadata__', ())
+  ends = [(end, getattr(x, end, None)) for end in ENDS for x in constraints]
+  return {end: value for end, value in ends if value is not None}
 
 
 def kind(annotation: Any) -> str:
   """Describes the type of a knob in words."""
   origin = typing.get_origin(annotation)
   args = typing.get_args(annotation)
+  if origin is Annotated:
+    return kind(args[0])
   if origin in (types.UnionType, typing.Union):  # a rule by name or by place
     return f'{kind(args[0])}, or path/to/file.py:function'
   if origin is typing.Literal:
-    return 'one of ' + ', '.join(repr(arg) for arg in args)
+    return 'one of ' + ', '.join(map(repr, args))
   if origin is tuple:
-    inner = args[0]
     count = '' if args[-1] is ... else f'{len(args)} '
-    plural = {int: 'integers', float: 'numbers', str: 'strings', Any: 'values'}
-    if inner in plural:
-      return f'a tuple of {count}{plural[inner]}'
-    values = 'tuples' if typing.get_origin(inner) is tuple else 'values'
-    return f'a tuple of {count}{values}, each {kind(inner)}'
+    element = kind(args[0])
+    plural = {'an integer': 'integers', 'a number': 'numbers', 'a string': 'strings'}
+    return f'a tuple of {count}{plural.get(element, f"values, each {element}")}'
   if isinstance(annotation, type) and issubclass(annotation, Section):
     return f'a section with {", ".join(annotation.model_fields) or "no knobs"}'
   names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'True or False'}
   return names[annotation]
 
 
+def is_auto(field: FieldInfo) -> bool:
+  """Returns whether a knob may be None, so that the program decides it."""
+  return _AUTO in field.metadata
+
+
+def is_rising(field: FieldInfo) -> bool:
+  """Returns whether no value of a tuple may be below its predecessor."""
+  return _RISING in field.metadata
+
+
 def needed(field: FieldInfo) -> tuple[str, ...]:
   """Returns the conditions without which a knob or a section has no effect."""
-  return _limits(field).get('needs', ())
-
-
-def _limits(field: FieldInfo):
-  extra = field.json_schema_extra
-  return dict(extra) if isinstance(extra, dict) else {}
-
-
-def _inside(value: Any, limits: dict[str, Any]):
-  """Returns whether a number is in its range; True for everything else."""
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    return True
-  if value == math.inf:
-    return bool(limits.get('infinite'))
-  if isinstance(value, int) and abs(value) > LARGEST:
-    return False
-  return (
-    math.isfinite(value)
-    and limits.get('least', -math.inf) <= value <= limits.get('most', math.inf)
-    and limits.get('above', -math.inf) < value < limits.get('below', math.inf)
-  )
+  extra: Any = field.json_schema_extra or {}
+  return extra.get('needs', ())
 
 
 def _sentence(section: type[Section], values: Any, error: Any, name):
@@ -251,7 +255,8 @@ def _sentence(section: type[Section], values: Any, error: Any, name):
     section = inner
   dotted = '.'.join(path)
   if error['type'] == 'value_error':  # raised by a validator of a section
-    if path[-1:] == ['custom']:  # names a knob of the section around it
+    # The section around `custom` names the knob, `custom` itself only its own.
+    if error['loc'] and path[-1] == 'custom':
       dotted = '.'.join(path[:-1])
     joint = '=' if field and field.annotation is str else '.'  # a LocalPath
     sentence = f'{dotted}{joint}{error["ctx"]["error"]}'.lstrip('.')

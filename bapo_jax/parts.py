@@ -1,14 +1,15 @@
 """Makes the parts of the training loop replaceable: a rule is a section to be called.
 
 1. A `Part` is the base class of the rules of one part of the loop, such as all clip
-   rules. The fields of a rule are its knobs, and its `__call__` is the formula.
+   rules. The fields of a rule are its knobs, and its `__call__` is the formula. A rule
+   also declares what it reads, and refuses configs with which it cannot work.
 2. `OneOf` lists the rules of a part. The config names one of them, or the path of a
    custom function, path/to/file.py:function, whose keyword-only arguments are knobs.
 3. Every other knob belongs to the chosen rule: a knob of another rule is refused.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -22,8 +23,11 @@ from bapo_jax.knobs import FunctionPath, Section, shorten, shown
 class Part(Section):
   """The base class of all rules of one part of the loop, such as all clip rules."""
 
-  # The arguments with which a rule is called, for the check of a custom function.
+  # The arguments with which a rule is called and the values that it returns, for the
+  # trial of a custom function; `refusals.example` has a value for each name.
   arguments: ClassVar[tuple[str, ...]] = ()
+  returns: ClassVar[tuple[str, ...]] = ()
+  traced: ClassVar[bool] = True  # is called in a compiled program
   # All rules of the part, as `OneOf` lists them.
   rules: ClassVar['OneOf']
 
@@ -35,6 +39,19 @@ class Part(Section):
     return {**cls.model_fields, 'rule': cls.rules.field}
 
   @property
+  def identity(self) -> bool:
+    """Whether the rule changes nothing."""
+    return False
+
+  def refuses(self, config) -> Iterator[str]:
+    """Yields a sentence, with the way out, for each reason why a config cannot work."""
+    yield from ()
+
+  def fault(self, result, example) -> str:
+    """Says what is wrong with the result of a trial, whose types are right; or ''."""
+    return ''
+
+  @property
   def custom(self) -> bool:
     """Whether the rule is a user's function."""
     return custom_code.is_path(self.rule)
@@ -43,14 +60,12 @@ class Part(Section):
 class Custom(Part):
   """A rule that calls a user's function."""
 
-  function: ClassVar[custom_code.Function]
-  keywords: ClassVar[tuple[str, ...]] = ()  # the arguments that are knobs
+  function: ClassVar[custom_code.UserFunction]
 
   rule: str
 
   def __call__(self, *arguments: Any, **named: Any) -> Any:
-    knobs = {name: getattr(self, name) for name in self.keywords}
-    return type(self).function(*arguments, **named, **knobs)
+    return self.function.bound(self)(*arguments, **named)
 
 
 class OneOf:
@@ -143,12 +158,10 @@ def part_of(field: FieldInfo) -> OneOf | None:
   return next((x for x in field.metadata if isinstance(x, OneOf)), None)
 
 
-def parts(section: type[Section], name: str = '') -> dict[str, OneOf]:
-  """Returns a dict from the dotted name of each part in a section to its rules."""
-  parts_: dict[str, OneOf] = {}
-  for key, field in section.model_fields.items():
-    if rules := part_of(field):
-      parts_[name + key] = rules
-    elif isinstance(kind := field.annotation, type) and issubclass(kind, Section):
-      parts_ |= parts(kind, f'{name}{key}.')
-  return parts_
+def parts(section: Section, name: str = '') -> Iterator[tuple[str, OneOf]]:
+  """Yields (dotted name, rules) of each part in a section."""
+  for path, _, value in knobs.fields_of(section, name):
+    if isinstance(value, Part):
+      yield path, value.rules
+    elif isinstance(value, Section):
+      yield from parts(value, path)

@@ -3,7 +3,7 @@
 1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
 2. `ReplayBuffer` keeps groups between steps, in two Groups of fixed capacity;
 3. `Batch` is the learner's flat view, one row per response;
-4. a Protocol is the signature of all rules of one kind, such as all loss rules.
+4. a `Function` is the type of all rules of one kind, such as all loss rules.
 
 Every array's name ends in the letters of its axes, and `agree` checks them:
 
@@ -255,7 +255,8 @@ def learnable(groups: Groups) -> Array:
   Mixed verdicts alone are not enough: rewards may be shaped, and the rewards of
   responses that are left out of the loss do not count.
   """
-  k_P, trained_PG = groups.correct_PG.sum(1), trained_on(groups)
+  k_P = groups.correct_PG.sum(1)
+  trained_PG = trained_on(groups)
   most_P = jnp.where(trained_PG, groups.reward_PG, -jnp.inf).max(1)
   least_P = jnp.where(trained_PG, groups.reward_PG, jnp.inf).min(1)
   both_P = (k_P > 0) & (k_P < groups.decided_PG.sum(1))
@@ -274,24 +275,18 @@ Weigh = Callable[[Bounds], Array]
 FindBounds = Callable[[Array], Bounds]
 
 
-class ClipFunction(Protocol):
-  def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
-    """Returns the bounds at which a loss rule clips these ratios."""
-
-
-class MaskFunction(Protocol):
-  def __call__(self, logp_BT: Array, batch: Batch) -> Array | None:
-    """Returns keep_BT, False for masked tokens; or None, which keeps all tokens."""
-
-
-class LossFunction(Protocol):
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
-    """Returns (gain_BT, bounds): the objective of each token, and the bounds used.
-
-    Training maximises the gain, which is 0 outside the loss mask.
-    """
+# (ratio_BT, batch, weigh) -> the bounds at which a loss rule clips these ratios.
+ClipFunction = Callable[[Array, Batch, Weigh], Bounds]
+# (logp_BT, batch) -> keep_BT, False for masked tokens; or None, which keeps all tokens.
+MaskFunction = Callable[[Array, Batch], Array | None]
+# (logp_BT, batch, find) -> (gain_BT, bounds): the objective of each token, and the bounds
+# used. Training maximises the gain, which is 0 outside the loss mask.
+LossFunction = Callable[[Array, Batch, FindBounds], tuple[Array, Bounds]]
+# (rate, G) -> the thresholds for groups of G, given the share of right responses.
+ThresholdFunction = Callable[[Array, int], PassRateThresholds]
+# (fresh, reevaluated, buffer, now, key, seats) -> `seats` groups and source_P, their
+# indices into SOURCES (-1 if empty).
+BatchFunction = Callable[..., tuple[Groups, Array]]
 
 
 class AdvantageFunction(Protocol):
@@ -307,21 +302,3 @@ class AdvantageFunction(Protocol):
 
     Rewards outside valid_PG, if given, are not compared.
     """
-
-
-class ThresholdFunction(Protocol):
-  def __call__(self, rate: Array, G: int) -> PassRateThresholds:
-    """Returns the thresholds for groups of G, given the share of right responses."""
-
-
-class BatchFunction(Protocol):
-  def __call__(
-    self,
-    fresh: Groups,
-    reevaluated: Groups,
-    buffer: ReplayBuffer,
-    now: int | Array,
-    key: Array,
-    seats: int,
-  ) -> tuple[Groups, Array]:
-    """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""

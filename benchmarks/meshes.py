@@ -112,7 +112,7 @@ def judge(job: Job, chip: Chip, memory: float) -> Choice:
   ValueError if model or rows do not divide over the mesh.
   """
   config = job.config
-  extra = budget.count(*job).buffer
+  extra = job.counted.buffer
   parts: list[Any] = []
   errors = []
   for find in (_update, _decoding):
@@ -148,18 +148,18 @@ def _update(job: Job, chip: Chip, memory):
   rows = config.minibatch_rows
   if rows % shards:
     raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
-  adapters = budget.adapters(config, spec)
+  sizes = job.sizes
   least = math.inf
   updates = []
   for steps in divisors(rows // shards):
-    changed = config.with_values(learner={'grad_accum_steps': steps})
-    schedule = budget.choose_schedule(changed, spec, mesh, memory)
-    needed = budget.count(changed, spec, schedule, mesh).update
+    sizes = sizes._replace(grad_accum_steps=steps)
+    schedule = budget.choose_schedule(sizes, spec, mesh, memory)
+    needed = budget.count(sizes, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
       batch = job.shape, rows, config.row_length, steps
       traffic = roofline.train_traffic(spec, schedule, *batch)
-      cost = roofline.train(spec, schedule, *batch, adapters)
+      cost = roofline.train(spec, schedule, *batch, sizes.adapters)
       seconds = roofline.bounds(cost, chip, mesh, traffic)
       updates.append((steps, schedule, needed, seconds))
   if not updates:
@@ -173,7 +173,7 @@ def _decoding(job: Job, chip: Chip, memory):
   shards = sharding.row_shards(mesh)
   T = config.row_length
   responses = config.prompts.count * config.sampler.group_size
-  b = budget.count(*job)
+  b = job.counted
   per_slot = budget.slot_bytes(spec, T, job.shape['tensor'])
   needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
@@ -232,6 +232,7 @@ def run(config: Config, topology: str) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
   chip, devices = devices_lib.count(topology)
   print(plan.heading(config, topology, chip, devices))
+  config = derive.decide(config, '')
   spec = programs.device_spec(config, devices[0].platform)
   found, refused = search(config, spec, chip, devices, plan.room(chip))
   print(table(found, refused))
@@ -244,8 +245,7 @@ def to_plan(arguments: Sequence[str]) -> tuple[Config, str]:
   """Returns the config and the topology of the flags of `bapo plan`."""
   os.environ.update(command.PLANNING)
   args = command.parse(['bapo', 'plan', *arguments])
-  config = command.config_of(args)
-  return derive.decide(config, '') if config.derived else config, args.topology
+  return command.config_of(args), args.topology
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bapo_jax import main as command
 from bapo_jax import sharding
+from bapo_jax.autosetup import derive
 from bapo_jax.learner import pictured
 from bapo_jax.models import decoder, ragged
 from bapo_jax.rollout import shapes
@@ -192,6 +193,7 @@ def run(config: Config, topology: str, mean_share: float) -> None:
   """Compiles the programs of a run for absent devices and prints the table."""
   chip, devices = devices_lib.attach(topology)
   print(plan.heading(config, topology, chip, devices))
+  config = derive.decide(config, '')
   mesh = resolve.make_mesh(config, devices)
   job = plan.planned(config, mesh, chip)
   linked = {

@@ -4,8 +4,8 @@ r"""RL with verifiable rewards on problems whose answers are integers in \boxed{
   .venv/bin/python -m bapo_jax.main --config=configs/aime.py --workdir=runs/tiny_fixed \
     --config.clip.rule=fixed
 
-`tiny` (the default): made problems (bapo_jax/data/made/synthetic.py) and a policy of
-0.1 M parameters (Qwen2 architecture), which gets a supervised warm start. It takes
+`tiny` (the default): made problems (bapo_jax/data/synthetic.py) and a policy of
+0.1 M parameters (Qwen2 architecture), which is part of the package. It takes
 minutes on two CPU cores; log/ has the held-out accuracy at temperature 1.
 
 `:recipe` is `tiny` with the clip rule of Balanced PO's public code: the lower bound

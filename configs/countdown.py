@@ -25,8 +25,9 @@ The cells of a seed share one warm start. A cell ends once it has sampled
 fewer steps.
 
 A problem has two or three numbers from 1 to 9 and a target up to 30, and its prompt is
-`5 6 3=13`. The warm start teaches the policy of 0.1 M parameters to try random chains.
-It then reaches the target sometimes, and fails many problems in all of eight responses.
+`5 6 3=13` (examples/countdown.py). The warm start teaches the policy of 0.1 M
+parameters to try random chains. It then reaches the target sometimes, and fails many
+problems in all of eight responses.
 
 From Batch Adaptation PO's public script: every 2 steps the actor gets the weights and
 hard problems are re-evaluated; groups of 8; no KL term (older scripts: 0.005 on
@@ -36,14 +37,11 @@ to 5/8 (reusable; script: 1/8 to 3/8). From Balanced PO (arXiv:2510.18927): the 
 of the bounds. log/ has the minutes on two CPU cores and the scores.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from ml_collections import ConfigDict
 
-from bapo_jax.data.made import countdown
-from bapo_jax.data.made.problem import Problem
-from bapo_jax.training.config import defaults, parse
+from bapo_jax.training.config import defaults
 
 if TYPE_CHECKING:
   from lab.experiments import Experiment
@@ -62,14 +60,14 @@ ARMS = {
   name: {'batch.rule': batch, 'clip.rule': clip, **TARGET[clip]}
   for name, batch, clip in CELLS
 }
-TURNS = 3
+PROBLEMS = 'examples/countdown.py:countdown'
 ARMS_OF_TURNS = {
   'grpo': ARMS['grpo'],
   'feedback': ARMS['grpo']
   | {
-    'problems.source': 'configs/countdown.py:proposals',
+    'problems.source': 'examples/countdown.py:proposals',
     'rollout.environment': 'feedback',
-    'rollout.max_turns': TURNS,
+    'rollout.max_turns': 3,
   },
 }
 VARIANTS = (*ARMS, 'feedback')
@@ -84,30 +82,6 @@ def get_config(arg: str = '') -> ConfigDict:
   config.title += f': {arg}'
   config.update_from_flattened_dict((ARMS | ARMS_OF_TURNS)[arg])
   return config
-
-
-def proposals() -> list[dict[str, Any]]:
-  """Returns the training problems, with up to TURNS random proposals as solutions."""
-  knobs = parse(embedded().to_dict()).problems
-  rng = np.random.default_rng(knobs.seed)
-  rows = []
-  for problem in countdown.generate(knobs)[: knobs.train]:
-    solutions = [_dialogue(problem, rng, knobs.countdown.target) for _ in range(8)]
-    text, answer, *_ = problem.row
-    rows.append({'problem': text, 'answer': answer, 'solutions': solutions})
-  return rows
-
-
-def _dialogue(problem: Problem, rng: np.random.Generator, largest: int) -> list[str]:
-  """Returns proposals and their values in turn, up to a right one: a, '=17', b, ..."""
-  parts = []
-  for turn in range(TURNS):
-    expression, _, value = countdown.chain(rng, problem.numbers, largest, 0.0)
-    parts.append(rf'\boxed{{{expression}}}')
-    if value == problem.answer or turn == TURNS - 1:
-      break
-    parts.append(f'={value}\n')
-  return parts
 
 
 def get_experiment(name: str) -> 'Experiment':
@@ -128,12 +102,7 @@ def embedded() -> ConfigDict:
   config.title = 'countdown, tiny'
   config.steps = 60
   config.responses = 30_720.0
-  config.problems.update(
-    source='countdown', test_source='countdown', train=1280, test=256
-  )
-  config.problems.countdown.update(
-    numbers=(2, 3), largest=9, target=30, wording='short'
-  )
+  config.problems.update(source=PROBLEMS, test_source=PROBLEMS)
   config.model.remat = 'none'  # there is memory enough
   config.prompts.max_prompt_tokens = 10
   config.sampler.max_new_tokens = 48

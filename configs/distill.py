@@ -27,7 +27,7 @@ if TYPE_CHECKING:
   from lab.experiments import Experiment
 
 NAMES = ('distill',)  # experiments
-LARGER = {'model.width': 128, 'model.heads': 8, 'model.kv_heads': 4, 'model.ffn': 384}
+LARGER = {'sft.width': 128, 'sft.heads': 8, 'sft.kv_heads': 4, 'sft.ffn': 384}
 WEIGHTS = 'runs/teacher/weights'
 ARMS = {
   'distilled': {'teacher.path': WEIGHTS, 'teacher.reward': False},

@@ -51,6 +51,6 @@ def base() -> ConfigDict:
   """Returns the knobs that both arms share."""
   config = defaults()
   config.title = 'trial, experts'
-  config.model.update(experts=8, active=2, ffn=96)
+  config.sft.update(experts=8, active=2, ffn=96)
   config.metrics.tensorboard = False
   return config

@@ -5,7 +5,7 @@ r"""A model and problems of your own: three knobs, and the run decides the other
     --config.problems.test_source=test.jsonl
 
 A knob that is None here is derived from model, problems and machine when the run
-begins, printed with its reason, and stored in config.json (autosetup/derive.py);
+begins, printed with its reason, and stored in resolved.json (autosetup/derive.py);
 --config.<knob>=... sets it instead. The clip rule is Balanced PO's, the batch rule
 takes fresh groups; docs/reference/algorithms.md lists the others. See also
 docs/guide/your_model.md.
@@ -13,8 +13,7 @@ docs/guide/your_model.md.
 
 from ml_collections import ConfigDict
 
-from bapo_jax.training.config import defaults
-from bapo_jax.training.knobs import DERIVABLE
+from bapo_jax.training.config import auto, defaults
 
 YOURS = ('model.path', 'problems.source', 'problems.test_source')
 
@@ -32,5 +31,5 @@ def get_config() -> ConfigDict:
   config.checkpoint.every = 25
   config.checkpoint.keep = 1
   with config.unlocked():
-    config.update_from_flattened_dict(dict.fromkeys((*YOURS, *DERIVABLE)))
+    config.update_from_flattened_dict(dict.fromkeys((*YOURS, *auto())))
   return config

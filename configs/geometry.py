@@ -4,10 +4,10 @@ r"""RL on pictures: what is asked for stands in the picture alone.
   .venv/bin/python -m bapo_jax.main --config=configs/geometry.py \
     --workdir=runs/geometry-1 --config.seed=1 --config.sft.seed=1
   .venv/bin/python -m bapo_jax.main --config=configs/geometry.py \
-    --workdir=runs/geometry --mode=eval --config.problems.drawn.kind=blank
+    --workdir=runs/geometry --mode=eval --config.problems.custom.kind=blank
 
 The default: bars that are drawn from a seed beside an axis, and a question such as
-`x1-x3 mod 10` (bapo_jax/data/made/drawn.py), for a policy of 0.16 M parameters, a tower
+`x1-x3 mod 10` (examples/drawn.py), for a policy of 0.16 M parameters, a tower
 of two layers included. A supervised warm start teaches both to read the bars, then to
 misread them; RL is what remains. Whoever does not see the picture is right one time in
 ten: the third command evaluates the run on the same problems with empty pictures.
@@ -43,9 +43,11 @@ def tiny() -> ConfigDict:
   config = defaults()
   config.title = 'drawn bars, tiny'
   config.steps = 40
-  config.model.tower.layers = 2
+  config.sft.tower.layers = 2
   config.model.remat = 'none'  # there is memory enough
-  config.problems.update(source='drawn', test_source='drawn', train=4096, test=512)
+  problems = 'examples/drawn.py:drawn'
+  config.problems.update(source=problems, test_source=problems)
+  config.problems.duplicates = 'keep'  # blank pictures may be equal
   config.prompts.max_prompt_tokens = 29  # 16 of the picture, 13 of the question
   config.sampler.max_new_tokens = 16
   config.sft.update(clean=1000, noisy=100, batch=64, slip=0.5, repeat=0.1)

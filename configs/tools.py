@@ -59,9 +59,8 @@ def base() -> ConfigDict:
   config = defaults()
   config.title = 'products'
   config.steps = 40
-  config.problems.update(
-    source='configs/tools.py:products', test_source='configs/tools.py:held_out'
-  )
+  problems = 'configs/tools.py:products'
+  config.problems.update(source=problems, test_source=problems)
   config.prompts.update(count=48, max_prompt_tokens=10)
   config.sampler.max_new_tokens = 24
   config.rewards.rule = 'exact'
@@ -72,17 +71,8 @@ def base() -> ConfigDict:
   return config
 
 
-def products() -> list[dict[str, Any]]:
-  """Returns the training problems, with solutions for the warm start."""
-  return _problems()[:TRAIN]
-
-
-def held_out() -> list[dict[str, Any]]:
-  """Returns the held-out problems."""
-  return _problems()[TRAIN:]
-
-
-def _problems():
+def products(split: str) -> list[dict[str, Any]]:
+  """Returns the problems of a split, with solutions for the warm start."""
   rng = np.random.default_rng(0)
   pairs = rng.permutation(NUMBERS**2)[: TRAIN + TEST]
   rows = []
@@ -90,7 +80,7 @@ def _problems():
     solutions = [_solution(rng, int(x), int(y)) for _ in range(8)]
     row = {'problem': f'{x}*{y}', 'answer': str(x * y), 'solutions': solutions}
     rows.append(row)
-  return rows
+  return rows[:TRAIN] if split == 'train' else rows[TRAIN:]
 
 
 def _solution(rng: np.random.Generator, x: int, y: int):

@@ -34,11 +34,16 @@ import numpy as np
 import optax
 from jax import Array
 
-from bapo_jax import sharding
 from bapo_jax.algorithms.clip import Balanced
+from bapo_jax.data import sources
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import synthetic
-from bapo_jax.data.tokenizer import Tokenizer, characters, decode_responses, encode
+from bapo_jax.data.tokenizer import (
+  EMBEDDED,
+  Tokenizer,
+  decode_responses,
+  encode,
+  load,
+)
 from bapo_jax.models import decoder, logprobs
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards.verifiers import verify as check
@@ -73,11 +78,11 @@ class Policy(NamedTuple):
 
 def make_policy() -> Policy:
   """Returns a small Qwen2-like model with a token per character, and its sampler."""
-  backend = characters()  # digits, signs and letters of these problems; others raise
-  eos = backend.convert_tokens_to_ids('<eos>')
-  tokenizer = Tokenizer(backend, (eos,), '{problem}\n')
+  # Digits, signs and letters of these problems; other characters raise an error.
+  tokenizer = load(EMBEDDED, '{problem}\n')
   spec = ModelSpec(
-    vocab=-(-len(backend) // 8) * 8,  # rounded up, so that it divides over devices
+    vocab=-(-len(tokenizer.backend) // 8)
+    * 8,  # rounded up, so that it divides over devices
     width=64,
     layers=2,
     heads=4,
@@ -91,7 +96,7 @@ def make_policy() -> Policy:
     max_new_tokens=RESPONSE,
     group_size=GROUP,
     temperature=1.0,
-    eos=(eos,),
+    eos=tokenizer.eos,
     max_num_seqs=PROBLEMS * GROUP,
     prefill_batch_size=PROBLEMS * GROUP,
     tokens_per_dispatch=8,  # tokens per call of the compiled program
@@ -99,18 +104,14 @@ def make_policy() -> Policy:
   return Policy(spec, tokenizer, engine)
 
 
-def warm_start(policy: Policy, problems: list, knobs: ProblemsConfig) -> dict:
+def warm_start(policy: Policy, imitated: list) -> dict:
   """Returns weights that imitate worked solutions: 700 steps right, 100 wrong ones.
 
-  solve(problem, rng, slip, repeat) writes one, to the prompt of problem.row. Without
+  row.solution(rng, slip, repeat) writes one, to the prompt of row.problem. Without
   solutions, start from models.transformer.init(policy.spec, jax.random.key(0)).
   """
-  imitated, solve = synthetic.to_imitate(knobs, tuple(problems))
-  mesh = sharding.make(1, 1, 1, jax.devices()[:1])  # data x fsdp x tensor
   length = PROMPT + RESPONSE
-  return sft.fit(
-    policy.tokenizer, policy.spec, mesh, length, imitated, solve, SftConfig(), seed=0
-  )
+  return sft.fit(policy.tokenizer, policy.spec, length, imitated, SftConfig())
 
 
 def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
@@ -119,7 +120,7 @@ def sample(policy: Policy, params: dict, problems: list, key: Array) -> dict:
   The log-probabilities are those of the sampling policy, mu.
   """
   template = policy.tokenizer.template
-  texts = [template.format(problem=p.text) for p in problems]
+  texts = [template.format(problem=row.problem) for row in problems]
   prompts = encode(policy.tokenizer, texts)
   tokens_PT = np.zeros((len(prompts), PROMPT), np.int32)
   for row, prompt in zip(tokens_PT, prompts, strict=True):
@@ -146,7 +147,7 @@ def verify(problems: list, texts: list[str]) -> np.ndarray:
 
   The rule `aime` reads integers from 0 to 999 in \\boxed{}.
   """
-  answers = np.repeat([p.row.answer for p in problems], GROUP)
+  answers = np.repeat([row.answer for row in problems], GROUP)
   right = [check('aime', *pair).earned for pair in zip(answers, texts, strict=True)]
   return np.reshape(right, (-1, GROUP)).astype(np.float32)
 
@@ -218,11 +219,11 @@ def accuracy(policy: Policy, params: dict, problems: list) -> float:
 
 def main(steps: int = STEPS) -> list[float]:
   """Trains the policy and prints its curve; returns the held-out accuracies."""
-  knobs = ProblemsConfig()
-  generated = synthetic.generate(knobs)  # 2,560 distinct problems in random order
-  problems, held_out = list(generated[:-HELD_OUT]), list(generated[-HELD_OUT:])
+  knobs = ProblemsConfig()  # 2,048 problems and HELD_OUT others
+  data = sources.read(knobs)
+  problems, held_out = data.training, data.held_out
   policy = make_policy()
-  params = warm_start(policy, problems, knobs)
+  params = warm_start(policy, sources.imitated(knobs, data))
   opt = OPTIMIZER.init(params)
   rng = np.random.default_rng(0)
   curve = [accuracy(policy, params, held_out)]

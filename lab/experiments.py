@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_jax import custom_code
-from bapo_jax.runtime import files, machine, metrics
+from bapo_jax.runtime import digests, files, machine, metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
 from bapo_jax.training.config import Config
@@ -159,8 +159,8 @@ def runs(experiment: Experiment) -> dict[str, RunSpec]:
     for factor, level in levels.items():
       knobs |= experiment.factors[factor][level]
     knobs |= {**experiment.arms[arm], **experiment.of_run(arm, levels, seed)}
-    # A seed has a warm start of its own, made without the user's cache.
-    of_seed = {'seed': seed, 'sft.seed': seed, 'cache': '', 'title': name}
+    # A seed has a policy of its own.
+    of_seed = {'seed': seed, 'sft.seed': seed, 'title': name}
     try:
       config = config_lib.parse(config_lib.merged(experiment.values, knobs | of_seed))
     except ValueError as error:
@@ -179,7 +179,8 @@ def run_name(arm: str, levels: Mapping[str, str], seed: int) -> str:
 
 def fingerprint(config: Config) -> str:
   """Returns twelve digits that change with any knob except the title."""
-  return config_lib.fingerprint(config.model_dump() | {'title': ''})
+  values = config.model_dump() | {'title': '', 'code': config.code}
+  return digests.fingerprint(values)
 
 
 def outcome(
@@ -231,7 +232,8 @@ def outcome(
 
 def sources(config: Config) -> dict[str, str]:
   """Returns the file -> text of every custom function that a config names."""
-  named = (entry.rpartition(' ')[0] for entry in config.code)
+  digests = ', '.join(config.code.values()).split(', ')
+  named = {digest.rpartition(' ')[0] for digest in digests} - {''}
   return {
     path: pathlib.Path(path).read_text(encoding='utf-8')
     for path in named

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from pydantic.fields import FieldInfo
 
+from bapo_jax import knobs
 from bapo_jax.algorithms import clip
 from bapo_jax.algorithms.clip import Balanced, ClipRule
 from bapo_jax.algorithms.loss import LossRule
@@ -82,7 +83,7 @@ SLIDERS = {
 LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high'}
 LEFT_OUT |= {'loss.reference', 'loss.reference_estimator'}
 RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
-LIMITS = ('least', 'most', 'above', 'below', 'infinite', 'rising')  # that the page uses
+LIMITS = {'ge': 'least', 'le': 'most', 'gt': 'above', 'lt': 'below'}  # on the page
 
 
 def knobs_of() -> dict[str, dict[str, Any]]:
@@ -115,8 +116,10 @@ def _described(name: str, field: FieldInfo) -> dict[str, Any]:
   common = {'value': field.default, 'meaning': field.description}
   if isinstance(field.default, str):
     return common | {'choices': typing.get_args(field.annotation)}
-  extra: Any = field.json_schema_extra
-  limits = {x: extra[x] for x in LIMITS if x in extra}
+  limits: dict[str, Any] = {LIMITS[x]: end for x, end in knobs.limits(field).items()}
+  if limits.get('most') == math.inf:
+    limits['infinite'] = bool(limits.pop('most'))
+  limits['rising'] = knobs.is_rising(field)
   part, *_, knob = name.split('.')
   slider = SLIDERS.get(name) or SLIDERS.get(f'{part}.{knob}') or _slider(field.default)
   return common | limits | {'slider': slider}
@@ -171,8 +174,8 @@ def refusals() -> dict[str, str]:
       'clip': ClipRule.rules.validate(of_clip),
       'loss': LossRule.rules.validate({'rule': rule, 'aggregate': aggregate}),
     }
-    for sentence in refusals_lib.of_config(config.model_copy(update=parts)):
-      refused.setdefault('|'.join(values), sentence)
+    for refusal in refusals_lib.of_config(config.model_copy(update=parts)):
+      refused.setdefault('|'.join(values), refusal.text)
   return refused
 
 

@@ -245,13 +245,13 @@ def contest(
   """
   if len(runs) < FEWEST:
     raise ValueError(f'{len(runs)} complete seeds; measure at least {FEWEST}')
-  path = 'alignment', str(cell[1])
+  figure = str(cell[1])
   chosen = []
-  gap_S = values(runs, cell[0], rule, *path)
+  gap_S = values(runs, cell[0], rule, 'alignment', figure)
   for i, run in enumerate(runs):
     others = runs if hindsight else [*runs[:i], *runs[i + 1 :]]
     chosen.append(best(others, cells))
-    gap_S[i] -= values([run], cell[0], chosen[i], *path)[0]
+    gap_S[i] -= values([run], cell[0], chosen[i], 'alignment', figure)[0]
   return chosen, gap_S
 
 

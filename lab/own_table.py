@@ -26,7 +26,7 @@ from bapo_jax import custom_code
 from bapo_jax.algorithms import loss
 from bapo_jax.algorithms.clip import ClipRule
 from bapo_jax.algorithms.loss import LossRule
-from bapo_jax.parts import Part
+from bapo_jax.parts import Custom, Part
 from bapo_jax.types import Batch, Bounds, ClipFunction
 from lab import rule_curves
 
@@ -220,7 +220,8 @@ def _weighed(
 
 def about(kind: type[Any]) -> str:
   """Returns the docstring of a rule without its list of arguments and results."""
-  text = inspect.getdoc(getattr(kind, 'function', kind)) or ''
+  rule = kind.function.function if issubclass(kind, Custom) else kind
+  text = inspect.getdoc(rule) or ''
   for heading in ('Args:', 'Returns:', 'Raises:'):
     text = text.partition(f'\n{heading}')[0]
   return text.strip()

@@ -42,9 +42,9 @@ def weights(rule: Rule, sign: int) -> np.ndarray:
   p_RP, ratio_RP = np.meshgrid(PROBABILITY, RATIO)
   possible_RP = p_RP <= ratio_RP
   adv_N = np.full(possible_RP.sum(), float(sign), np.float32)
-  tokens = ratio_RP[possible_RP], p_RP[possible_RP], adv_N
+  tokens = rule_curves.single(ratio_RP[possible_RP], p_RP[possible_RP], adv_N)
   found_RP = np.full(p_RP.shape, np.nan)
-  weight_B1 = microscope.unscaled(rule, *rule_curves.single(*tokens))
+  weight_B1 = microscope.unscaled(rule, *tokens)
   found_RP[possible_RP] = weight_B1[:, 0]
   return found_RP
 

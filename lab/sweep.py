@@ -6,8 +6,8 @@ r"""Runs an experiment with several workers, and tabulates its arms over the see
 
 Every run is a process on its own core. It trains in <runs>/<experiment>/<run> and then
 writes <results>/<experiment>/<run>.json; when all runs are done, these files become
-<results>/<experiment>.jsonl, a line per run. Of the runs with equal warm starts, the
-first computes the warm start and the others wait and copy it. Ctrl-C stops all runs
+<results>/<experiment>.jsonl, a line per run. Of the runs that start from the same
+policy wait for the first, which makes it in <runs>. Ctrl-C stops all runs
 after their step; the same command resumes. Overrides such as --config.steps=3 change
 the shared config; --table only prints the table. Results name a commit: uncommitted
 changes, and stored results of another config or code version, raise an error.
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from bapo_jax.run import experiment
-from bapo_jax.runtime import cache, machine
+from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import sweep as runner
@@ -86,18 +86,6 @@ def table(made: Experiment, results: str) -> str:
   return '\n\n'.join(filter(None, parts))
 
 
-def share(workdir: str, start: str, workdirs: Iterable[pathlib.Path]) -> bool:
-  """Copies a warm start from another workdir if needed; returns whether it exists."""
-  path = pathlib.Path(workdir, 'warmstart', start)
-  if not start or path.is_dir():
-    return True
-  for source in (each / 'warmstart' / start for each in workdirs):
-    if source.is_dir():
-      cache.copy(str(source), str(path))  # a kill leaves a complete copy or none
-      return True
-  return False
-
-
 def train_all(
   command: list[str],
   specs: Mapping[str, RunSpec],
@@ -111,20 +99,18 @@ def train_all(
   """
   commit({path for spec in specs.values() for path in experiments.sources(spec.config)})
   undone = experiments.undone(results, specs, machine.versions())
-  waiting = {run: runner.warm_start(spec.config) for run, spec in undone.items()}
-  log(f'{len(specs) - len(waiting)} of {len(specs)} runs are done.')
+  # Not the user's cache: a policy in it may be of another version.
+  os.environ['XDG_CACHE_HOME'] = os.path.abspath(pathlib.Path(folder).parent)
+  log(f'{len(specs) - len(undone)} of {len(specs)} runs are done.')
   # Runs of equal shapes share compiled programs; even small programs are cached.
   os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.abspath(f'{folder}/compiled')
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-  others = list(pathlib.Path(folder).parent.glob('*/*'))
-  others += [pathlib.Path(folder, run) for run in specs]
   with locked(folder), writable(folder):
     failed, signal = runner.drive(
-      waiting,
+      undone,
       lambda run, core: runner.launch(
         [*command, f'--only={run}'], f'{folder}/{run}.log', core
       ),
-      lambda run, start: share(f'{folder}/{run}', start, others),
       workers,
     )
   for run, status in failed.items():

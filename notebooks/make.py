@@ -68,7 +68,7 @@ def embedded(knobs: dict[str, Any]) -> Config:
 def batch(workdir: str) -> None:
   """Stores one stale minibatch of a run: eight groups, 32 updates after sampling."""
   config = embedded({})
-  t, s = build.start(config, workdir, PhaseTimer())
+  t, s = build.start(config, PhaseTimer())
   with checkpoint.manager(workdir, config.checkpoint.keep) as checkpoints:
     s, _ = resume.resume(checkpoints, t, s)
   keys = trainer.step_keys(config.seed, s.step)
@@ -115,9 +115,8 @@ def history() -> None:
   """
   config = embedded({
     'steps': 40,
-    'problems.level': 3,
-    'problems.train': 96,
-    'problems.test': 64,
+    'problems.custom.train': 96,
+    'problems.custom.test': 64,
     'prompts.count': 32,
     'sft.clean': 250,
     'sft.noisy': 0,
@@ -129,36 +128,33 @@ def history() -> None:
     'buffer.reeval_interval': 4,
   })  # fmt: skip
   steps = []
-  with tempfile.TemporaryDirectory() as workdir:
-    t, s = build.start(config, workdir, PhaseTimer())
-    while not trainer.finished(config, s):  # the lines of `trainer.train_loop`
-      keys = trainer.step_keys(config.seed, s.step)
-      s = trainer.sync_actor_if_due(t, s)
-      s, sampled = trainer.sample(t, s)
-      s, fresh, seats, source_P = trainer.fill_batch(t, s, sampled, keys)
-      s = trainer.free_actor_if_due(t, s)
-      s, _ = trainer.update(t, s, seats, source_P, keys.update)
-      s, moves = trainer.insert(t, s, fresh, sampled.reevaluated, seats, source_P)
-      s = s.replace(step=s.step + 1)
+  t, s = build.start(config, PhaseTimer())
+  while not trainer.finished(config, s):  # the lines of `trainer.train_loop`
+    keys = trainer.step_keys(config.seed, s.step)
+    s = trainer.sync_actor_if_due(t, s)
+    s, sampled = trainer.sample(t, s)
+    s, fresh, seats, source_P = trainer.fill_batch(t, s, sampled, keys)
+    s = trainer.free_actor_if_due(t, s)
+    s, _ = trainer.update(t, s, seats, source_P, keys.update)
+    s, moves = trainer.insert(t, s, fresh, sampled.reevaluated, seats, source_P)
+    s = s.replace(step=s.step + 1)
 
-      asked = concat(*(rollout.groups for rollout in fresh))
-      hard = sampled.reevaluated.groups
-      padding = (0, config.buffer.reevaluate - len(hard.id_P))
-      row = {
-        'source_SP': source_P,
-        'batch_id_SP': seats.id_P,
-        'fresh_id_SP': asked.id_P,
-        'fresh_correct_SP': num_correct(asked),
-        'reevaluated_id_SR': np.pad(hard.id_P, padding, constant_values=-1),
-        'reevaluated_correct_SR': np.pad(
-          num_correct(hard), padding, constant_values=-1
-        ),
-      }
-      for part in ('hard', 'reusable'):
-        groups = getattr(s.buffer, part)
-        row[f'{part}_id_SN'] = np.where(groups.completed_step_P < 0, -1, groups.id_P)
-      row |= {f'{name}_S': np.int32(moves[f'buffer/{name}']) for name in MOVES}
-      steps.append(jax.device_get(row))
+    asked = concat(*(rollout.groups for rollout in fresh))
+    hard = sampled.reevaluated.groups
+    padding = (0, config.buffer.reevaluate - len(hard.id_P))
+    row = {
+      'source_SP': source_P,
+      'batch_id_SP': seats.id_P,
+      'fresh_id_SP': asked.id_P,
+      'fresh_correct_SP': num_correct(asked),
+      'reevaluated_id_SR': np.pad(hard.id_P, padding, constant_values=-1),
+      'reevaluated_correct_SR': np.pad(num_correct(hard), padding, constant_values=-1),
+    }
+    for part in ('hard', 'reusable'):
+      groups = getattr(s.buffer, part)
+      row[f'{part}_id_SN'] = np.where(groups.completed_step_P < 0, -1, groups.id_P)
+    row |= {f'{name}_S': np.int32(moves[f'buffer/{name}']) for name in MOVES}
+    steps.append(jax.device_get(row))
   columns = {
     k: np.asarray([row[k] for row in steps]).astype(np.int16) for k in steps[0]
   }
@@ -172,7 +168,7 @@ def num_correct(groups: Groups) -> np.ndarray:
 
 
 def runs() -> None:
-  """Stores GRPO and both methods of the project, trained from one warm start.
+  """Stores GRPO and both methods of the project, trained from one policy.
 
   A stored run has the config, the metrics that the notebook draws, and six groups of
   the last step, in the files of a workdir.
@@ -193,8 +189,6 @@ def runs() -> None:
         'metrics.tensorboard': False,
       })  # fmt: skip
       workdir, folder = pathlib.Path(scratch, name), HERE / '4_runs' / name
-      if name == 'both':
-        shutil.copytree(pathlib.Path(scratch, 'grpo/warmstart'), workdir / 'warmstart')
       experiment.train(config, str(workdir))
       copy_step(workdir, folder, 6)
       rows = [{k: r[k] for k in r if k in names} for r in metrics.read(workdir)]

@@ -9,7 +9,6 @@ JSON texts that end in a zero byte (--remote-debugging-pipe), so no package is n
       assert page.requests == page.errors == []
 """
 
-import base64
 import contextlib
 import itertools
 import json
@@ -171,16 +170,6 @@ class Page:
     if 'exceptionDetails' in answer:
       raise RuntimeError(_described(answer['exceptionDetails']))
     return answer['result'].get('value')
-
-  def screenshot(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
-    """Writes a PNG of the window, or of the whole page."""
-    options: dict[str, Any] = {'captureBeyondViewport': whole}
-    if whole:
-      size = self._browser.call('Page.getLayoutMetrics', self._session)
-      box = size['cssContentSize']
-      options['clip'] = {**box, 'x': 0, 'y': 0, 'scale': 1}
-    shot = self._browser.call('Page.captureScreenshot', self._session, **options)
-    pathlib.Path(path).write_bytes(base64.b64decode(shot['data']))
 
   @property
   def requests(self) -> list[str]:

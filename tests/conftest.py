@@ -29,7 +29,7 @@ os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *FLAGS])
 # tests inherit.
 COMPILED = '' if 'JAX_COMPILATION_CACHE_DIR' in os.environ else tempfile.mkdtemp()
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', COMPILED)
-# Tests without the knob `cache` of TINY must not find the warm starts of the user.
+# Runs of tests share their embedded policies, and must not find those of the user.
 USER = '' if 'PYTEST_XDIST_WORKER' in os.environ else tempfile.mkdtemp()
 os.environ['XDG_CACHE_HOME'] = USER or os.environ['XDG_CACHE_HOME']
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
@@ -117,18 +117,6 @@ def one_device() -> Iterator[None]:
   """Hides seven of the eight devices, as a run on a laptop needs."""
   with runs.one_device():
     yield
-
-
-@pytest.fixture(scope='session')
-def warm_start(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """Returns a workdir with only the problems and the warm start of a tiny run."""
-  return runs.shared(tmp_path_factory, 'warm_start', runs.warm_start)
-
-
-@pytest.fixture
-def warm(warm_start: pathlib.Path, tmp_path: pathlib.Path) -> Callable:
-  """Returns a function that copies the warm start to a workdir of the test."""
-  return lambda name='run': runs.copied(warm_start, tmp_path / name)
 
 
 @pytest.fixture(scope='session')

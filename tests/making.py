@@ -19,7 +19,7 @@ from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.types import Batch, Groups
+from bapo_jax.types import Batch, Groups, Prompts
 from lab import experiments
 
 SPEC = transformer.ModelSpec(
@@ -45,6 +45,9 @@ SEEING = dataclasses.replace(
 
 # Contribution and weight of a bound search.
 KINDS = [(c, w) for c in ('gradient', 'surrogate') for w in ('one', 'behaviour')]
+
+# The tokens of the embedded policy's tokenizer, in order.
+CHARACTERS = ('<pad>', '<eos>', r'\boxed{', *'}\n 0123456789+-*=|modx/()', '<image>')
 
 # Of a tiny model, as a config.json spells them.
 SIZES = {
@@ -206,6 +209,41 @@ def generate(
   return rollouts.rows
 
 
+def sampled(params, spec, P, G, T, right) -> Groups:
+  """Returns groups [P, G, T] that weights sampled, as learner step 5.
+
+  Prompts have four tokens; right[i] of G responses are right.
+  """
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    np.arange(P, dtype=np.int32),
+    rng.integers(2, 11, (P, 4)).astype(np.int32),
+    np.full(P, 4, np.int32),
+  )
+  rows = generate(
+    params,
+    prompts,
+    np.arange(P * G, dtype=np.uint32),
+    jax.random.key(1),
+    spec=spec,
+    group_size=G,
+    max_new_tokens=T - 4,
+    temperature=1.0,
+    eos=(1,),
+    max_num_seqs=P * G,
+    prefill_batch_size=P * G,
+    tokens_per_dispatch=T - 4,
+  )
+  found = groups(range(P), right, [5] * P, G, T)._replace(
+    tokens_PGT=rows.tokens_BT.reshape(P, G, T),
+    response_mask_PGT=rows.response_mask_BT.reshape(P, G, T),
+    behavior_logp_PGT=rows.logp_BT.reshape(P, G, T),
+  )
+  if spec.experts:
+    found = found._replace(routes_PGTX=rows.routes_BTX.reshape(P, G, T, -1))
+  return found
+
+
 def exact_tokens(seed, B=8, T=6, negative=0.5):
   """Returns random (ratio_BT, batch) on a coarse grid: float32 sums are exact."""
   rng = np.random.default_rng(seed)
@@ -223,6 +261,17 @@ def weigh(ratio_BT, batch):
   """Returns a function bounds -> r A per token: the clipped loss's, none cut."""
   adv_BT = jnp.asarray(batch.adv_BT)
   return lambda bounds: jnp.where(adv_BT == 0, 0, ratio_BT * adv_BT)
+
+
+def applied(rules, logp_BT, batch):
+  """Returns (sum of gains, weights) under a loss, a clip and a mask rule."""
+  logp_BT = jnp.asarray(logp_BT)
+  find = loss.finder(rules, logp_BT, batch, jnp.ones(len(logp_BT)))
+
+  def total(logp_BT):
+    return loss.gain(rules[0], logp_BT, batch, find)[0].sum()
+
+  return jax.value_and_grad(total)(logp_BT)
 
 
 def mixed_tokens(B=8, T=5, seed=0):

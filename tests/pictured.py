@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import pathlib
 from typing import NamedTuple
 
 import making
@@ -105,25 +106,27 @@ def problems() -> Pictured:
 
 
 # A tiny run on drawn pictures; see runs.TINY.
+PICTURES = f'{pathlib.Path(__file__).parents[1]}/examples/drawn.py:drawn'
 DRAWN = {
-  'problems.source': 'drawn',
-  'problems.test_source': 'drawn',
-  'problems.drawn.shown': 2,
-  'problems.drawn.terms': 1,
+  'problems.source': PICTURES,
+  'problems.test_source': PICTURES,
+  'problems.custom.shown': 2,
+  'problems.custom.terms': 1,
+  'problems.custom.train': 24,
+  'problems.custom.test': 4,
   'prompts.max_prompt_tokens': 26,
   'prompts.count': 4,
   'sampler.max_num_seqs': 8,
   'sampler.prefill_batch_size': 8,
-  'model.tower.layers': 2,
-  'model.tower.width': 8,
-  'model.tower.ffn': 8,
-  'problems.test': 4,
+  'sft.tower.layers': 2,
+  'sft.tower.width': 8,
+  'sft.tower.ffn': 8,
   'sampler.max_new_tokens': 8,
   'sft.clean': 2,
 }
 
 # The embedded policy's reader, and a tower of one layer for its token of pictures.
-READER = tokenizer.load('characters', '{problem}\n')
+READER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 ONE_LAYER = dataclasses.replace(
   making.SEEING.vision,
   width=16,
@@ -131,5 +134,5 @@ ONE_LAYER = dataclasses.replace(
   heads=2,
   ffn=16,
   full_layers=(0,),
-  image_token=tokenizer.CHARACTERS.index('<image>'),
+  image_token=making.CHARACTERS.index('<image>'),
 )

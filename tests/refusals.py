@@ -31,6 +31,14 @@ def refusal(**dotted) -> str:
   return str(error.value)
 
 
+def sentence_of(function, *args, **kwargs) -> str:
+  """Returns the one line of the ValueError that a call raises."""
+  with pytest.raises(ValueError) as error:
+    function(*args, **kwargs)
+  assert '\n' not in str(error.value)
+  return str(error.value)
+
+
 def refused(flags: Sequence[str]) -> str:
   """Returns the one line on stderr by which `bapo_jax.main` refuses these flags."""
   out, err, verbosity = io.StringIO(), io.StringIO(), logging.get_verbosity()

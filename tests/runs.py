@@ -28,8 +28,7 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment, resume
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
-from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, checkpoint, config, needs, policy, resolve
+from bapo_jax.training import build, checkpoint, config, needs
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import TrainState
 from bapo_jax.types import ReplayBuffer, Tree
@@ -40,19 +39,17 @@ CONFIG = ROOT / 'configs' / 'aime.py'
 # Of the tests, without their number of devices: children find programs in the cache.
 GIVEN = os.environ.get('XLA_FLAGS', '').split()
 FLAGS = ' '.join(flag for flag in GIVEN if 'device_count' not in flag)
+CHAINS = f'{ROOT}/tests/chains.py:chains'
 TINY: dict[str, Any] = {
-  'cache': '',
   'steps': 4,
-  'model.width': 16,
-  'model.layers': 1,
-  'model.heads': 2,
-  'model.kv_heads': 2,
-  'model.head_width': 8,
-  'model.ffn': 16,
-  'problems.family': 'chain',  # one guess in ten is right: something to learn
-  'problems.level': 1,
-  'problems.train': 24,
-  'problems.test': 16,
+  'sft.width': 16,
+  'sft.layers': 1,
+  'sft.heads': 2,
+  'sft.kv_heads': 2,
+  'sft.head_width': 8,
+  'sft.ffn': 16,
+  'problems.source': CHAINS,  # one guess in ten is right: something to learn
+  'problems.test_source': CHAINS,
   'prompts.count': 8,
   'sampler.group_size': 4,
   'sampler.max_new_tokens': 12,
@@ -121,7 +118,7 @@ def flags(
   tiny = {name: f'--config.{name}={value}' for name, value in rest.items()}
   values = config.load(str(file))
   found = config.overrides([*tiny.values(), *made, *given], values)
-  merged = config.decided(config.merged(values, found))
+  merged = config.merged(values, found)
   # Not parsed: a knob without an effect may not fit, such as too small a buffer.
   inert = needs.inert(Config.model_validate(merged))
   return [flag for name, flag in tiny.items() if name not in inert] + made
@@ -212,12 +209,6 @@ def shared(
   return path
 
 
-def warm_start(workdir: pathlib.Path) -> None:
-  """Writes the problems and the warm start of a tiny run to the workdir."""
-  with one_device():
-    policy.load(resolve.resolve(tiny()), str(workdir), PhaseTimer())
-
-
 def copied(source: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
   """Copies a workdir; returns the copy."""
   shutil.copytree(source, to)
@@ -240,7 +231,7 @@ TALK = {
   'rollout.environment': f'{ROOT}/tests/my_functions.py:answer',
   'rollout.max_turns': 3,
 }
-ROUTED = {'model.experts': 4, 'model.ffn': 8}
+ROUTED = {'sft.experts': 4, 'sft.ffn': 8}
 PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
   'whole': BOTH,
@@ -253,7 +244,7 @@ RECORDED: dict[str, dict[str, Any]] = {
 def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   """Returns the recorded run of this name; the first call of a session trains it.
 
-  Models without a warm start are rewarded for responses of an odd length.
+  Models that are not trained first are rewarded for responses of an odd length.
   """
   knobs = RECORDED[name]
   if name == 'adapters':
@@ -262,8 +253,6 @@ def recorded(factory: pytest.TempPathFactory, name: str) -> Recorded:
   verifier = None if name in ('whole', 'partial') else making.OddVerifier
 
   def make(workdir: pathlib.Path) -> None:
-    if verifier is None:
-      copied(shared(factory, 'warm_start', warm_start), workdir)
     assert train(made, workdir, verifier) == 0
 
   return Recorded(made, shared(factory, f'recorded_{name}', make), verifier)
@@ -291,7 +280,7 @@ def source(path: pathlib.Path) -> str:
   spec = hf_config.read_spec(str(path), 'float32')
   flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
-  tokenizer = tokenizer_lib.characters()
+  tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   tokenizer.chat_template = f'Q: {tokenizer.chat_template}'
   tokenizer.save_pretrained(path)
   ends = {'eos_token_id': [1, 4], 'top_p': 0.95, 'do_sample': True}

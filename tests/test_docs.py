@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from bapo_jax.data import sources
 from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
@@ -15,7 +16,6 @@ from bapo_jax.training import needs, trainer
 from bapo_jax.training.config import (
   PARTS,
   Config,
-  decided,
   load,
   merged,
   overrides,
@@ -61,7 +61,7 @@ def overridden(line: str) -> Config:
   texts = [(name, text.strip('"')) for name, text in OVERRIDE.findall(line)]
   flags = [f'--config.{name}={x}' for name, x in texts if x and not x.startswith('<')]
   given = overrides(flags, values)
-  made = parse(decided(merged(values, given)))
+  made = parse(merged(values, given))
   needs.refuse(given, [made])
   return made
 
@@ -92,6 +92,19 @@ def test_the_config_file_of_running_is_valid(tmp_path):
   config = read_config(str(tmp_path / file), re.findall(r'--config\.\S+', command))
   assert (config.steps, config.seed, config.clip.high) == (400, 1, 1.28)
   assert read_config(str(tmp_path / 'my.py'), []).steps == 20
+
+
+def test_the_function_of_problems_gives_a_run_its_problems(tmp_path):
+  page = DOCS['docs/guide/data_and_rewards.md']
+  (text,) = re.findall(r'```python\n(# my.py\n[^`]*def doubles[^`]*)```', page)
+  (tmp_path / 'my.py').write_text(text)
+  source = f'{tmp_path}/my.py:doubles'
+  problems = {'source': source, 'test_source': source, 'custom': {'count': 9}}
+  config = parse({'problems': problems})
+  data = sources.read(config.problems)
+  assert len(data.training) == len(data.held_out) == 9
+  assert data.training != data.held_out
+  assert sources.imitated(config.problems, data) == data.training
 
 
 def test_a_wrong_override_is_found():

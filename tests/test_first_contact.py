@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import pathlib
-import sys
 
 import jax
 import jsonschema
 import numpy as np
-import processes
 import pytest
 
 from bapo_jax import sharding
@@ -171,24 +169,3 @@ def test_a_crash_and_a_lack_of_time_are_results(capfd):
   assert 'Traceback' in capfd.readouterr().err
   late = section.start('rates', Context(seconds=0.2))
   assert late['state'] == 'skipped' and 'out of time' in late['reason']
-
-
-@pytest.mark.nightly
-def test_the_whole_runs_on_a_cpu_in_ten_minutes(tmp_path):
-  out = tmp_path / 'cpu.json'
-  command = sys.executable, '-m', 'benchmarks.first_contact', f'--out={out}'
-  done = processes.call(*command, JAX_PLATFORMS='cpu', XLA_FLAGS='')
-  document = json.loads(done.stdout.splitlines()[-1])
-  jsonschema.validate(document, SCHEMA)
-  assert document == json.loads(out.read_text())
-  assert document['minutes'] < 10
-  passed = {name for name, state in states(document).items() if state == 'passed'}
-  assert {
-    'rates',
-    'parity',
-    'kernels',
-    'experts',
-    'decode 0.1M',
-    'train 0.1M',
-    'main job',
-  } == passed

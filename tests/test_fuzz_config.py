@@ -24,7 +24,7 @@ FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
 SECTIONS = sorted({name.rpartition('.')[0] for name in FIELDS} - {''})
 NUMBERS = (0, 1, -1, 7, 2**31 - 1, 2**31, 10**400, -(10**400))
 NUMBERS += (-0.0, 0.5, 1.0, 1.5, 1e-300, 1e300, math.inf, -math.inf, math.nan)
-NO_ROWS = sources.Data([], [], {})
+NO_ROWS = sources.Data([], [])
 LIMIT_S = 60  # thousands of times what a refusal takes
 CELL = ('a', 'fresh_only', 'fixed')
 OTHERS = (None, True, False, '', 'x', 'fresh', 'a\nb', 'é\ud800', 'y' * 10_000)
@@ -40,8 +40,7 @@ TEXTS += ('(1,)*10**9', '10**10**10', '{1: 2}', '3,', '\\')
 def value(rng: random.Random, name: str):
   """Some value for a knob: at its limits, of its type, or anything."""
   field, default = FIELDS[name]
-  limits = field.json_schema_extra or {}
-  edges = [limits[key] for key in ('least', 'most', 'above', 'below') if key in limits]
+  edges = knobs.limits(field).values()
   near = [one for edge in edges for one in (edge, edge - 1, edge + 1, edge + 1e-9)]
   scaled = [default * n for n in (2, 1000)] if isinstance(default, int | float) else []
   choices = (near + scaled + [default], NUMBERS, OTHERS)
@@ -71,10 +70,11 @@ def check_sentence(error: ValueError) -> None:
 
 def check_trainable(config: Config) -> None:
   """Model, decode slots and train step have shapes; nothing is allocated."""
-  config = config.with_values(model={'attention': 'auto'})  # others need their device
+  config = config.with_values(model={'attention': None})  # others need their device
   mesh = sharding.make(devices=jax.devices()[:1])
   model = inputs.open_model(config)
-  counted = budget.count(config, model.spec, Schedule(), mesh)
+  sizes = budget.sizes_of(config, model.spec)
+  counted = budget.count(sizes, model.spec, Schedule(), mesh)
   try:
     budget.check(counted, 2**34)
   except ValueError as error:
@@ -83,7 +83,7 @@ def check_trainable(config: Config) -> None:
   params = transformer.abstract(r.spec)
   opt = jax.eval_shape(build.optimizer(config).init, params)
   engine = build.make_engine(r)
-  jax.eval_shape(lambda: engine.empty(config.places * config.sampler.group_size))
+  jax.eval_shape(engine.empty(config.places * config.sampler.group_size))
   step = build.make_train_step(config, r.spec)
   found = jax.eval_shape(step, params, opt, build.abstract_batch(config, mesh))
   shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found[0], params))

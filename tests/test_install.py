@@ -46,6 +46,8 @@ def bapo(installed, *args, **kwargs):
 
 def test_the_command_reads_the_configs_of_the_current_folder(installed, tmp_path):
   assert 'configs/aime.py[:tiny|' in bapo(installed, status=2).stderr
+  policies = [path.name for path in installed.glob('bapo_jax/policies/*/*.safetensors')]
+  assert policies == ['model.safetensors']
   done = bapo(installed, 'show', '--help')
   assert '--views' in done.stdout and not done.stderr
   flags = '--config=configs/aime.py', f'--workdir={tmp_path}'

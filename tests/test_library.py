@@ -33,10 +33,10 @@ def executed(name, **replaced):
   return variables
 
 
-def test_train(warm, monkeypatch):
+def test_train(tmp_path, monkeypatch):
   monkeypatch.chdir(ROOT)
-  workdir = warm('sums')
-  idle = needs.inert(runs.tiny(), ())
+  workdir = tmp_path / 'sums'
+  idle = needs.inert(runs.tiny())
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}
   given = {"{'steps': 2}": repr(small), "'runs/python'": repr(str(workdir))}
@@ -79,7 +79,7 @@ def test_rows_may_be_a_table_with_numbers_of_numpy(kind, monkeypatch, tmp_path):
     reward=constant,
   )
   ((config, _),) = started
-  data = sources.read(config.problems)
+  data = sources.read(config.problems, whole=True)
   assert len(data.training) == len(data.held_out) == 20
   row = data.held_out[3]
   assert (row.problem, row.answer) == ('3+1', '4')

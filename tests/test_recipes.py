@@ -83,7 +83,7 @@ def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
     changed[section][name] = value
   chip, rows = compiled(topology, where, config.with_values(**changed), '7B', tmp_path)
   for name, row in rows.items():
-    assert plan.left(row, chip) >= 0, name
+    assert row.left(chip) >= 0, name
   # The error that training/budget.py states for an update.
   update, decoding = rows['train step'].total, rows['decode'].total
   assert choice.update_bytes == pytest.approx(update, rel=0.17)

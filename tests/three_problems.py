@@ -7,7 +7,7 @@ from bapo_jax.data.row import Row
 from bapo_jax.models import decoder, transformer
 from bapo_jax.rollout.engine import RolloutEngine
 
-TOKENIZER = tokenizer.load('characters', '{problem}\n')
+TOKENIZER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 SPEC = transformer.ModelSpec(
   vocab=25, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
 )

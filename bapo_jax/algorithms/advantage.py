@@ -4,6 +4,7 @@ A rule maps reward_PG to adv_PG, and returns zeros for a group of equal rewards.
 step rewards it is also called with those of all steps of a group.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ class AdvantageRule(Part):
   """Turns the rewards of a group into advantages."""
 
   arguments = ('reward_PG',)
+  returns = ('adv_PG',)
   # 'groups': is called with Groups in place of reward_PG, and returns adv_PGT.
   reads: ClassVar[Literal['rewards', 'groups']] = 'rewards'
 
@@ -27,6 +29,15 @@ class AdvantageRule(Part):
     Rewards outside valid_PG are not compared, and the result there is 0; None: all are.
     """
     raise NotImplementedError
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses step rewards with a custom rule that reads one reward per response."""
+    if config.rewards.custom.steps and self.custom and self.reads == 'rewards':
+      yield (
+        f'advantage.rule={self.rule} reads one reward per response, but rewards.rule='
+        f"{config.rewards.rule} returns steps; declare reads='groups' and return "
+        'adv_PGT'
+      )
 
 
 class GroupRelative(AdvantageRule):

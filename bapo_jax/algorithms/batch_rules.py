@@ -17,10 +17,12 @@ seats are empty (DAPO's dynamic sampling).
 3. X3: reusable groups from the replay buffer, drawn at random.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bapo_jax.knobs import Section, knob
@@ -47,7 +49,7 @@ class SourceWeights(Section):
     1.0,
     'Factor on the advantage of re-evaluated rows.',
     least=0,
-    needs=('batch.reevaluates', 'buffer.reevaluate > 0'),
+    needs=('batch.reevaluates', 'buffer.reevaluate'),
   )
   reused: float = knob(
     1.0, 'Factor on the advantage of reused rows.', least=0, needs='batch.uses_buffer'
@@ -58,9 +60,11 @@ class BatchRule(Part):
   """Selects the groups of a batch; its class variables declare what a rule needs."""
 
   arguments = ('fresh', 'reevaluated', 'buffer', 'now', 'key', 'seats')
+  returns = ('groups', 'source_P')
   uses_buffer: ClassVar[bool] = False  # reads the replay buffer
   reevaluates: ClassVar[bool] = False  # reads re-evaluated groups of hard problems
   asks_again: ClassVar[bool] = False  # more prompts are sampled while seats are empty
+  only_learnable: ClassVar[bool] = False  # drops groups with one verdict
 
   weights: SourceWeights = knob(SourceWeights, 'Weights by source.')
   max_extra_rounds: int = knob(
@@ -82,6 +86,37 @@ class BatchRule(Part):
   ) -> tuple[Groups, Array]:
     """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
     raise NotImplementedError
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses knobs with which no row, or not every row that teaches, is used."""
+    sources = config.sources
+    if not any(getattr(self.weights, source) for source in sources):
+      given = ', '.join(f'batch.weights.{source}=0' for source in sources)
+      yield (
+        f'{given} leaves no row with an advantage, because with batch.rule='
+        f'{self.rule!r} rows are {", ".join(sources)}; set one of these weights above 0'
+      )
+    teacher = config.teacher
+    if self.only_learnable and teacher.path and not teacher.reward:
+      yield (
+        f'batch.rule={self.rule!r} drops groups with one verdict, which also teach if '
+        "teacher.reward=False; choose batch.rule='fresh_only' or 'replay'"
+      )
+    if config.rollout.depth and self.extra_rounds:
+      yield (
+        f'batch.rule={self.rule!r} samples up to batch.max_extra_rounds='
+        f'{self.extra_rounds} more rounds if a step has too few groups, but '
+        f'rollout.depth={config.rollout.depth} samples before that step; set '
+        'rollout.depth=0 or batch.max_extra_rounds=0'
+      )
+
+  def fault(self, result, example) -> str:
+    """Says whether a seat has a source that its group cannot have."""
+    groups, source_P = result
+    last_P = np.where(groups.completed_step_P < 0, -1, 2)
+    if ((source_P < -1) | (source_P > last_P)).any():
+      return f'returns source_P={source_P}; give -1 for empty groups, else 0, 1 or 2'
+    return ''
 
   def seats(self, prompts: int) -> int:
     """Returns the number of groups in a batch, for `prompts` prompts per step."""
@@ -118,6 +153,7 @@ class LearnableOnly(BatchRule):
   """
 
   asks_again = True
+  only_learnable = True
 
   rule: Literal['learnable_only'] = 'learnable_only'
 
@@ -170,6 +206,18 @@ class Replay(BatchRule):
     """Returns the number of groups in a batch, fresh and replayed."""
     return prompts * (1 + self.replay_ratio)
 
+  def refuses(self, config) -> Iterator[str]:
+    """Also refuses a buffer with fewer groups than a batch replays."""
+    yield from super().refuses(config)
+    count = config.prompts.count or 0  # None: not decided yet
+    replayed = count * self.replay_ratio
+    if config.buffer.capacity < replayed:
+      yield (
+        f'buffer.capacity={config.buffer.capacity} is less than the groups that a '
+        f'batch replays (prompts.count={count} x batch.replay_ratio='
+        f'{self.replay_ratio} = {replayed}); give {replayed} or more'
+      )
+
 
 class Adapted(BatchRule):
   """Fills the seats from X1, X2 and X3 in this order (arXiv:2602.20722, Def. 3.1).
@@ -183,6 +231,7 @@ class Adapted(BatchRule):
 
   uses_buffer = True
   reevaluates = True
+  only_learnable = True
 
   rule: Literal['adapted'] = 'adapted'
 

@@ -73,10 +73,13 @@ def search(
     The bounds, with `cap` and `dual` inf. If no token counts, they stay at the start.
   """
   plus_BT, minus_BT = contributions(ratio_BT, batch, k, weight_BT)
-  positives, negatives = (plus_BT > 0).any(), (minus_BT > 0).any()
+  positives = (plus_BT > 0).any()
+  negatives = (minus_BT > 0).any()
   evidence = positives | negatives
-  down, up = len(lows) - 1, len(highs) - 1  # steps of the lower and the upper bound
-  low_points, high_points = jnp.asarray(lows), jnp.asarray(highs)
+  down = len(lows) - 1  # steps of the lower bound
+  up = len(highs) - 1
+  low_points = jnp.asarray(lows)
+  high_points = jnp.asarray(highs)
 
   # Point `index` of the path: all steps of the first leg, then those of the second.
   def bounds(index: Array | int) -> tuple[Array, Array]:
@@ -104,9 +107,9 @@ def search(
   # search must not move, or a batch without advantages would open the bounds.
   met = (index < end) & evidence
   index = jnp.where(met, index, jnp.where(evidence, down + up, 0))
-  none, one_sided = jnp.float32(math.inf), negatives & ~positives
-  ends = *bounds(index), none, none, *bounds(0)
-  return Bounds(*ends, index, met, ~evidence, one_sided)
+  inf = jnp.float32(math.inf)
+  one_sided = negatives & ~positives
+  return Bounds(*bounds(index), inf, inf, *bounds(0), index, met, ~evidence, one_sided)
 
 
 def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:

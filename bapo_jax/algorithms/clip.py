@@ -12,31 +12,36 @@ explains why bisection finds the same bounds as the published loop.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
 import pydantic
+from annotated_types import Interval
 from jax import Array
 
 from bapo_jax.algorithms import bound_search
 from bapo_jax.algorithms.bound_search import Contribution, Order
-from bapo_jax.knobs import Range, knob
+from bapo_jax.knobs import Range, Rising, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import Batch, Bounds, Source, Weigh
 
 TOLERANCE = 1e-4  # largest error of a bound with resolution='continuous'
 WIDEST = 1e6  # points of a searched range
+LOWEST = 0.5  # published lower bounds are 0 or above this
 
 
 class ClipRule(Part):
   """Limits how far updates may move the probability of a token."""
 
   arguments = ('ratio_BT', 'batch', 'weigh')
+  returns = ('bounds',)
   # A rule gives no bounds, `bounds`, or a `mask` of tokens, which fits any loss rule.
   gives: ClassVar[Literal['nothing', 'bounds', 'mask']] = 'bounds'
   # A rule that searches bounds balances the contributions of tokens to this sum.
   searches: ClassVar[Literal['nothing', 'gradient', 'surrogate']] = 'nothing'
+  whole_minibatch: ClassVar[bool] = True  # bounds depend on all tokens of a minibatch
 
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     """Returns the bounds at which a loss rule clips these ratios.
@@ -49,16 +54,78 @@ class ClipRule(Part):
     """
     raise NotImplementedError
 
+  def warning(self) -> str:
+    """Says which knob has an unlikely value; '' for none."""
+    return ''
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses a loss rule that uses bounds in another way.
+
+    A bound search balances the gradient only if raising a bound adds or removes tokens
+    and changes the weight of no other token.
+    """
+    loss = config.loss
+    name = f'clip.rule={self.rule!r}'
+    if loss.bounds == 'ignored' and self.gives == 'bounds':
+      yield (
+        f'{name} has no effect, because loss.rule={loss.rule!r} ignores clip bounds; '
+        "choose clip.rule='unclipped'"
+      )
+    if loss.bounds == 'limit' and self.searches != 'nothing':
+      yield (
+        f'{name} needs bounds that only cut tokens, but the bounds of loss.rule='
+        f"{loss.rule!r} also change the weights of tokens; choose clip.rule='fixed' or "
+        "'unclipped', or another loss.rule"
+      )
+    if self.searches == 'surrogate':
+      yield from _without_surrogate(loss, name)
+
+  def fault(self, result, example) -> str:
+    """Says whether bounds are reversed, or are not what the rule declares."""
+    # A bound has no axes, or an axis B, or the axes of the ratios.
+    _, low, *upper = np.broadcast_arrays(example['ratio_BT'], *result[:4])
+    if (low > upper[0]).any():
+      return f'returns low={low.max():.4g} above high={upper[0].min():.4g}; swap them'
+    gives = 'nothing' if result.keep_BT is None else 'mask'
+    if (low > 0).any() or not np.isinf(upper).all():
+      gives = 'bounds'
+    if self.gives in ('bounds', gives):
+      return ''
+    return f'declares gives={self.gives!r}, but returns {gives}; change one of the two'
+
+
+def _without_surrogate(loss, name: str) -> Iterator[str]:
+  """Yields a sentence if a loss is not the clipped surrogate, summed over tokens."""
+  if not loss.clips_surrogate or loss.aggregate != 'token':
+    yield (
+      f'{name} balances the clipped surrogate, summed over tokens, but '
+      f'loss.rule={loss.rule!r} with loss.aggregate={loss.aggregate!r} maximises '
+      "another objective; choose loss.rule='clipped' and loss.aggregate='token', or "
+      "clip.rule='balanced' with contribution='gradient'"
+    )
+
 
 def _dual(default: float, needs: str | tuple[str, ...] = ()) -> Any:
   sentence = 'Dual clip: a token with A < 0 is cut from this ratio on; inf: none.'
   return knob(default, sentence, above=1, infinite=True, needs=needs)
 
 
+def _epsilon(low: float, knob: Any) -> str:
+  """Warns of a lower bound that may be an epsilon; 0 is a published bound, CISPO's."""
+  if not 0 < low < LOWEST:
+    return ''
+  return (
+    f'clip.low={knob} bounds the ratio and is not epsilon: a token is cut only '
+    f'when its probability has fallen to {low:.4g} of its value; give 1 - epsilon, '
+    f'which is {1 - low:.4g} for an epsilon of {low:.4g}'
+  )
+
+
 class Unclipped(ClipRule):
   """No bounds: plain importance weights."""
 
   gives = 'nothing'
+  whole_minibatch = False
 
   rule: Literal['unclipped'] = 'unclipped'
 
@@ -73,6 +140,8 @@ class Fixed(ClipRule):
   `high` is DAPO's clip-higher (arXiv:2503.14476, Eq. 10). `dual` is c of dual-clip PPO
   (arXiv:1912.09729): a token with A < 0 and a ratio of at least c has no gradient.
   """
+
+  whole_minibatch = False
 
   rule: Literal['fixed'] = 'fixed'
   low: float = knob(
@@ -92,10 +161,13 @@ class Fixed(ClipRule):
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     return constant(self.low, self.high, self.dual)
 
+  def warning(self) -> str:
+    return _epsilon(self.low, self.low)
+
 
 def _step(default: float, bound: str) -> Any:
   sentence = f'Step of the {bound}; 0 for a range of one point.'
-  return knob(default, sentence, least=0, needs="clip.resolution == 'step'")
+  return knob(default, sentence, least=0, needs='searched_in_steps')
 
 
 class Balanced(ClipRule):
@@ -120,21 +192,15 @@ class Balanced(ClipRule):
     least=0,
     below=1,
   )
-  low: Range = knob(
+  low: Rising[Annotated[float, Interval(gt=0, le=1)]] = knob(
     (0.6, 0.9),
     'First and last value of the lower bound of the ratio, 1 - epsilon; '
     'clip.rule=fixed has a constant bound.',
-    above=0,
-    most=1,
-    rising=True,
   )
-  high: Range = knob(
+  high: Rising[Annotated[float, Interval(ge=1, le=1e9)]] = knob(
     (1.2, 3.0),
     'First and last value of the upper bound of the ratio, 1 + epsilon; '
     'clip.rule=fixed has a constant bound.',
-    least=1,
-    most=1e9,
-    rising=True,
   )
   low_step: float = _step(0.02, 'lower bound, delta_2')
   high_step: float = _step(0.05, 'upper bound, delta_1')
@@ -152,7 +218,7 @@ class Balanced(ClipRule):
   sources: tuple[Source, ...] = knob(
     ('fresh', 'reevaluated', 'reused'),
     'Sources of the rows that the search counts; the bounds apply to all rows.',
-    needs='mixes_sources',
+    needs='batch.uses_buffer',
   )
   reused_high: float = knob(
     math.inf,
@@ -175,12 +241,42 @@ class Balanced(ClipRule):
     """
     limits = {'cap': jnp.float32(self.reused_high), 'dual': jnp.float32(self.dual)}
     if self.resolution == 'continuous':
-      paths = clamped(self.low, TOLERANCE), clamped(self.high, TOLERANCE)
+      lows = clamped(self.low, TOLERANCE)
+      highs = clamped(self.high, TOLERANCE)
     else:
-      paths = points(self.low, self.low_step), points(self.high, self.high_step)
+      lows = points(self.low, self.low_step)
+      highs = points(self.high, self.high_step)
     weight_BT = weigh(constant(0.0, math.inf, math.inf)._replace(**limits))
-    bounds = bound_search.search(ratio_BT, batch, *paths, self.share, weight_BT)
+    bounds = bound_search.search(ratio_BT, batch, lows, highs, self.share, weight_BT)
     return bounds._replace(**limits)
+
+  def warning(self) -> str:
+    return _epsilon(self.low[0], self.low)
+
+  def refuses(self, config) -> Iterator[str]:
+    """Also refuses knobs of the share with which it is not a share of the gradient."""
+    yield from super().refuses(config)
+    loss = config.loss
+    sources = config.sources
+    if self.contribution == 'surrogate':
+      name = "clip.contribution='surrogate'"
+      if self.reused_high < math.inf:
+        yield (
+          f'{name} ignores clip.reused_high={self.reused_high}; set reused_high=inf or '
+          "contribution='gradient'"
+        )
+      yield from _without_surrogate(loss, name)
+    if self.weight != 'one' and not loss.clips_surrogate:
+      yield (
+        f'clip.weight={self.weight!r} is defined for the clipped loss only (Eq. 8), '
+        f"but loss.rule={loss.rule!r}; choose weight='one' or loss.rule='clipped'"
+      )
+    if set(self.sources).isdisjoint(sources):
+      yield (
+        f'clip.sources={self.sources} leaves the search without rows, because with '
+        f'batch.rule={config.batch.rule!r} rows are {", ".join(sources)}; add one of '
+        'these sources, or choose another batch.rule'
+      )
 
   @property
   def share(self) -> bound_search.Share:
@@ -225,8 +321,8 @@ class PublicCode(NamedTuple):
   """The settings of the bound search in Balanced PO's public code."""
 
   positive_to_negative: float = 0.5  # target P / N: surrogate of A > 0 over A < 0
-  low: Range = (0.8, 0.95)
-  high: Range = (1.2, 2.0)
+  low: Range[float] = (0.8, 0.95)
+  high: Range[float] = (1.2, 2.0)
   low_step: float = 0.05
   high_step: float = 0.1
   dual: float = 3.0
@@ -253,8 +349,9 @@ class Recipe(ClipRule):
     # The target t of the code is for P / N; as a share P / (P + N) it is t / (1 + t).
     target = k.positive_to_negative / (1 + k.positive_to_negative)
     share = bound_search.Share(target, contribution='surrogate', order='lower')
-    paths = clamped(k.low, k.low_step), clamped(k.high, k.high_step)
-    bounds = bound_search.search(ratio_BT, batch, *paths, share)
+    lows = clamped(k.low, k.low_step)
+    highs = clamped(k.high, k.high_step)
+    bounds = bound_search.search(ratio_BT, batch, lows, highs, share)
     return bounds._replace(dual=jnp.float32(k.dual))  # applied by the loss alone
 
 
@@ -265,6 +362,8 @@ class Dcpo(ClipRule):
   |p - q| r <= eps, for r above 1/2. The upper bound is at most `cap`, as in the public
   code.
   """
+
+  whole_minibatch = False
 
   rule: Literal['dcpo'] = 'dcpo'
   low: float = knob(0.16, 'Epsilon of the lower bound.', above=0, most=1)

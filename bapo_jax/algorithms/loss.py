@@ -13,15 +13,17 @@ the policy that sampled the token, A the advantage, and sg stops the gradient.
    of each token in the gradient; `finder` puts the loss, clip and mask rule together.
 """
 
+import functools
 import math
 import typing
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from annotated_types import Interval
 from jax import Array
 
-from bapo_jax.knobs import Range, knob
+from bapo_jax.knobs import Range, Rising, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
@@ -35,6 +37,7 @@ from bapo_jax.types import (
 )
 
 Aggregate = Literal['token', 'sequence', 'constant']
+Factor = Annotated[float, Interval(gt=0, le=100)]
 KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
 ReferenceEstimator = Literal['weighted', 'k3', 'k2', 'k1_reward']
 
@@ -61,6 +64,7 @@ class LossRule(Part):
   """
 
   arguments = ('logp_BT', 'batch', 'find')
+  returns = ('gain_BT', 'found')
   # Clip bounds 'cut' the gradient of a token, 'limit' its weight, or are 'ignored'.
   bounds: ClassVar[Literal['cut', 'limit', 'ignored']] = 'cut'
   needs_proximal: ClassVar[bool] = False  # reads Batch.prox_BT
@@ -82,7 +86,7 @@ class LossRule(Part):
     'behavior_policy',
     'The divergence: behavior_policy, KL(mu || pi); policy_behavior, KL(pi || mu); '
     'squared, (log r)^2 / 2.',
-    needs='loss.kl > 0',
+    needs='loss.kl',
   )
 
   reference: float = knob(
@@ -97,7 +101,7 @@ class LossRule(Part):
     "The divergence from the teacher's p: weighted, r k3 (DeepSeek-V3.2); k3 of p / pi "
     '(GRPO); k2, (log pi - log p)^2 / 2; k1_reward takes log mu - log p off the '
     'advantage.',
-    needs='loss.reference > 0',
+    needs='loss.reference',
   )
 
   @property
@@ -120,6 +124,38 @@ class LossRule(Part):
       find: ratios that the rule clips [B, T] -> the bounds to clip with.
     """
     raise NotImplementedError
+
+  def fault(self, result, example) -> str:
+    """Says what is wrong with the gradient, or with bounds that `find` did not give."""
+    logp_BT = example['logp_BT']
+    batch = example['batch']
+    clip = example['clip']
+    given = example['found']
+    weigh = jax.jit(functools.partial(weights, self))
+    weight_BT = weigh(logp_BT, batch, given)
+    if (result[1].high != given.high).any():
+      return (
+        'does not return the bounds of `find`, so no clip rule has an effect; return '
+        '(gain_BT, find(ratio_BT)), and declare bounds="ignored" if it ignores bounds'
+      )
+    free = given._replace(low=0.1, high=math.inf, dual=math.inf)
+    free_BT = weigh(logp_BT, batch, free)
+    if not jnp.isfinite(weight_BT).all() or not free_BT.any():
+      return 'has a gradient of 0 or nan; return a gain that depends on logp_BT'
+    reads = clip.gives == 'bounds' and self.bounds != 'ignored'
+    if reads and jnp.array_equal(weight_BT, free_BT):
+      return (
+        f'does not use the bounds that `find` returns, so clip.rule={clip.rule!r} has '
+        "no effect; choose clip.rule='unclipped'"
+      )
+    # All ratios and advantages are 1.
+    old_BT = batch.behavior_logp_BT
+    if weigh(old_BT, batch._replace(adv_BT=-old_BT), given).sum() < 0:
+      return (
+        'lowers the probability of tokens with a positive advantage; return the gain, '
+        'which is maximised, and not a loss'
+      )
+    return ''
 
 
 def _cap(default: float, ratio: str) -> Any:
@@ -177,7 +213,7 @@ class Decoupled(LossRule):
   beyond_cap: Literal['truncate', 'mask'] = knob(
     'truncate',
     'Above `cap`: truncate the weight to the cap (TIS), or mask the token (AReaL).',
-    needs='loss.cap < inf',
+    needs='capped',
   )
 
   def __call__(
@@ -239,7 +275,8 @@ class Gmpo(LossRule):
     bounds = find(jnp.exp(log_r_BT))
     up_BT = batch.adv_BT > 0
     # Clipped as logarithms: a ratio that underflows still counts in the mean.
-    top, bottom = jnp.log(_high(batch, bounds)), jnp.log(bounds.low)
+    top = jnp.log(_high(batch, bounds))
+    bottom = jnp.log(bounds.low)
     inside_BT = jnp.where(up_BT, log_r_BT < top, log_r_BT > bottom)
     clipped_BT = jnp.where(
       up_BT, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)
@@ -355,17 +392,13 @@ class Vespo(LossRule):
   bounds = 'ignored'
 
   rule: Literal['vespo'] = 'vespo'
-  positive: Range = knob(
+  positive: Range[Factor] = knob(
     (2.0, 3.0),
     'Power of pi(y) / mu(y) and rate of its decay for responses with A >= 0.',
-    above=0,
-    most=100,
   )
-  negative: Range = knob(
+  negative: Range[Factor] = knob(
     (3.0, 2.0),
     'Power of pi(y) / mu(y) and rate of its decay for responses with A < 0.',
-    above=0,
-    most=100,
   )
 
   def __call__(
@@ -427,9 +460,7 @@ class Fipo(LossRule):
   half_life: float = knob(
     32.0, 'Tokens after which a later token counts half.', above=0, most=1e6
   )
-  limits: Range = knob(
-    (0.8, 1.2), 'Smallest and largest influence.', above=0, most=100, rising=True
-  )
+  limits: Rising[Factor] = knob((0.8, 1.2), 'Smallest and largest influence.')
   safety: float = knob(
     4.0,
     'Ratio above which the influence of a token with A < 0 is at most 1; inf: none.',

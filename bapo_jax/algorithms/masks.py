@@ -30,6 +30,7 @@ class MaskRule(Part):
   """Leaves tokens out of the objective."""
 
   arguments = ('logp_BT', 'batch')
+  returns = ('keep_BT',)
   # A mask measures from the policy that sampled the token, as the sampler saw it.
   weighs_sampler: ClassVar[bool] = True
 
@@ -44,6 +45,11 @@ class NoMask(MaskRule):
   weighs_sampler = False
 
   rule: Literal['none'] = 'none'
+
+  @property
+  def identity(self) -> bool:
+    """Whether the rule changes nothing."""
+    return True
 
   def __call__(self, logp_BT: Array, batch: Batch) -> None:
     return None

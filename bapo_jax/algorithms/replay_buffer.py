@@ -12,16 +12,18 @@ With hard_order='fifo' the hard problems are in order of entry, the newest first
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
+from annotated_types import Interval
 from jax import Array
 
 from bapo_jax import sharding
-from bapo_jax.knobs import Range, Section, knob
+from bapo_jax.knobs import Range, Rising, Section, knob
 from bapo_jax.parts import OneOf, Part
 from bapo_jax.types import (
   SOURCES,
@@ -38,11 +40,12 @@ from bapo_jax.types import (
   take,
 )
 
+Share = Annotated[float, Interval(ge=0, le=1)]
 HardOrder = Literal['fifo', 'least_recent']
 REUSED = SOURCES.index('reused')
 # Absorbs rounding: a pass rate of 1/8 is exactly 1 of 8.
 SLACK = 1e-4
-REEVALUATED = ('hard_problems', 'buffer.reevaluate > 0')
+REEVALUATED = ('batch.reevaluates', 'buffer.reevaluate')
 HARD = knob(
   1 / 8,
   'c1: a problem is hard up to this pass rate.',
@@ -56,6 +59,7 @@ class ThresholdRule(Part):
   """Decides which pass rates make a problem hard, and a group reusable."""
 
   arguments = ('rate', 'G')
+  returns = ('thresholds',)
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     """Returns the thresholds in correct responses of a group.
@@ -67,24 +71,32 @@ class ThresholdRule(Part):
     """
     raise NotImplementedError
 
+  def fault(self, result, example) -> str:
+    """Says whether the largest number is not the last."""
+    if max(result) > result.reusable_max > 0:
+      return f'returns {[*map(int, result)]}; the last must be the largest, or 0'
+    return ''
+
 
 class FixedThresholds(ThresholdRule):
   """Pass rates that are the same at every step (arXiv:2602.20722, section 3)."""
 
   rule: Literal['fixed'] = 'fixed'
   hard: float = HARD
-  reusable: Range = knob(
+  reusable: Rising[Share] = knob(
     (1 / 8, 5 / 8),
     '(c2, c3): a group is reusable from the first to the second pass rate.',
-    least=0,
-    most=1,
-    rising=True,
   )
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     c2, c3 = self.reusable
     constant = MovingThresholds(hard=self.hard, low=(c2, c2), high=(c3, c3))
     return constant(rate, G)
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses a range without a pass rate."""
+    low, high = ((c, c) for c in self.reusable)
+    yield from _without_rate(config, low, high, f'reusable={self.reusable}')
 
 
 class MovingThresholds(ThresholdRule):
@@ -98,19 +110,15 @@ class MovingThresholds(ThresholdRule):
 
   rule: Literal['moving'] = 'moving'
   hard: float = HARD
-  low: Range = knob(
+  low: Range[Share] = knob(
     (3 / 8, 1 / 8),
     'c2 at a mean verdict of 0 and of 1: smallest pass rate of a reusable group; '
     "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
-    least=0,
-    most=1,
   )
-  high: Range = knob(
+  high: Range[Share] = knob(
     (7 / 8, 5 / 8),
     'c3 at a mean verdict of 0 and of 1: largest pass rate of a reusable group; '
     "falls by default (the paper's code); swap the ends to let it rise (Eq. 8).",
-    least=0,
-    most=1,
   )
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
@@ -122,6 +130,11 @@ class MovingThresholds(ThresholdRule):
       reusable_min=jnp.maximum(jnp.ceil(c2 * G - SLACK).astype(jnp.int32), 1),
       reusable_max=jnp.minimum(_most(c3, G), G - 1),
     )
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses ranges without a pass rate."""
+    text = f'low={self.low} with high={self.high}'
+    yield from _without_rate(config, self.low, self.high, text)
 
   @pydantic.model_validator(mode='after')
   def _ordered(self) -> Self:
@@ -145,6 +158,15 @@ class ThresholdFree(ThresholdRule):
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     return PassRateThresholds(jnp.int32(0), jnp.int32(G // 2), jnp.int32(G // 2))
 
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses groups of an odd size."""
+    if config.sampler.group_size % 2:
+      yield (
+        "buffer.thresholds.rule='threshold_free' keeps groups that are half right, but "
+        f'sampler.group_size={config.sampler.group_size} is odd; give an even size, or '
+        'another rule'
+      )
+
 
 class Everything(ThresholdRule):
   """All groups are reusable, and no problem is hard: plain experience replay."""
@@ -153,6 +175,34 @@ class Everything(ThresholdRule):
 
   def __call__(self, rate: Array, G: int) -> PassRateThresholds:
     return PassRateThresholds(jnp.int32(-1), jnp.int32(0), jnp.int32(G))
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses the re-evaluation of hard problems."""
+    if 'reevaluated' in config.sources:
+      yield (
+        f'batch.rule={config.batch.rule!r} re-evaluates hard problems, but '
+        "buffer.thresholds.rule='everything' makes no problem hard; choose another "
+        "threshold rule, batch.rule='replay', or buffer.reevaluate=0"
+      )
+
+
+def _without_rate(config, low: Range, high: Range, text: str) -> Iterator[str]:
+  """Yields a sentence if no number of right responses makes a group reusable.
+
+  A pass rate is reusable from `low` to `high`, each at a mean verdict of 0 and of 1. An
+  upper end below 1 / group_size is accepted: it makes no group reusable on purpose.
+  """
+  G = config.sampler.group_size
+  if 'reused' not in config.sources or G * max(high) < 1:
+    return
+  lows, highs = (G * np.linspace(*ends, 101) for ends in (low, high))
+  counts = np.arange(1, G)[:, None]  # one verdict alone gives no advantage
+  if not ((lows - SLACK <= counts) & (counts <= highs + SLACK)).any():
+    yield (
+      f'buffer.thresholds.{text} contains no pass rate of sampler.group_size={G} '
+      f'responses, such as {G // 2}/{G}; widen the range, or choose an upper end below '
+      f'1/{G} to reuse no group'
+    )
 
 
 Thresholds = Annotated[
@@ -344,7 +394,8 @@ def _insert_reusable(
   # Plain replay (reusable_min 0) also keeps groups without an advantage.
   reusable_P &= learnable(tried) | (thresholds.reusable_min == 0)
   reusable_P = (reusable_P | waiting_P) & (tried.completed_step_P >= 0)
-  stored, usage_count_P = buffer.reusable, buffer.usage_count_P
+  stored = buffer.reusable
+  usage_count_P = buffer.usage_count_P
   # Expire first, so that an expired row does not evict a live one.
   stays_P = (now + 1 - stored.completed_step_P <= max_off_policy_steps) & (
     usage_count_P < max_reuse

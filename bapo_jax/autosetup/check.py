@@ -43,32 +43,32 @@ SHOWN = 3  # prompts, and responses
 LONGEST = 300  # characters of a response
 
 
-def check(config: Config, workdir: str) -> int:
+def check(config: Config, workdir: str = '') -> int:
   """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
-  If a run has begun in the workdir, the check uses the knobs derived for this run. An
-  empty `workdir` stands for no run.
+  If a run has begun in the workdir, the check uses the knobs derived for this run. By
+  default there is none: a training in its default may have a run of another model.
+
+  Args:
+    config: the config to check.
+    workdir: directory of a run to continue
 
   Raises:
     ValueError: a run with this config could not start.
   """
-  if not config.model.path:
-    raise ValueError(
-      '--mode=check needs a published model; set --config.model.path (the embedded '
-      'policy has no weights before its warm start)'
-    )
   began = time.perf_counter()
   r = derive.prepare(config, workdir)
   budget.check(r.budget, budget.capacity(r.mesh))
   cache.share_programs(config.cache)
   config = r.config
-  known = facts.gather(r.config, r.inputs, r.mesh)
+  known = facts.gather(r.config, r.inputs)
   material = build.tabulate(r)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
+  log(derive.screen(config, r.derived))
   log(described(r, known, material, workdir))
   small = dataclasses.replace(r, config=shrunk(config), rollout_mesh=None)
   with contextlib.closing(build.make_verifier(config)) as verifier:
-    t, s = build.build(small, material, verifier, workdir, PhaseTimer())
+    t, s = build.build(small, material, verifier, PhaseTimer())
     seconds, rollout = sample(t, s)
     sampled = summary(rollout, r.tokenizer.eos)
     log(shown_responses(t, rollout, sampled))
@@ -82,7 +82,7 @@ def check(config: Config, workdir: str) -> int:
 
 def short(r: Resolved, material: Material, workdir: str) -> str:
   """Describes one prompt as the model reads it, and the findings about the config."""
-  known = facts.gather(r.config, r.inputs, r.mesh)
+  known = facts.gather(r.config, r.inputs)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   text = prompt_texts(r, material, 1)[0]
   return f'The first prompt, as the model sees it:\n{quoted(text)}\n{listed(findings)}'
@@ -120,11 +120,11 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   with t.timer('compile'):
     s = trainer.sync_actor_if_due(t, s)
     kept = ahead.compile_all(t.sampler.programs())
-  submitted = Round(0), trainer.actor_of(t, s), 0
-  t.sampler.submit(*submitted).result()
+  actor = trainer.actor_of(t, s)
+  t.sampler.submit(Round(0), actor, 0).result()
   del kept  # the first call has found its programs
   began = time.perf_counter()
-  sampled = t.sampler.submit(*submitted).result()
+  sampled = t.sampler.submit(Round(0), actor, 0).result()
   return time.perf_counter() - began, sampled.fresh
 
 
@@ -142,8 +142,10 @@ def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
 
 def prompt_texts(r: Resolved, material: Material, n: int) -> list[str]:
   """Decodes the first prompts of the training problems, special tokens included."""
-  rows = material.problems.tokens_NT[:n], material.problems.length_N[:n]
-  return tokenizer_lib.decode_prompts(r.tokenizer, *rows, r.spec.image_token)
+  problems = material.problems
+  return tokenizer_lib.decode_prompts(
+    r.tokenizer, problems.tokens_NT[:n], problems.length_N[:n], r.spec.image_token
+  )
 
 
 def quoted(text: str) -> str:
@@ -168,11 +170,12 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
   disk = r.budget.disk / 2**30
   free = free_bytes(workdir) / 2**30
   return (
-    f'Check of {config.model.path} on {config.problems.source}\n{"".join(lines)}'
+    f'Check of {r.config.model.path or r.model.directory} on '
+    f'{config.problems.source}\n{"".join(lines)}'
     f'prompts    {lengths(training)} (training), {lengths(held_out)} (held out); '
     f'limit {config.prompts.max_prompt_tokens}\n'
     f'answers    {answers} ({config.rewards.rule})\n'
-    f'{knob_lists.lines(config, indent="")}\n'
+    f'{knob_lists.lines(r.user, config, indent="")}\n'
     f'products   in {config.model.compute}\n'
     f'disk       checkpoints {disk:.3g} GiB, free {free:.3g} GiB'
   )

@@ -17,7 +17,7 @@ import numpy as np
 from bapo_jax.autosetup import derive_sizes, derive_text
 from bapo_jax.autosetup.facts import Facts
 from bapo_jax.custom_code import paths_in
-from bapo_jax.data import prompts
+from bapo_jax.data import dedup
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import mean_of_decided
@@ -162,7 +162,7 @@ def _lengths(config: Config, known: Facts):
 
 def _overlap(config: Config, known: Facts):
   """Finds held-out problems that are training problems too."""
-  both, message = prompts.overlap(config.problems, known.training, known.held_out)
+  both, message = dedup.overlap(known.training, known.held_out)
   if both and config.problems.overlap != 'drop':
     yield warning(
       'overlap',
@@ -206,14 +206,17 @@ def of_responses(config: Config, sampled: Sampled) -> Iterator[Finding]:
       'use easier problems, raise --config.sampler.group_size, or change '
       '--config.tokenizer.template'
     )
+  batch = config.batch
+  more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
+  if batch.only_learnable or batch.uses_buffer:
+    more = ''
   if 0 < sampled.mixed < FEW * groups:
-    more = ', or give --config.batch.rule=learnable_only, which samples more prompts'
     yield warning(
       'little to learn',
       f'only {sampled.mixed} of {groups} groups have right and wrong responses '
       f'(accuracy {accuracy:.3f}), fewer than {FEW:.0%}, and only these produce a '
       f'gradient; {way_out}'
-      f'{more if config.batch.rule == "fresh_only" else ""}',
+      f'{more}',
     )
   if not sampled.mixed:
     kind = {1.0: 'right', 0.0: 'wrong'}.get(accuracy, 'undecided')

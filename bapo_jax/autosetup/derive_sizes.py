@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts, Name, Number
-from bapo_jax.models import decoder
+from bapo_jax.models import decoder, experts
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.training import budget
+from bapo_jax.runtime import cache
+from bapo_jax.training import budget, build, resolve
 from bapo_jax.training.config import Config
 
 GIB = 2**30
@@ -33,13 +34,21 @@ LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2
 def fsdp(config: Config, facts: Facts) -> Number:
   """Derives mesh.fsdp: all devices if training state exceeds half a device's memory."""
   n = len(facts.devices)
-  weights, moments, _, actor = budget.whole_state(config, spec_of(config, facts))
-  state = weights + moments + actor
+  state = _state(config, facts)
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:
     return -1, f'{words}, divided over {n} devices: more than half of {room}'
   return 1, f'{words}, copied to each device ({n}): {room}'
+
+
+def _state(config: Config, facts: Facts) -> int:
+  """Returns the bytes of weights, optimiser and actor on one device."""
+  spec = spec_of(config, facts)
+  adapters = budget.adapters(config, spec)
+  frozen = budget.frozen_tower(config, spec)
+  weights, moments, _, actor = budget.whole_state(spec, adapters, frozen)
+  return weights + moments + actor
 
 
 def data(config: Config, facts: Facts) -> Number:
@@ -106,7 +115,9 @@ def slots(config: Config, facts: Facts) -> Number:
   T = config.row_length
   shards = sharding.row_shards(mesh)
   each = budget.slot_bytes(spec, T, mesh.shape['tensor']) + budget.DECODED * T
-  b = budget.count(config, spec, Schedule(), mesh)
+  # Neither slots nor micro-batches are decided yet; the state does not depend on them.
+  sizes = budget.sizes_of(config, spec)._replace(slots=0, grad_accum_steps=1)
+  b = budget.count(sizes, spec, Schedule(), mesh)
   room = CACHE_SHARE * (facts.memory - b.weights - b.moments - b.actor)
   wanted = -(-config.places * config.sampler.group_size // shards) * shards
   fitting = max(int(room / each), 1) * shards
@@ -155,14 +166,16 @@ def micro_batches(config: Config, facts: Facts) -> Number:
   """Derives learner.grad_accum_steps: the fewest with which the fastest remat fits."""
   mesh = mesh_of(config, facts)
   spec = spec_of(config, facts)
-  fastest = budget.choices(config, spec, mesh, facts.memory)[0].remat
+  # Several micro-batches, of which the bounds may be searched together.
+  sizes = budget.sizes_of(config, spec)._replace(grad_accum_steps=2)
+  fastest = budget.choices(sizes, spec, mesh, facts.memory)[0].remat
   fitting = []
   n = 1
   most = config.minibatch_rows // sharding.row_shards(mesh)
   while n <= most:
-    tried = config.with_values(learner={'grad_accum_steps': n})
-    found = budget.choose_schedule(tried, spec, mesh, facts.memory)
-    needed = budget.count(tried, spec, found, mesh).update
+    sizes = sizes._replace(grad_accum_steps=n)
+    found = budget.choose_schedule(sizes, spec, mesh, facts.memory)
+    needed = budget.count(sizes, spec, found, mesh).update
     if needed <= facts.memory:
       fitting.append((n, found.remat, needed))
       if found.remat == fastest:
@@ -180,7 +193,21 @@ def schedule_of(config: Config, facts: Facts) -> Schedule:
   """Returns the fastest `Schedule` that fits in device memory."""
   mesh = mesh_of(config, facts)
   spec = spec_of(config, facts)
-  return budget.choose_schedule(config, spec, mesh, facts.memory)
+  sizes = budget.sizes_of(config, spec)
+  return budget.choose_schedule(sizes, spec, mesh, facts.memory)
+
+
+def attention_kernel(config: Config, facts: Facts) -> Name:
+  """Derives model.attention from the kind of device and the type of products."""
+  platform = facts.devices[0].platform
+  spec = resolve.with_kernels(spec_of(config, facts), platform)
+  return str(spec.attention), f'the fastest for {spec.compute} on {platform}'
+
+
+def experts_kernel(config: Config, facts: Facts) -> Name:
+  """Derives model.experts_kernel from the kind of device."""
+  platform = facts.devices[0].platform
+  return experts.resolve(None, platform), f'the fastest on {platform}'
 
 
 def backward(config: Config, facts: Facts) -> Name:
@@ -190,9 +217,23 @@ def backward(config: Config, facts: Facts) -> Name:
 
 def bounds_pass(config: Config, facts: Facts) -> Name:
   """Derives learner.bounds_pass from `schedule_of`."""
-  alone = 'no bounds over several micro-batches'
-  reason = FASTEST if budget.bounds_wait(config) else alone
-  return schedule_of(config, facts).bounds_pass, reason
+  return schedule_of(config, facts).bounds_pass, FASTEST
+
+
+def columns(config: Config, facts: Facts) -> Name:
+  """Derives model.sequence_sharding from `schedule_of`."""
+  return 'on' if schedule_of(config, facts).sequence_sharding else 'off', FASTEST
+
+
+def logprobs(config: Config, facts: Facts) -> Name:
+  """Derives learner.recompute_logprobs from the precision of the products."""
+  again = 'on' if build.recomputes(config) else 'off'
+  return again, f'products in {config.model.compute}, loss.rule={config.loss.rule}'
+
+
+def cache_folder(config: Config, facts: Facts) -> Name:
+  """Derives cache: a folder of the user, if it can be written."""
+  return cache.home(None), 'shared by the runs of this user'
 
 
 def learning_rate(config: Config, facts: Facts) -> tuple[float, str]:

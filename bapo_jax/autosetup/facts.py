@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data import prompts
@@ -47,12 +46,21 @@ class Facts(NamedTuple):
   spec: ModelSpec
   tokenizer: Tokenizer  # with any template
   data: Data  # all rows as they were read
-  training: Sequence[Row]  # without held-out problems, if problems.overlap=drop
-  held_out: Sequence[Row]
+  split: Callable[[], tuple[Sequence[Row], Sequence[Row]]]  # see `training`
   lengths: Callable[[str], Lengths]  # of the prompts with a given template
   verified: Callable[[str], Verified]  # result for the right answers with a given rule
   devices: Sequence[jax.Device]
   memory: float  # bytes that a run may use on a device
+
+  @property
+  def training(self) -> Sequence[Row]:
+    """The training problems, without held-out ones if problems.overlap=drop."""
+    return self.split()[0]
+
+  @property
+  def held_out(self) -> Sequence[Row]:
+    """The held-out problems."""
+    return self.split()[1]
 
   @property
   def rows(self) -> list[Row]:
@@ -81,39 +89,45 @@ class Facts(NamedTuple):
     return self.devices[0].platform == 'cpu'
 
 
-def gather(config: Config, inputs: Inputs, mesh: Mesh | None = None) -> Facts:
-  """Gathers the facts from what was read and from the devices.
-
-  `mesh` is the mesh of the run, or None if the knobs of the mesh are not derived yet.
-  """
+def gather(config: Config, inputs: Inputs) -> Facts:
+  """Gathers the facts from what was read and from the devices, if a rule asks."""
   spec = inputs.model.spec
-  # Repeats and overlap are logged later, when a run tabulates its problems.
-  training, held_out = prompts.split(config.problems, inputs.data, quiet=True)
-  rows = [*training, *held_out]
+
+  @functools.cache
+  def split():
+    # Repeats and overlap are logged later, when a run tabulates its problems.
+    return prompts.split(config.problems, inputs.data, quiet=True)
 
   @functools.cache
   def lengths(template):
     reader = inputs.model.tokenizer._replace(template=template)
-    read = rows
+    training, held_out = split()
+    read = [*training, *held_out]
     if template == '{problem}':  # the problems alone, without their system messages
-      read = [row._replace(system='') for row in rows]
+      read = [row._replace(system='') for row in read]
     encoded = prompts.encode(reader, read, spec.vision)
     tokens = [len(prompt.tokens) for prompt in encoded]
     return tokens[: len(training)], tokens[len(training) :]
 
   rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
-  check = functools.cache(functools.partial(verified, rows, rewards))
-  memory = budget.limit(sharding.make() if mesh is None else mesh)
+
+  @functools.cache
+  def check(rule):
+    training, held_out = split()
+    return verified([*training, *held_out], rewards, rule)
+
+  axes = config.mesh.model_dump()
+  # All devices, until the program has decided how they are divided.
+  mesh = sharding.make() if None in axes.values() else sharding.make(**axes)
   return Facts(
     spec,
     inputs.model.tokenizer,
     inputs.data,
-    training,
-    held_out,
+    split,
     lengths,
     check,
     jax.devices(),
-    memory,
+    budget.limit(mesh),
   )
 
 

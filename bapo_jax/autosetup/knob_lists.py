@@ -5,10 +5,7 @@ that this rule uses, then every knob that differs from its default, then the kno
 these that have no effect.
 """
 
-import numpy as np
-
 from bapo_jax import knobs
-from bapo_jax.algorithms.clip import Balanced, ClipRule, Fixed
 from bapo_jax.autosetup.derive import shown, wrapped
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
@@ -16,7 +13,6 @@ from bapo_jax.training.config import Config
 
 PARTS = ('batch', 'buffer', 'advantage', 'clip', 'mask', 'loss')
 LABEL = 11  # columns of a label on the first screen
-LOWEST = 0.5  # published lower bounds are 0 or above this
 
 
 def in_force(config: Config) -> dict[str, str]:
@@ -35,38 +31,26 @@ def in_force(config: Config) -> dict[str, str]:
       for name, _, value in knobs.fields(section)
       if name != 'rule' and f'{part}.{name}' not in inert
     ]
-    if (rule or used) and rule != 'none':
+    if (rule or used) and not getattr(section, 'identity', False):
       in_force_[part] = ': '.join(filter(None, (rule, ', '.join(used))))
   return in_force_
 
 
-def wide_bound(clip: ClipRule) -> str:
-  """Returns a warning about a lower bound that may be an epsilon; '' for others.
+def lines(user: Config, config: Config, indent: str = '  ') -> str:
+  """Returns lines of the first screen: rules, changed knobs, knobs without effect.
 
-  0 is a published bound, CISPO's.
+  `user` is the config that the user wrote, and `config` has every knob decided.
   """
-  if not isinstance(clip, Fixed | Balanced) or not 0 < np.min(clip.low) < LOWEST:
-    return ''
-  low = np.min(clip.low)
-  return (
-    f'clip.low={clip.low} bounds the ratio and is not epsilon: a token is cut only '
-    f'when its probability has fallen to {low:.4g} of its value; give 1 - epsilon, '
-    f'which is {1 - low:.4g} for an epsilon of {low:.4g}'
-  )
-
-
-def lines(config: Config, indent: str = '  ') -> str:
-  """Returns lines of the first screen: rules, changed knobs, knobs without effect."""
   inert = needs.inert(config)
   given = []
   idle = []
-  for name, (value, _) in config_lib.changed(config).items():
+  for name, (value, _) in config_lib.changed(user).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')
     if name in inert:
       idle.append(f'{given[-1]} ({inert[name].because})')
   rules = [f'{slot:<10}{text}' for slot, text in in_force(config).items()]
   labels = ['rules', *[''] * (len(rules) - 1), 'warning', 'changed', 'no effect']
-  texts = [*rules, wide_bound(config.clip), ', '.join(given), ', '.join(idle)]
+  texts = [*rules, config.clip.warning(), ', '.join(given), ', '.join(idle)]
   margin = ' ' * (len(indent) + LABEL)
   return '\n'.join(
     f'{indent}{label:<{LABEL}}{wrapped(text, margin).lstrip()}'

@@ -36,7 +36,7 @@ def between(tokenizer: Tokenizer, role: str) -> Between:
   """
   if not tokenizer.template.startswith('chat:'):
     return Between(role=role)
-  parts = '', ''
+  around = Between(role=role)
   for turn in TURNS:
     chat = messages('six times seven', [turn, MESSAGE], role)
     chats = [chat[:1], chat]
@@ -50,8 +50,8 @@ def between(tokenizer: Tokenizer, role: str) -> Between:
         'tokens cannot change; correct the chat template, or write the whole prompt '
         "in tokenizer.template without the prefix 'chat:'"
       )
-    parts = before.removeprefix(opened + turn), tail
-  return Between(*parts, role)
+    around = Between(before.removeprefix(opened + turn), tail, role)
+  return around
 
 
 def tokens_of(tokenizer: Tokenizer, b: Between, message: str, last: int) -> list[int]:

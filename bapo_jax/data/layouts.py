@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from bapo_jax.data import pictures
-from bapo_jax.data.made import countdown
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
 
@@ -48,6 +47,12 @@ LAYOUTS = (
 NUMBERS = ('nums', 'numbers')
 TARGET = 'target'  # of a countdown problem
 PICTURES = ('images', 'image')  # the first non-empty field is used
+SOLUTIONS = 'solutions'
+COUNTDOWN = (
+  'Combine the numbers {} with +, -, * and / into an expression that equals {}. Each '
+  'number is used exactly once; parentheses are allowed. Give the expression in '
+  r'\boxed{{}}.'
+)
 # Patterns in the name of a data set, and the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
@@ -64,7 +69,7 @@ def _plain(name):
   return re.sub(r'[\s_-]', '', str(name)).lower()
 
 
-KNOWN = {_plain(name) for name in (*NUMBERS, TARGET, *PICTURES)} | {
+KNOWN = {_plain(name) for name in (*NUMBERS, TARGET, *PICTURES, SOLUTIONS)} | {
   _plain(name.partition('.')[0])
   for _, *columns in LAYOUTS
   for names in columns
@@ -126,12 +131,18 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
   """
   fields = ''
   if whole:
-    values = {name: x for name, x in row.items() if _plain(name) not in PICTURES}
+    values = {
+      name: x
+      for name, x in row.items()
+      if _plain(name) not in PICTURES and not callable(x)
+    }
     fields = json.dumps(values, sort_keys=True, default=str)
   if layout.answer_format == 'countdown':
     numbers = _get(row, layout.problem)
     target = _get(row, layout.answer)
-    return countdown.row(numbers, target, 'sentence')._replace(fields=fields)
+    answer = _countdown(numbers, target)
+    problem = COUNTDOWN.format(', '.join(map(str, numbers)), target)
+    return Row(problem, answer, 'countdown', fields=fields)
   solved = layout.name in ('open-instruct', 'messages')
   problem, system, solution = _read(row, layout.problem, _chat, solved)
   answer = verifier = ''
@@ -167,11 +178,36 @@ def read_rows(
         raise ValueError(f'{shown(fields)} has no named fields; give a JSON object')
       layout = layout or detect(fields, whole=whole)
       row = parse(fields, layout, whole=whole)
-      row = row._replace(pictures=_pictures(fields, folder))
+      solutions = fields.get(SOLUTIONS) or ()
+      row = row._replace(
+        pictures=_pictures(fields, folder),
+        solutions=_as_tuple(solutions),
+        rank=fields.get('rank', 0) if callable(solutions) else 0,
+      )
     except ValueError as error:
       raise ValueError(f'{place}: {error}') from error
     rows.append(unique.setdefault(row, row))
   return rows
+
+
+def _as_tuple(value: Any) -> Any:
+  """Turns lists into tuples, so that rows can be compared."""
+  return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _countdown(numbers, target):
+  """Returns the answer of a countdown problem, JSON for the verifier.
+
+  Raises:
+    ValueError: `numbers` are not two or more integers, or `target` is not an integer.
+  """
+  listed = isinstance(numbers, list | tuple) and len(numbers) > 1
+  if not listed or any(type(n) is not int for n in (*numbers, target)):
+    raise ValueError(
+      f'numbers={str(numbers)[:40]} with target={str(target)[:40]} is not a countdown '
+      'problem; give two or more integers and an integer target'
+    )
+  return json.dumps({'numbers': list(numbers), 'target': target})
 
 
 def _pictures(row: Fields, folder):
@@ -309,7 +345,7 @@ def _answer(value):
       raise ValueError(f'{len(value)} answers; give one answer')
     value = value[0]
   if isinstance(value, dict) and value.keys() >= {'numbers', 'target'}:
-    return countdown.row(value['numbers'], value['target'], 'sentence').answer
+    return _countdown(value['numbers'], value['target'])
   if isinstance(value, float) and abs(value) < EXACT:  # false if it is not a number
     value = int(value) if value.is_integer() else str(value)  # 204.0 means 204
   if isinstance(value, bool) or not isinstance(value, str | int):

@@ -143,7 +143,7 @@ def check_row(row: Row, *, has_vision: bool) -> None:
     raise ValueError(
       f'the problem {row.problem[:60]!r} has pictures, which need a vision model, but '
       'this model is text-only; choose other problems or a model with a vision tower '
-      '(the embedded policy has one with --config.model.tower.layers=2)'
+      '(the embedded policy has one with --config.sft.tower.layers=2)'
     )
   marks = row.problem.count(PLACEHOLDER)
   count = len(row.pictures)

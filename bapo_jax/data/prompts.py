@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from bapo_jax.data import dedup, pictures, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import MADE, ProblemsConfig, PromptsConfig
+from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.row import Row
 from bapo_jax.data.sources import Data
@@ -84,7 +84,7 @@ def split(
   training, held_out = (
     sources.unique(problems, data, knob, quiet=quiet) for knob in sources.SPLITS
   )
-  both, message = overlap(problems, training, held_out)
+  both, message = dedup.overlap(training, held_out)
   if not both:
     return training, held_out
   done = 'kept, because problems.overlap=keep'
@@ -100,18 +100,6 @@ def split(
   if not quiet:
     log(f'{message}; they are {done}')
   return training, held_out
-
-
-def overlap(
-  problems: ProblemsConfig, training: Sequence[Row], held_out: Sequence[Row]
-) -> tuple[set[int], str]:
-  """Returns the indices of training problems found in held_out, and a message or ''.
-
-  Does not compare problems that one source generates: they differ by construction.
-  """
-  if problems.source == problems.test_source and problems.source in MADE:
-    return set(), ''
-  return dedup.overlap(training, held_out)
 
 
 def tabulate(
@@ -146,14 +134,17 @@ def tabulate(
         f'{rows[i].problem[:60]!r} has {len(tokens)} tokens; raise the limit'
       )
     tokens_NT[i, : len(tokens)] = tokens
-  _, *fields = Row._fields
   return Problems(
     id_N=np.arange(len(rows), dtype=np.int32),
     tokens_NT=tokens_NT,
     length_N=np.asarray([len(x.tokens) for x in encoded], np.int32),
     text=[row.problem for row in rows],
     grids=[x.grids for x in encoded],
-    **{name: [getattr(row, name) for row in rows] for name in fields},
+    answer=[row.answer for row in rows],
+    verifier=[row.verifier for row in rows],
+    system=[row.system for row in rows],
+    fields=[row.fields for row in rows],
+    pictures=[row.pictures for row in rows],
   )
 
 

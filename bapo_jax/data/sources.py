@@ -1,38 +1,29 @@
 """Reads the rows of problems.source and problems.test_source, once per run.
 
 1. `absent` lists missing files, before anything is downloaded;
-2. `read` reads, downloads or generates all rows;
+2. `read` reads or downloads all rows, or calls the function that returns them;
 3. `check` judges them, `unique` drops repeats;
-4. `sft_problems` are the problems of a warm start.
+4. `imitated` returns the rows of a warm start, with solutions.
 
 Imports `hub`, which takes a second, only if needed.
 """
 
-import functools
-import hashlib
 import itertools
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from bapo_jax import custom_code
 from bapo_jax.data import dedup, layouts, local_files
-from bapo_jax.data.knobs import MADE, ProblemsConfig
-from bapo_jax.data.made import countdown, drawn, synthetic
-from bapo_jax.data.made.problem import Problem, Solver
+from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
+from bapo_jax.knobs import shown
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.runtime.progress import log
 
 Check = Callable[[Row], None]  # raises a ValueError if an answer cannot be verified
 Knob = Literal['source', 'test_source']
 SPLITS: dict[Knob, str] = {'source': 'train', 'test_source': 'test'}  # default splits
-MAKERS: dict[str, Callable[[ProblemsConfig], tuple[Problem, ...]]] = {
-  'synthetic': synthetic.generate,
-  'countdown': countdown.generate,
-  'drawn': drawn.generate,
-}
 
 
 class Data(NamedTuple):
@@ -40,7 +31,6 @@ class Data(NamedTuple):
 
   training: list[Row]
   held_out: list[Row]
-  generated: dict[str, tuple[Problem, ...]]  # source -> its problems, if it makes them
 
   def of(self, knob: Knob) -> list[Row]:
     """Returns the rows of one source."""
@@ -54,7 +44,7 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
     ValueError: a name is malformed.
   """
   source = getattr(problems, knob)
-  if _parse_name(knob, source) or source in MADE or custom_code.is_path(source):
+  if _parse_name(knob, source) or custom_code.is_path(source):
     return []
   lines = []
   for path in _paths(source):
@@ -66,44 +56,36 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   return lines
 
 
-def read(problems: ProblemsConfig) -> Data:
-  """Reads or generates the rows of both sources; downloads named data sets.
+def read(problems: ProblemsConfig, *, whole: bool = False) -> Data:
+  """Reads the rows of both sources; downloads named data sets, and calls functions.
+
+  `whole` keeps all fields of a row, and accepts rows without an answer.
 
   Raises:
-    ValueError: problems cannot be generated or read; the message names file and line.
+    ValueError: the rows cannot be read; the message names file and line.
   """
-  names = {knob: getattr(problems, knob) for knob in SPLITS}
-  generated = {x: MAKERS[x](problems) for x in {*names.values()} & {*MADE}}
-  rows: dict[str, list[Row]] = {}
-  for knob, source in names.items():
-    if source in MADE:
-      ids = [*range(problems.count)]
-      ids = ids[: problems.train] if knob == 'source' else ids[problems.train :]
-      if source != 'drawn':
-        # Recorded runs number problems in the order of tensorflow-datasets, which sorts
-        # by the MD5 sum of split and id. A different order would change the run.
-        ids.sort(key=lambda i: hashlib.md5(f'{SPLITS[knob]}{i}'.encode()).digest())
-      rows[knob] = [generated[source][i].row for i in ids]
-    elif knob == 'test_source' and source == names['source']:
-      rows[knob] = rows['source']
-    else:
-      rows[knob] = [
-        row
-        for folder, items in _files(problems, knob)
-        for row in layouts.read_rows(items, whole=problems.whole, folder=folder)
-      ]
-  return Data(rows['source'], rows['test_source'], generated)
+  training = _rows(problems, 'source', whole)
+  source = problems.source
+  if source == problems.test_source and not custom_code.is_path(source):
+    return Data(training, training)
+  return Data(training, _rows(problems, 'test_source', whole))
+
+
+def _rows(problems, knob: Knob, whole):
+  return [
+    row
+    for folder, items in _files(problems, knob, whole)
+    for row in layouts.read_rows(items, whole=whole, folder=folder)
+  ]
 
 
 def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
-  """Calls `check_row` on all rows that are not generated, whose answers are right.
+  """Calls `check_row` on all rows.
 
   Raises:
     ValueError: a row fails the check; the message names the file and the line.
   """
   for knob in SPLITS:
-    if getattr(problems, knob) in MADE:
-      continue
     for i, row in enumerate(data.of(knob)):
       try:
         check_row(row)
@@ -118,10 +100,8 @@ def unique(
   problems: ProblemsConfig, data: Data, knob: Knob, *, quiet: bool = False
 ) -> list[Row]:
   """Returns the rows of a source, each once unless duplicates='keep'; logs repeats."""
-  source = getattr(problems, knob)
   rows = data.of(knob)
-  if source in MADE:  # distinct by construction, even with blank pictures
-    return rows
+  source = getattr(problems, knob)
   once, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
   drop = problems.duplicates == 'drop'
   if message and not quiet:
@@ -132,46 +112,48 @@ def unique(
   return once if drop else rows
 
 
-def sft_problems(
-  problems: ProblemsConfig, data: Data
-) -> tuple[Sequence[Problem], Solver]:
-  """Returns the warm start's problems and the function that writes their solutions.
+def imitated(problems: ProblemsConfig, data: Data) -> list[Row]:
+  """Returns the rows that the warm start imitates, by rank: those with `solutions`.
 
-  The problems are synthetic unless problems.source is countdown or drawn, or a function
-  whose rows have `solutions`: texts, or lists of turns and messages in turn.
+  These are the rows of the default problems if no training problem has solutions.
 
   Raises:
-    ValueError: too few problems exist, or the embedded policy cannot read them.
+    ValueError: solutions are no texts.
   """
+  rows = [row for row in data.training if row.solutions]
+  for row in rows:
+    if not callable(row.solutions) and not _are_solutions(row.solutions):
+      raise ValueError(
+        f'problems.source={problems.source}: {row.problem[:60]!r} has the solutions '
+        f'{shown(row.solutions)}; give a list of texts, or of lists of texts: turns '
+        'and messages in turn'
+      )
+  rows = rows or read(ProblemsConfig()).training
+  return sorted(rows, key=lambda row: row.rank)
+
+
+def file_digests(problems: ProblemsConfig) -> list[str]:
+  """Returns a digest of each file of problems.source, which change with their text."""
   source = problems.source
   if custom_code.is_path(source):
-    solutions = {x: json.loads(x.fields).get('solutions') for x in data.training}
-    if all(solutions.values()):
-      return [
-        Problem(row, 0, ()) for row in solutions
-      ], lambda problem, rng, *_: solutions[problem.row][
-        rng.integers(len(solutions[problem.row]))
-      ]
-  if source not in ('countdown', 'drawn'):
-    generated = data.generated.get('synthetic') or synthetic.generate(problems)
-    return synthetic.to_imitate(problems, generated)
-  if (wording := getattr(problems, source).wording) != 'short':
-    raise ValueError(
-      f'problems.{source}.wording={wording!r} needs letters that the embedded policy '
-      "(model.path='') has no tokens for; set wording='short' or model.path"
-    )
-  solve: Solver = drawn.solve
-  if source == 'countdown':
-    solve = functools.partial(countdown.solve, largest=problems.countdown.target)
-  return data.generated[source][: problems.train], solve
+    return [custom_code.digest(source)]
+  return [custom_code.digest(path) for path in _paths(source) if os.path.exists(path)]
 
 
-def _files(problems, knob: Knob):
+def _are_solutions(value):
+  return isinstance(value, tuple) and all(
+    isinstance(text, str)
+    for solution in value
+    for text in (solution if isinstance(solution, tuple) and solution else [solution])
+  )
+
+
+def _files(problems, knob: Knob, whole=False):
   """Yields (folder of pictures, (location, fields) pairs) of each file of a source."""
   source = getattr(problems, knob)
   if custom_code.is_path(source):
     try:
-      rows = list(custom_code.bind(source, problems.custom)())
+      rows = list(custom_code.load(source).bound(problems.custom)(SPLITS[knob]))
     except (Exception, SystemExit) as error:  # a user's function may raise anything
       reason = custom_code.described(error, source)
       raise ValueError(f'{source} raises {reason}') from error
@@ -189,7 +171,7 @@ def _files(problems, knob: Knob):
       return
     paths = hub.find_files(name, split, f'problems.{knob}')
   for path in paths:
-    yield os.path.dirname(path), local_files.items(path, whole=problems.whole)
+    yield os.path.dirname(path), local_files.items(path, whole=whole)
 
 
 def _plain(value):

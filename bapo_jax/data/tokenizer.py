@@ -7,6 +7,7 @@ import datetime
 import functools
 import itertools
 import os
+import pathlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.pictures import PLACEHOLDER
 from bapo_jax.data.row import Row
 from bapo_jax.models.hf import directory as hf_directory
@@ -25,13 +25,10 @@ from bapo_jax.runtime.files import first_line
 # Silences the warning that torch is missing: tokenizers do not need it.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
-# The alphabet of the embedded problems. `\boxed{` is one token: an answer costs three
-# tokens, not nine. `<image>` stands for a merged patch of a picture.
-BOX = r'\boxed{'
-IMAGE = '<image>'
-CHARACTERS = ('<pad>', '<eos>', BOX, *'}\n 0123456789+-*=|modx/()', IMAGE)
-
-
+# The tokenizer of the embedded policy has one token per character of its problems, and
+# `\boxed{` is one token: an answer costs three tokens, not nine.
+EMBEDDED = str(pathlib.Path(__file__).parents[1] / 'policies' / 'tokenizer')
+IMAGE = '<image>'  # its token that stands for a merged patch of a picture
 # The date for chat templates that ask for today's, so that prompts do not depend on the
 # day of a run. Llama 3's templates use it where they cannot ask.
 TODAY = datetime.datetime(2024, 7, 26)
@@ -52,54 +49,24 @@ class Tokenizer(NamedTuple):
     )
 
 
-def characters() -> Any:
-  """Returns the embedded tokenizer, with one token per character.
-
-  The tokenizer is a byte-level BPE without merges, so that an export still works if
-  transformers loads it with Qwen2's tokenizer class: that class reads only vocabulary,
-  merges and added tokens from tokenizer.json, and splits and decodes by built-in rules.
-  """
-  import tokenizers
-  import transformers
-
-  # GPT-2's spelling of bytes: non-printing bytes have symbols from U+0100 on.
-  symbols = [token.replace('\n', 'Ċ').replace(' ', 'Ġ') for token in CHARACTERS]
-  vocab = {symbol: i for i, symbol in enumerate(symbols)}
-  model = tokenizers.models.BPE(vocab, merges=[], unk_token='<pad>')
-  backend = tokenizers.Tokenizer(model)
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False, use_regex=False
-  )
-  backend.decoder = tokenizers.decoders.ByteLevel()
-  # Added tokens, because Qwen2's splitting allows no merge of \boxed with {. They are
-  # not special tokens, so that decoding without special tokens keeps them.
-  backend.add_tokens(
-    [tokenizers.AddedToken(token, normalized=False) for token in (BOX, IMAGE)]
-  )
-  return transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend,
-    unk_token='<pad>',  # `encode` rejects unknown characters
-    pad_token='<pad>',
-    eos_token='<eos>',
-    clean_up_tokenization_spaces=False,
-    chat_template="{{ messages[-1]['content'] + '\\n' }}",  # Jinja drops a last newline
-  )
+def directory(path: str) -> str:
+  """Returns the directory that tokenizer.path names; downloads that of a hub name."""
+  if hf_directory.parse_hub_name(path):
+    return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
+  return path
 
 
 def load(path: str, template: str) -> Tokenizer:
-  """Loads the tokenizer of a directory; 'characters' is the embedded tokenizer.
+  """Loads the tokenizer of a directory.
 
   Raises:
     ValueError: the tokenizer cannot be loaded, or has no end token or chat template.
   """
-  if path == EMBEDDED:
-    backend = characters()
-    return Tokenizer(backend, (backend.eos_token_id,), template)
   # Otherwise transformers would query the hub: 47 s without a network.
   if not os.path.isdir(path):
     raise ValueError(
       f'tokenizer.path: no directory {path!r}{hf_directory.hint(path)}; give a '
-      "directory with tokenizer.json, or 'characters'"
+      'directory with tokenizer.json'
     )
   import transformers
 
@@ -128,11 +95,8 @@ FILES = (
 )
 
 
-def save(tokenizer: Tokenizer, source: str, path: str) -> None:
-  """Saves the tokenizer in `path`; copies its files if `source` is their directory."""
-  if not os.path.isdir(source):
-    tokenizer.backend.save_pretrained(path)
-    return
+def save(source: str, path: str) -> None:
+  """Copies the files of a tokenizer from the directory `source` to `path`."""
   for name in FILES:
     if os.path.exists(os.path.join(source, name)):
       shutil.copyfile(os.path.join(source, name), os.path.join(path, name))

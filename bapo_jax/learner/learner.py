@@ -45,6 +45,27 @@ class TrainStep(Protocol):
     """Returns (params, opt, metrics, tokens); donates the arguments params and opt."""
 
 
+class Rules(NamedTuple):
+  """What is the same in all steps of a run.
+
+  Fields:
+    advantage_rule, weights, teacher: see `flatten`.
+    minibatches: updates per epoch of a full batch.
+    proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
+      before the first update, for loss rules that need them; else None.
+    place: puts a batch onto the mesh.
+  """
+
+  train_step: TrainStep
+  advantage_rule: AdvantageFunction | None
+  epochs: int
+  minibatches: int
+  weights: tuple[float, ...] = (1.0, 1.0, 1.0)
+  teacher: float = 0.0
+  proximal: Callable[[Tree, Groups, Seen], Array] | None = None
+  place: Callable[[Batch], Batch] = lambda batch: batch
+
+
 class Updated(NamedTuple):
   """The results of one optimiser update, for the record of its step."""
 
@@ -154,8 +175,14 @@ def flatten(
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
-  rules = advantage_rule, weights, reference_PGT, teacher
-  adv_PGT = advantages(groups, source_P, *rules)
+  adv_PGT = advantages(
+    groups,
+    source_P,
+    advantage_rule,
+    weights=weights,
+    reference_PGT=reference_PGT,
+    teacher=teacher,
+  )
 
   def rows(x_PGT: Array | None) -> Any:
     return None if x_PGT is None else x_PGT.reshape(P * G, *x_PGT.shape[2:])
@@ -181,19 +208,12 @@ def update(
   groups: Groups,
   source_P: Array,
   key: Array,
+  rules: Rules,
   *,
-  train_step: TrainStep,
-  advantage_rule: AdvantageFunction | None,
-  epochs: int,
-  minibatches: int,
-  proximal: Callable[[Tree, Groups, Seen], Array] | None = None,
   pictures: Seen = None,
-  weights: tuple[float, ...] = (1.0, 1.0, 1.0),
-  place: Callable[[Batch], Batch] = lambda batch: batch,
   version: int = -1,
   number: int = 0,
   reference_PGT: Array | None = None,
-  teacher: float = 0.0,
 ) -> tuple[Tree, Tree, list[Updated]]:
   """Runs epochs x minibatches optimiser updates on one batch.
 
@@ -201,34 +221,35 @@ def update(
   (`_minibatches`); a batch without tokens to train on takes no update.
 
   Args:
-    groups, source_P, advantage_rule, pictures, weights, version, reference_PGT,
-      teacher: see `flatten`.
+    groups, source_P, pictures, version, reference_PGT: see `flatten`.
     key: determines the minibatches of every epoch.
-    minibatches: updates per epoch of a full batch.
-    proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
-      before the first update, for loss rules that need them; else None.
-    place: puts a batch onto the mesh.
     number: Batch.update_B of the first update.
 
   Returns:
     (params, opt, updates in order).
   """
-  source_P, order_EP = _seats(groups, source_P, key, epochs)
+  source_P, order_EP = _seats(groups, source_P, key, rules.epochs)
   filled_P = exchange.whole(source_P) >= 0
   if not filled_P.any():
     return params, opt, []
-  prox_PGT = None if proximal is None else proximal(params, groups, pictures)
+  prox_PGT = None
+  if rules.proximal is not None:
+    prox_PGT = rules.proximal(params, groups, pictures)
   arrays = settled(groups), source_P, prox_PGT, pictures, reference_PGT
-  rules = advantage_rule, weights, teacher
   updates = []
-  orders = exchange.whole(order_EP)
-  parts = (
-    x for order_P in orders for x in _minibatches(order_P, filled_P, minibatches)
-  )
-  for now, seats_P in enumerate(parts, number):
-    batch = place(_part(arrays, seats_P, version, now, *rules))
-    params, opt, metrics, tokens = train_step(params, opt, batch)
-    updates.append(Updated(seats_P, metrics, tokens, now))
+  for order_P in exchange.whole(order_EP):
+    for seats_P in _minibatches(order_P, filled_P, rules.minibatches):
+      batch = _part(
+        arrays,
+        seats_P,
+        version,
+        number + len(updates),
+        advantage_rule=rules.advantage_rule,
+        weights=rules.weights,
+        teacher=rules.teacher,
+      )
+      params, opt, metrics, tokens = rules.train_step(params, opt, rules.place(batch))
+      updates.append(Updated(seats_P, metrics, tokens, number + len(updates)))
   on_host = exchange.fetched([update.metrics for update in updates])
   updates = [u._replace(metrics=x) for u, x in zip(updates, on_host, strict=True)]
   return params, opt, updates
@@ -264,11 +285,19 @@ def _minibatches(
   return parts
 
 
-@functools.partial(jax.jit, static_argnames=('rule', 'weights', 'teacher'))
-def _part(arrays, seats_P, version, number, rule, weights, teacher) -> Batch:
+@functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights', 'teacher'))
+def _part(arrays, seats_P, version, number, **credit) -> Batch:
   groups, source_P, prox_PGT, pictures, reference_PGT = take(arrays, seats_P)
-  of_step = version, pictures, number, reference_PGT, teacher
-  return flatten(groups, source_P, rule, prox_PGT, weights, *of_step)
+  return flatten(
+    groups,
+    source_P,
+    prox_PGT=prox_PGT,
+    version=version,
+    pictures=pictures,
+    number=number,
+    reference_PGT=reference_PGT,
+    **credit,
+  )
 
 
 def learn(

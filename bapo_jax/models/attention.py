@@ -39,9 +39,11 @@ CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
 
 
 def resolve(
-  kind: str, platform: str, compute: jax.typing.DTypeLike, head_width: int
+  kind: str | None, platform: str, compute: jax.typing.DTypeLike, head_width: int
 ) -> str:
   """Returns the kernel that `model.attention=kind` selects on this platform.
+
+  Without a kind it is the fastest kernel that fits.
 
   The platform is 'cpu', 'gpu', 'cuda' or 'tpu'; `compute` is the dtype of queries, keys
   and values.
@@ -51,13 +53,13 @@ def resolve(
   """
   small = jnp.dtype(compute).itemsize == 2 and head_width <= WIDEST
   fits = {'splash': platform == 'tpu', 'flash': platform in ('gpu', 'cuda') and small}
-  if kind == 'auto':
+  if kind is None:
     kind = next((name for name, does_fit in fits.items() if does_fit), 'plain')
   if not fits.get(kind, True):
     raise ValueError(
       f'model.attention={kind} needs {FUSED[kind]}, but this is a {platform} with '
       f'model.compute={jnp.dtype(compute)} and heads of {head_width}; set '
-      'model.attention to auto or plain'
+      'model.attention to None or plain'
     )
   if kind != 'plain':
     # Since jax 0.11 this import adds a flag to the keys of jit. If the first trace of a
@@ -71,7 +73,7 @@ def attend(
   k_BTKC: Array,
   v_BTKC: Array,
   *,
-  kind: str = 'auto',
+  kind: str | None = None,
   segment_BT: Array | None = None,
   is_causal: bool = True,
   interpret: bool = False,
@@ -80,13 +82,13 @@ def attend(
 
   Args:
     q_BTHC, k_BTKC, v_BTKC: H is a multiple of K.
-    kind: 'auto' or the name of a kernel, which is not checked.
+    kind: the name of a kernel, which is not checked; None: by platform.
     segment_BT: for packed rows, the segment of each column: a query attends to the
       columns of its segment only. Empty columns need a segment too, such as -1.
     is_causal: whether a query attends only to keys up to its column, not to all keys.
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
-  if kind == 'auto':
+  if kind is None:
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
   if kind == 'plain':
     return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)

@@ -113,7 +113,7 @@ def is_ragged(spec: ModelSpec) -> bool:
   """
   kind = spec.attention
   C = spec.head_width
-  if kind == 'auto':
+  if kind is None:
     kind = attention.resolve(kind, jax.default_backend(), spec.compute, C)
   return kind != 'plain' and C >= 16 and C.bit_count() == 1
 

@@ -103,7 +103,7 @@ def row_count(copies: int, experts: int, block: int) -> int:
   return (copies + min(experts, copies) * (block - 1)) // block * block
 
 
-def block_size(copies: int, experts: int, kernel: str) -> int:
+def block_size(copies: int, experts: int, kernel: str | None) -> int:
   """Returns rows per block: about those of an expert, so that little is padding."""
   if kernel != 'blocks':
     return 1
@@ -174,7 +174,8 @@ def _backward(block, saved, d_RO):
   x_RI, w_EIO, size_E = saved
 
   def body(i, e, dw_EIO):
-    x, d = _slice(x_RI, i, block), _slice(d_RO, i, block)
+    x = _slice(x_RI, i, block)
+    d = _slice(d_RO, i, block)
     dw = jnp.einsum('ri,ro->io', x, d, preferred_element_type=jnp.float32)
     return dw_EIO.at[e].add(dw)
 
@@ -224,7 +225,7 @@ def _expert(size_E: Array, rows: int) -> Array:
 KERNELS = {'ragged': _ragged, 'tokamax': _tokamax, 'dense': _dense}
 
 
-def resolve(kind: str, platform: str) -> str:
+def resolve(kind: str | None, platform: str) -> str:
   """Returns the kernel that `model.experts_kernel=kind` selects on this platform.
 
   Raises:
@@ -232,12 +233,12 @@ def resolve(kind: str, platform: str) -> str:
   """
   is_gpu = platform in ('gpu', 'cuda')
   has_tokamax = is_gpu and importlib.util.find_spec('tokamax') is not None
-  if kind == 'auto':
+  if kind is None:
     return 'ragged' if platform == 'tpu' else 'tokamax' if has_tokamax else 'blocks'
   if kind == 'tokamax' and not has_tokamax:
     raise ValueError(
       'model.experts_kernel=tokamax needs a gpu and the package tokamax, but this '
-      f'{platform} lacks one of them; set it to auto'
+      f'{platform} lacks one of them; set it to None'
     )
   return kind
 
@@ -262,7 +263,8 @@ def _experts(y, weight, chosen, gate, up, down, *, kernel: str, experts: int) ->
 
   `gate`, `up` and `down` are its part of the weights, of all `experts`.
   """
-  shape, K = y.shape, weight.shape[-1]
+  shape = y.shape
+  K = weight.shape[-1]
   mine = jax.tree.leaves(gate)[0].shape[0]
   first = lax.axis_index('tensor') * mine if mine < experts else 0
   chosen_NK = chosen.reshape(-1, K) - first
@@ -286,14 +288,12 @@ def mlp(
     recorded: [..., K], see `choose`.
   """
   weight, chosen = choose(w['router'], y, spec, recorded)
-  kernel = spec.experts_kernel
-  if kernel == 'auto':
-    kernel = resolve(kernel, jax.default_backend())
+  kernel = spec.experts_kernel or resolve(None, jax.default_backend())
   run = functools.partial(_experts, kernel=kernel, experts=spec.experts)
-  args = y, weight, chosen.used, *(w[name] for name in EXPERTS)
+  gate, up, down = (w[name] for name in EXPERTS)
   mesh = sharding.ambient()
   if mesh is None:
-    return run(*args), chosen
+    return run(y, weight, chosen.used, gate, up, down), chosen
   rows = P(None if y.shape[0] % sharding.row_shards(mesh) else sharding.ROWS)
   summed = jax.shard_map(
     lambda *args: lax.psum(run(*args), 'tensor'),
@@ -301,7 +301,7 @@ def mlp(
     out_specs=rows,
     check_vma=False,
   )
-  return summed(*args), chosen
+  return summed(y, weight, chosen.used, gate, up, down), chosen
 
 
 def load(routes_BTX: Array, spec: ModelSpec) -> Array:

@@ -5,16 +5,12 @@ from typing import Any, Literal
 
 import pydantic
 
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, knob
 
 DType = Literal['float32', 'bfloat16']
 # model.compute -> JAX's name for the precision of float32 products. JAX's own default
 # would be TF32 on a GPU, and one pass of bfloat16 on a TPU.
 PRECISION = {'float32': 'highest', 'tf32': 'high', 'bfloat16': 'default'}
-MERGE = 2  # patches along each side of one token of a picture
-# Embedded tower: heads, and pixels along each side of a patch and of a window.
-TOWER_HEADS, TOWER_PATCH, TOWER_WINDOW = 2, 7, 28
-POSITIONS = 32768  # of the embedded policy
 # Projections that may have adapters -> number of input axes of the weight.
 PROJECTIONS = {f'layers/{name}': 1 for name in ('q', 'k', 'v', 'gate', 'up', 'down')}
 PROJECTIONS |= {'layers/o': 2}
@@ -23,8 +19,10 @@ PROJECTIONS |= {'layers/o': 2}
 class MeshConfig(Section):
   """Devices along each axis of the mesh; one axis may be -1 (all remaining devices)."""
 
-  data: int = knob(-1, 'Devices that split the rows; -1: all remaining.', least=-1)
-  fsdp: int = knob(
+  data: Auto[int] = knob(
+    -1, 'Devices that split the rows; -1: all remaining.', least=-1
+  )
+  fsdp: Auto[int] = knob(
     1, 'Devices that split the weights and the rows; -1: all remaining.', least=-1
   )
   tensor: int = knob(
@@ -48,60 +46,17 @@ class MeshConfig(Section):
     return self
 
 
-class TowerConfig(Section):
-  """The vision tower of the embedded policy.
-
-  The last layer attends to whole pictures, the other layers to windows.
-  """
-
-  layers: int = knob(0, 'Layers; 0: the policy is text-only.', least=0, most=1024)
-  width: int = knob(
-    32, 'Width of the tower.', least=4, most=65536, needs='model.tower.layers > 0'
-  )
-  ffn: int = knob(
-    96, 'Feed-forward width.', least=1, most=1 << 20, needs='model.tower.layers > 0'
-  )
-
-  @pydantic.model_validator(mode='after')
-  def _fits(self):
-    if self.width % (4 * TOWER_HEADS):
-      raise ValueError(f'width={self.width} must be a multiple of {4 * TOWER_HEADS}')
-    return self
-
-
 class ModelConfig(Section):
-  """A model from a directory or the hub, or the sizes of the embedded policy."""
+  """The policy: a model from a directory or the hub."""
 
   path: LocalPath = knob(
-    '', 'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy.'
+    '',
+    'Hugging Face directory or hub:owner/name@revision; empty: the embedded policy, '
+    'which the section sft describes.',
   )
-  width: int = knob(
-    64, 'Model width D of the embedded policy.', least=1, most=65536, needs='embedded'
-  )
-  layers: int = knob(
-    2, 'Layers of the embedded policy.', least=1, most=1024, needs='embedded'
-  )
-  heads: int = knob(
-    4, 'Query heads; a multiple of kv_heads.', least=1, most=1024, needs='embedded'
-  )
-  kv_heads: int = knob(2, 'Key/value heads.', least=1, most=1024, needs='embedded')
-  head_width: int = knob(
-    16, 'Width of a head; even.', least=2, most=1024, needs='embedded'
-  )
-  ffn: int = knob(192, 'Feed-forward width.', least=1, most=1 << 20, needs='embedded')
-  experts: int = knob(
-    0,
-    'Experts of every feed-forward layer of the embedded policy; 0: none.',
-    least=0,
-    most=1024,
-    needs='embedded',
-  )
-  active: int = knob(
-    2, 'Experts that a token uses.', least=1, most=64, needs='model.experts > 0'
-  )
-  experts_kernel: Literal['auto', 'blocks', 'ragged', 'tokamax', 'dense'] = knob(
-    'auto',
-    'Products of experts. auto: ragged on a TPU, tokamax on a GPU that has it, else '
+  experts_kernel: Auto[Literal['blocks', 'ragged', 'tokamax', 'dense']] = knob(
+    None,
+    'Products of experts. None: ragged on a TPU, tokamax on a GPU that has it, else '
     'blocks; dense: every token by every expert, for tests.',
     needs='routed',
   )
@@ -114,53 +69,37 @@ class ModelConfig(Section):
   train_tower: bool = knob(
     False, 'Trains the vision tower with the other weights; off: the tower is frozen.'
   )
-  tower: TowerConfig = knob(
-    TowerConfig, 'The vision tower of the embedded policy.', needs='embedded'
-  )
   dtype: DType = knob(
     'float32',
     'Type of the parameters; with bfloat16 the optimiser keeps float32 copies.',
   )
-  compute: Literal['float32', 'tf32', 'bfloat16'] = knob(
+  compute: Auto[Literal['float32', 'tf32', 'bfloat16']] = knob(
     'float32',
     'Precision of the matrix products. tf32: of float32 arrays, in TF32 on a GPU, in '
     'three passes of bfloat16 on a TPU; a CPU has no such products.',
   )
-  attention: Literal['auto', 'plain', 'flash', 'splash'] = knob(
-    'auto',
-    'Attention kernel of rows and of decoding; auto chooses by platform.',
+  attention: Auto[Literal['plain', 'flash', 'splash']] = knob(
+    None,
+    'Attention kernel of rows and of decoding; None: by platform.',
   )
-  remat: Literal['auto', 'full', 'dots', 'none'] = knob(
-    'auto',
+  remat: Auto[Literal['full', 'dots', 'none']] = knob(
+    None,
     'Activations that the backward pass recomputes. full: all; dots: all but products; '
-    'none: no activation; auto: as few as memory allows (on a CPU, dots or full).',
+    'none: no activation; None: as few as memory allows (on a CPU, dots or full).',
   )
-  sequence_sharding: Literal['auto', 'on', 'off'] = knob(
-    'auto',
-    'Splits columns between layers over mesh.tensor; auto: only if memory is short.',
-    needs='mesh.tensor != 1',
+  sequence_sharding: Auto[Literal['on', 'off']] = knob(
+    None,
+    'Splits columns between layers over mesh.tensor; None: only if memory is short.',
+    needs='tensor',
   )
 
   @property
   def types(self) -> dict[str, Any]:
     """The dtypes and kernels of a ModelSpec that do not depend on the model."""
     names = 'dtype', 'attention', 'experts_kernel', 'replay_routes'
-    compute = 'float32' if self.compute == 'tf32' else self.compute
+    # Float32 until the program has decided.
+    compute = 'bfloat16' if self.compute == 'bfloat16' else 'float32'
     return {name: getattr(self, name) for name in names} | {'compute': compute}
-
-  @pydantic.model_validator(mode='after')
-  def _heads_fit(self):
-    if not self.path and self.heads % self.kv_heads:
-      raise ValueError(
-        f'heads={self.heads} must be a multiple of kv_heads={self.kv_heads}'
-      )
-    if not self.path and 0 < self.experts < self.active:
-      raise ValueError(
-        f'active={self.active} is more than experts={self.experts}; lower active'
-      )
-    if not self.path and self.head_width % 2:
-      raise ValueError(f'head_width={self.head_width} must be even')
-    return self
 
 
 class LoraConfig(Section):
@@ -172,12 +111,12 @@ class LoraConfig(Section):
     'The adapters are scaled by alpha / rank.',
     above=0,
     most=65536,
-    needs='lora.rank > 0',
+    needs='lora.rank',
   )
   targets: str = knob(
     'layers/(q|k|v|o|gate|up|down)',
     'Projections with an adapter: a regular expression that matches the whole path.',
-    needs='lora.rank > 0',
+    needs='lora.rank',
   )
 
   @pydantic.model_validator(mode='after')

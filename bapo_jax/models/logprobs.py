@@ -98,9 +98,8 @@ def packed_stats(
   else:
     x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
     turn = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
-  of_cells = spec, cells.row_RT, cells.routes_RTX
   hidden_RTD, agree_RT = layers.through(
-    params, x_RTD, turn, *of_cells, schedule=schedule
+    params, x_RTD, turn, spec, cells.row_RT, cells.routes_RTX, schedule=schedule
   )
   R, T = cells.tokens_RT.shape
   shards = sharding.ambient_row_shards()

@@ -176,9 +176,15 @@ def pack(
   shape = shape_of(B, T, micro_batches, shards, width=width, packed=packed)
   if not packed:
     row_B = jnp.arange(B, dtype=jnp.int32)
-    bins = row_B, jnp.zeros_like(row_B), jnp.full_like(row_B, T - 1)
-    all_BT = jnp.broadcast_to(jnp.arange(T) > 0, wanted_BT.shape)
-    return Packed(tokens_BT, all_BT, shape, *bins, jnp.int32(-(-B // shape.bins)))
+    return Packed(
+      tokens_BT=tokens_BT,
+      wanted_BT=jnp.broadcast_to(jnp.arange(T) > 0, wanted_BT.shape),
+      shape=shape,
+      bin_B=row_B,
+      start_B=jnp.zeros_like(row_B),
+      length_B=jnp.full_like(row_B, T - 1),
+      used=jnp.int32(-(-B // shape.bins)),
+    )
   # The last target, in column t, is predicted from t tokens.
   length_B = jnp.where(wanted_BT, jnp.arange(T, dtype=jnp.int32), 0).max(1)
   order_B = jnp.argsort(-length_B, stable=True)

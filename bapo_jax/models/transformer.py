@@ -41,20 +41,20 @@ class ModelSpec:
   rope_knobs: tuple[tuple[str, float], ...] = ()
   mrope: tuple[int, ...] = ()  # pairs of a head rotated by time, row and column
   norm_eps: float = 1e-6
-  positions: int = knobs.POSITIONS
+  positions: int = 32768
   tied: bool = True
   qkv_bias: bool = True  # Qwen2
   o_bias: bool = False  # Llama and Qwen3 with attention_bias
   qk_norm: bool = False  # Qwen3
   dtype: str = _D.dtype  # of the parameters; norms are always float32
   compute: str = _D.compute  # of the matrix products
-  attention: str = _D.attention  # see attention.resolve
+  attention: str | None = _D.attention  # see attention.resolve
   actor_dtype: str = 'compute'  # of an actor's projections, see sampler.actor_dtype
   vision: vision_spec.VisionSpec | None = None  # the vision tower; None: text only
   experts: int = 0  # per layer; 0: a dense feed-forward layer
   active: int = 0  # experts that a token uses
   norm_topk: bool = True  # the weights of a token's experts sum to 1
-  experts_kernel: str = _D.experts_kernel  # see experts.resolve
+  experts_kernel: str | None = _D.experts_kernel  # see experts.resolve
   replay_routes: str = _D.replay_routes
 
   @property

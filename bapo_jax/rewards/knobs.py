@@ -6,7 +6,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
-from bapo_jax.knobs import PATH, FunctionPath, knob
+from bapo_jax.knobs import PATH, Auto, FunctionPath, knob
 
 
 class CustomReward(CustomKnobs):
@@ -33,13 +33,13 @@ RuleList = Annotated[str, pydantic.StringConstraints(pattern=f'^{NAME}(,{NAME})*
 class Verification(CustomSection):
   """How responses are verified: rules, custom functions and their limits."""
 
-  rule: Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList = knob(
+  rule: Auto[Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList] = knob(
     'aime',
     'Verifier of problems that do not name a verifier, or a list of verifiers and '
     'custom functions: the first decides what is right, and all add to the reward.',
   )
   custom: SerializeAsAny[CustomReward] = custom_knobs(CustomReward)
-  weights: tuple[float, ...] = knob(
+  weights: tuple[pydantic.FiniteFloat, ...] = knob(
     (), 'Factor on the reward of each rule in a list; (): 1 each.'
   )
   right_from: float = knob(
@@ -65,33 +65,29 @@ class Verification(CustomSection):
     True,
     'Requires a calculated answer; off: `math` evaluates and rounds, and `gsm8k` '
     'ignores the text around a number.',
-    needs='strict_verifier',
   )
   workers: int = knob(
     2,
     'Verifier processes, for rules that may hang (math).',
     least=1,
     most=256,
-    needs='verifier_processes',
   )
   deadline: float = knob(
     3.0,
     'Seconds of processor time per answer.',
     above=0,
     most=86400,
-    needs='verifier_processes',
   )
   batch_deadline: float = knob(
     300.0,
     'Seconds of processor time per verifier process for all answers of a rollout.',
     above=0,
     most=86400,
-    needs='verifier_processes',
   )
 
   @pydantic.model_validator(mode='after')
   def _one_weight_per_rule(self):
-    count = len(self.rule.split(','))
+    count = len(self.rule.split(',')) if self.rule else 1
     if self.weights and (len(self.weights) != count or not any(self.weights)):
       raise ValueError(
         f'weights={self.weights} does not fit rule={self.rule!r}; give {count} '

@@ -62,18 +62,13 @@ class Scorer:
     self._k = k
     self.rules = k.rule.split(',')
     self._custom = {
-      rule: custom_code.bind(rule, k.custom) for rule in custom_code.paths_in(k.rule)
+      rule: custom_code.load(rule).bound(k.custom)
+      for rule in custom_code.paths_in(k.rule)
     }
-
-    self._steps = {
-      rule: custom_code.declares(function).get('steps', '')
-      for rule, function in self._custom.items()
-    }
-    self.batched = any(map(_batched, self._custom.values()))
+    functions = self._custom.values()
+    self.batched = any(function.declared.get('batched') for function in functions)
     # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(
-      map(custom_code.is_async, self._custom.values())
-    )
+    self.together = self.batched or any(function.is_async for function in functions)
 
   def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
     """Returns a verdict per sample; calls nothing without samples.
@@ -104,9 +99,9 @@ class Scorer:
     ]
     samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
     function = self._custom[rule]
-    batched = _batched(function)
+    batched = function.declared.get('batched')
     arguments = [samples] if batched else samples
-    if custom_code.is_async(function):
+    if function.is_async:
       calls = self._await(function, arguments)
       values = asyncio.run_coroutine_threadsafe(calls, _event_loop()).result()
     else:
@@ -170,7 +165,9 @@ class Scorer:
     if isinstance(value, Mapping) and 'steps' in value:
       value = dict(value)
       steps = value.pop('steps')
-    unit = self._steps.get(rule, '')
+    unit = ''
+    if rule in self._custom:
+      unit = self._custom[rule].declared.get('steps', '')
     undecided = isinstance(value, Verdict) and value.right is None
     try:
       if bool(unit) != (steps is not None) and not undecided:
@@ -208,7 +205,9 @@ class EnvironmentCaller(Scorer):
 
   def __init__(self, k: Verification):
     super().__init__(k)
-    self._custom = self._custom or {k.rule: environments.BUILT_IN[k.rule]}
+    if not self._custom:
+      function = environments.BUILT_IN[k.rule]
+      self._custom = {k.rule: custom_code.UserFunction(k.rule, function=function)}
 
   def _combined(self, sample, values: Sequence[Any]):
     """Converts what the environment returns to a turn."""
@@ -243,10 +242,6 @@ def _failed(rule, error):
   if not isinstance(error, TimeoutError):
     reason = f'{rule} raises {custom_code.described(error, rule)}'
   return Verdict(None, reason[:200], None)
-
-
-def _batched(function: Callable):
-  return bool(custom_code.declares(function).get('batched'))
 
 
 def _call(function: Callable, argument):

@@ -5,6 +5,7 @@ teaches_PG): the rewards, f32, and a mask of the responses that enter the loss, 
 The results for undecided responses, which earned 0, are dropped.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
@@ -19,11 +20,8 @@ class ShapingRule(Part):
   """Changes rewards, and chooses the responses that enter the loss."""
 
   arguments = ('earned_PG', 'length_PG', 'truncated_PG', 'formatted_PG')
-
-  @property
-  def identity(self) -> bool:
-    """Whether the rule changes nothing."""
-    return False
+  returns = ('reward_PG', 'teaches_PG')
+  traced = False
 
 
 class Standard(ShapingRule):
@@ -55,7 +53,7 @@ class Standard(ShapingRule):
     1,
     'Tokens before sampler.max_new_tokens over which the penalty grows.',
     least=1,
-    needs='rewards.shaping.overlong_penalty > 0',
+    needs='rewards.shaping.overlong_penalty',
   )
   truncated: Literal['verified', 'wrong', 'masked'] = knob(
     'verified',
@@ -67,6 +65,15 @@ class Standard(ShapingRule):
     """Whether the rule changes nothing."""
     changes = self.format_bonus or self.overlong_penalty
     return not changes and self.truncated == 'verified'
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses a penalty that grows over more tokens than a response can have."""
+    longest = config.sampler.max_new_tokens
+    if longest is not None and self.overlong_cache > longest:  # None: not decided yet
+      yield (
+        f'rewards.shaping.overlong_cache={self.overlong_cache} is too large: give at '
+        f'most sampler.max_new_tokens={longest} tokens'
+      )
 
   def __call__(
     self,

@@ -107,7 +107,8 @@ class Worker:
 
   def kill(self) -> None:
     """Kills the process, and those that it started, once: a pid may be reused."""
-    pid, self.pid = self.pid, None
+    pid = self.pid
+    self.pid = None
     if pid:
       with contextlib.suppress(OSError):
         os.killpg(pid, signal.SIGKILL)

@@ -14,10 +14,11 @@ Besides the axes of types.py, A is the number of responses admitted at once.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered, Wrapped
@@ -65,6 +66,21 @@ class Rows(NamedTuple):
   def response_mask_BT(self) -> Array:
     """Returns the mask of what the policy sampled, end tokens included."""
     return self.policy_version_BT >= 0
+
+
+class Entering(NamedTuple):
+  """The A rows that enter slots; each field is i32."""
+
+  slot_A: Any  # free slots; entries equal to S are padding, and are dropped
+  row_A: Any  # output rows
+  uid_A: Any  # names of the responses, for the noise; the bits of u32
+  prompt_A: Any  # tokens of each prompt
+  position_A: Any  # column of the next token
+  limit_A: Any  # column at which the response is cut off
+
+  def packed(self) -> np.ndarray:
+    """Returns all fields as one array, for one copy to the device."""
+    return np.stack(self)
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
@@ -151,12 +167,8 @@ def admit(
   params: Tree,
   slots: Slots,
   tokens_RT: Array,
-  length_R: Array,
   from_A: Array,
-  slot_A: Array,
-  row_A: Array,
-  uid_A: Array,
-  new_A: Array,
+  packed_6A: Array,
   pictures: Pictures | None = None,
   *,
   spec: ModelSpec,
@@ -167,37 +179,45 @@ def admit(
 
   Args:
     tokens_RT: i32, prompts, at one of the prefill widths.
-    length_R: i32, tokens of each prompt.
     from_A: i32, index of the prompt that the response answers.
-    slot_A: i32, slot of the response. Entries equal to S are padding and are dropped.
-    row_A: i32, output row of the response.
-    uid_A: u32, name of the response, for the noise.
-    new_A: i32, maximum number of tokens of the response, end token included.
+    packed_6A: i32, see `Entering`.
     pictures: pictures of the R prompts; None for text only.
   """
-  tokens_AT = tokens_RT[from_A]
-  length_A = length_R[from_A]
-
-  def put(x: Array, value: Array | bool) -> Array:
-    return x.at[slot_A].set(value, mode='drop')
-
+  entering = Entering(*packed_6A)
   # Only the prompt's columns are written. Leftovers in later columns are never read:
   # masks end at position_S, and `harvest` copies the columns before position_S.
-  head = (slot_A, slice(0, tokens_RT.shape[1]))
+  head = (entering.slot_A, slice(0, tokens_RT.shape[1]))
+  slots = _occupied(slots, entering)
   slots = slots._replace(
-    row_S=put(slots.row_S, row_A),
-    uid_S=put(slots.uid_S, uid_A),
-    tokens_ST=slots.tokens_ST.at[head].set(tokens_AT, mode='drop'),
-    prompt_length_S=put(slots.prompt_length_S, length_A),
-    position_S=put(slots.position_S, length_A),
-    limit_S=put(slots.limit_S, length_A + new_A),
+    tokens_ST=slots.tokens_ST.at[head].set(tokens_RT[from_A], mode='drop')
+  )
+  slots = _prefilled(
+    params,
+    slots,
+    entering.slot_A,
+    tokens_RT=tokens_RT,
+    routes_RTX=None,
+    pictures=pictures,
+    spec=spec,
+    from_A=from_A,
+  )
+  return _constrain(slots)
+
+
+def _occupied(slots: Slots, entering: Entering) -> Slots:
+  """Fills slots with rows, except for the fields that have a column per token."""
+
+  def put(x: Array, value: Array | bool) -> Array:
+    return x.at[entering.slot_A].set(value, mode='drop')
+
+  return slots._replace(
+    row_S=put(slots.row_S, entering.row_A),
+    uid_S=put(slots.uid_S, entering.uid_A.astype(jnp.uint32)),
+    prompt_length_S=put(slots.prompt_length_S, entering.prompt_A),
+    position_S=put(slots.position_S, entering.position_A),
+    limit_S=put(slots.limit_S, entering.limit_A),
     done_S=put(slots.done_S, False),
   )
-  rows = tokens_RT, None, pictures, spec
-  slots, shift_R = _prefilled(params, slots, slot_A, *rows, from_A)
-  if slots.shift_S is not None:
-    slots = slots._replace(shift_S=put(slots.shift_S, shift_R[from_A]))
-  return _constrain(slots)
 
 
 def _prefilled(
@@ -209,10 +229,10 @@ def _prefilled(
   pictures: Pictures | None,
   spec: ModelSpec,
   from_A: Array | None = None,
-) -> tuple[Slots, Array]:
-  """Prefills rows, with pictures or with recorded routes; returns also shift_R.
+) -> Slots:
+  """Prefills rows, with pictures or with recorded routes.
 
-  Cache and routes of row from_A[a], by default a, go to slot slot_A[a].
+  Cache, shift and routes of row from_A[a], by default a, go to slot slot_A[a].
   """
   if pictures is None:
     shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
@@ -222,12 +242,15 @@ def _prefilled(
   from_A = jnp.arange(slot_A.shape[0]) if from_A is None else from_A
   cache = decoder.store(slots.cache, prefilled.cache, slot_A, from_A)
   slots = slots._replace(cache=cache)
+  if slots.shift_S is not None:
+    shift_S = slots.shift_S.at[slot_A].set(shift_R[from_A], mode='drop')
+    slots = slots._replace(shift_S=shift_S)
   if slots.routes_STX is None or prefilled.routes_RTX is None:
-    return slots, shift_R
+    return slots
   head = slot_A, slice(0, tokens_RT.shape[1])
   routes_AtX = prefilled.routes_RTX[from_A]
   routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
-  return slots._replace(routes_STX=routes_STX), shift_R
+  return slots._replace(routes_STX=routes_STX)
 
 
 @functools.partial(
@@ -256,8 +279,16 @@ def refresh(
   if slots.routes_STX is not None:
     # The newest token has not been read yet.
     routes_AtX = _read(slots.routes_STX[at_A, :columns], slots.position_S[at_A] - 1)
-  rows = slots.tokens_ST[at_A, :columns], routes_AtX, pictures, spec
-  return _constrain(_prefilled(params, slots, slot_A, *rows)[0])
+  slots = _prefilled(
+    params,
+    slots,
+    slot_A,
+    tokens_RT=slots.tokens_ST[at_A, :columns],
+    routes_RTX=routes_AtX,
+    pictures=pictures,
+    spec=spec,
+  )
+  return _constrain(slots)
 
 
 def _read(routes_BTX: Array, end_B: Array) -> Array:
@@ -275,7 +306,7 @@ def resume(
   params: Tree,
   slots: Slots,
   rows: Rows,
-  numbers_6A: Array,
+  packed_6A: Array,
   message_AT: Array,
   pictures: Pictures | None = None,
   *,
@@ -288,37 +319,36 @@ def resume(
   log-probability 0, as those of prompts have.
 
   Args:
-    numbers_6A: i32, free slots (S is padding, which is dropped); the output rows; names
-      of the responses, for the noise, bit by bit; tokens of each prompt; column after
-      the message; column at which the response is cut off.
+    packed_6A: i32, see `Entering`.
     message_AT: i32, the message in its columns, -1 elsewhere.
     pictures: pictures of the A prompts; None for text only.
     columns: number of columns, at least the largest column after a message.
   """
-  slot_A, row_A, uid_A, prompt_A, position_A, limit_A = numbers_6A
+  entering = Entering(*packed_6A)
+  row_A = entering.row_A
   tokens_AT = jnp.where(message_AT < 0, rows.tokens_BT[row_A], message_AT)
 
-  def put(x: Array, value: Array | bool) -> Array:
-    return x.at[slot_A].set(value, mode='drop')
+  def put(x: Array, value: Array) -> Array:
+    return x.at[entering.slot_A].set(value, mode='drop')
 
+  slots = _occupied(slots, entering)
   slots = slots._replace(
-    row_S=put(slots.row_S, row_A),
-    uid_S=put(slots.uid_S, uid_A.astype(jnp.uint32)),
     tokens_ST=put(slots.tokens_ST, tokens_AT),
     logp_ST=put(slots.logp_ST, rows.logp_BT[row_A]),
     policy_version_ST=put(slots.policy_version_ST, rows.policy_version_BT[row_A]),
-    prompt_length_S=put(slots.prompt_length_S, prompt_A),
-    position_S=put(slots.position_S, position_A),
-    limit_S=put(slots.limit_S, limit_A),
-    done_S=put(slots.done_S, False),
   )
   routes_AtX = None
   if rows.routes_BTX is not None:
     routes_AtX = rows.routes_BTX[row_A, :columns]
-  of_rows = tokens_AT[:, :columns], routes_AtX, pictures, spec
-  slots, shift_A = _prefilled(params, slots, slot_A, *of_rows)
-  if slots.shift_S is not None:
-    slots = slots._replace(shift_S=put(slots.shift_S, shift_A))
+  slots = _prefilled(
+    params,
+    slots,
+    entering.slot_A,
+    tokens_RT=tokens_AT[:, :columns],
+    routes_RTX=routes_AtX,
+    pictures=pictures,
+    spec=spec,
+  )
   return _constrain(slots)
 
 

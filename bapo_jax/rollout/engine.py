@@ -3,14 +3,15 @@
 1. `RolloutEngine` is a frozen value: model, sizes, sampling parameters. Training,
    re-evaluation and evaluation differ only in sampling parameters and group size
    (`dataclasses.replace`);
-2. its methods call the compiled functions with these settings, under the mesh;
+2. its methods return the compiled functions with these settings, to be called or
+   lowered under the mesh;
 3. `programs` lowers all shapes that can occur, to be compiled ahead.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,11 +25,31 @@ from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode, knobs, shapes
-from bapo_jax.rollout.decode import Rows, Slots
+from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams
 from bapo_jax.types import Pictures, Tree
 
 _D = knobs.SamplerConfig()
+
+
+class Call:
+  """A compiled function with its arguments and its mesh."""
+
+  def __init__(self, mesh: Mesh | None, function: Wrapped, *args: Any, **kwargs: Any):
+    self._mesh = mesh
+    self._function = function
+    self._args = args
+    self._kwargs = kwargs
+
+  def __call__(self) -> Any:
+    """Calls the function."""
+    with sharding.current(self._mesh):
+      return self._function(*self._args, **self._kwargs)
+
+  def lower(self) -> Lowered:
+    """Lowers the function for these arguments, which may be abstract."""
+    with sharding.current(self._mesh):
+      return self._function.lower(*self._args, **self._kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +78,6 @@ class RolloutEngine:
     mesh: slots and rows are split over its data and fsdp axes; None for one device.
     gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
-    apply: calls a compiled function, or lowers it.
   """
 
   spec: ModelSpec
@@ -76,7 +96,6 @@ class RolloutEngine:
   top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
   gallery: Gallery | None = None
-  apply: Callable[..., Any] = lambda f, *args, **knobs: f(*args, **knobs)
 
   @property
   def length(self) -> int:
@@ -105,35 +124,47 @@ class RolloutEngine:
     """Returns the number of columns of each segment of the KV cache."""
     return shapes.cache_columns(self.spec, self.length, self.cache_segments)
 
-  def empty(self, rows: int) -> tuple[Slots, Rows]:
-    """Returns free slots and `rows` empty output rows, placed on the mesh."""
-    sizes = self.max_num_seqs, rows, self.length, self.cache_segments
-    return self._call(_empty(self.spec, *sizes, self.mesh))
-
-  def _call(self, function: Wrapped, *args: Any, **kwargs: Any) -> Any:
-    with sharding.current(self.mesh):
-      return self.apply(function, *args, **kwargs)
+  def empty(self, rows: int) -> Call:
+    """Makes free slots and `rows` empty output rows, placed on the mesh."""
+    slots = self.max_num_seqs
+    parts = self.cache_segments
+    return Call(
+      self.mesh, _empty(self.spec, slots, rows, self.length, parts, self.mesh)
+    )
 
   def pictures(self, id_P: np.ndarray) -> Pictures | None:
     """Returns the pictures of problems, empty for id -1; None if the run has none."""
     return None if self.gallery is None else self.gallery.of(id_P)
 
   def admit(
-    self, params: Tree, slots: Slots, id_R: np.ndarray, *rows: np.ndarray
-  ) -> Slots:
+    self,
+    params: Tree,
+    slots: Slots,
+    id_R: np.ndarray,
+    tokens_RT: np.ndarray,
+    from_A: np.ndarray,
+    entering: Entering,
+  ) -> Call:
     """Starts responses to prompts in free slots, by `decode.admit`.
 
     Args:
       id_R: problem ids of the prompts, -1 for padding.
-      rows: tokens_RT, length_R, from_A, slot_A, row_A, uid_A and new_A, as in
-        `decode.admit`.
     """
-    args = params, slots, *rows, self.pictures(id_R)
-    return self._call(decode.admit, *args, spec=self.spec)
+    return Call(
+      self.mesh,
+      decode.admit,
+      params,
+      slots,
+      tokens_RT,
+      from_A,
+      entering.packed(),
+      self.pictures(id_R),
+      spec=self.spec,
+    )
 
   def refresh(
     self, params: Tree, slots: Slots, id_A: np.ndarray, slot_A: np.ndarray, live: int
-  ) -> Slots:
+  ) -> Call:
     """Recomputes the KV cache of some slots with new weights, by `decode.refresh`.
 
     Args:
@@ -141,9 +172,16 @@ class RolloutEngine:
       slot_A: the slots to refresh; the number S is padding.
       live: number of leading cache segments to recompute.
     """
-    columns = sum(self.segment_sizes[:live])
-    args = params, slots, slot_A, self.pictures(id_A)
-    return self._call(decode.refresh, *args, spec=self.spec, columns=columns)
+    return Call(
+      self.mesh,
+      decode.refresh,
+      params,
+      slots,
+      slot_A,
+      self.pictures(id_A),
+      spec=self.spec,
+      columns=sum(self.segment_sizes[:live]),
+    )
 
   def resume(
     self,
@@ -151,24 +189,36 @@ class RolloutEngine:
     slots: Slots,
     rows: Rows,
     id_A: np.ndarray,
-    *of_rows: np.ndarray,
+    entering: Entering,
+    message_AT: np.ndarray,
+    *,
     columns: int,
-  ) -> Slots:
+  ) -> Call:
     """Continues rows after messages of an environment, by `decode.resume`.
 
     Args:
       id_A: problem ids of the rows, -1 for padding.
-      of_rows: numbers_6A and message_AT, as in `decode.resume`.
       columns: number of columns to compute, one of the widths of a whole row.
     """
-    args = params, slots, rows, *of_rows, self.pictures(id_A)
-    return self._call(decode.resume, *args, spec=self.spec, columns=columns)
+    return Call(
+      self.mesh,
+      decode.resume,
+      params,
+      slots,
+      rows,
+      entering.packed(),
+      message_AT,
+      self.pictures(id_A),
+      spec=self.spec,
+      columns=columns,
+    )
 
   def run(
     self, params: Tree, slots: Slots, key: Array, n: int, version: int, live: int
-  ) -> tuple[Slots, Array]:
+  ) -> Call:
     """Decodes up to n tokens in every busy slot; returns the slots and position_S."""
-    return self._call(
+    return Call(
+      self.mesh,
       decode.run,
       params,
       slots,
@@ -193,28 +243,26 @@ class RolloutEngine:
       refreshed: whether to include the program of `refresh`, for partial rollouts.
       resumed: whether to include the program of `resume`, for an environment.
     """
-    lower: Any = dataclasses.replace(self, apply=lambda f, *x, **k: f.lower(*x, **k))
-    yield (made := lower.empty(places * self.group_size))
+    made = self.empty(places * self.group_size).lower()
+    yield made
     slots, rows = made.out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
     no_slot = zeros + self.max_num_seqs
     no_id = zeros - 1
-    # from_A, slot_A, row_A, uid_A and new_A of decode.admit.
-    padding = zeros, no_slot, zeros, zeros.astype(np.uint32), zeros
+    none = Entering(no_slot, zeros, zeros, zeros, zeros, zeros)
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
-      prompts = np.zeros((R, width), np.int32), np.ones(R, np.int32)
-      yield lower.admit(params, slots, no_id[:R], *prompts, *padding)
+      tokens_RT = np.zeros((R, width), np.int32)
+      yield self.admit(params, slots, no_id[:R], tokens_RT, zeros, none).lower()
+    message_AT = np.zeros((len(zeros), self.length), np.int32)
     for width in shapes.prefill_widths(self.length) if resumed else []:
-      numbers_6A = np.stack([no_slot, *[zeros] * 5])
-      message_AT = np.zeros((len(zeros), self.length), np.int32)
-      args = no_id, numbers_6A, message_AT
-      yield lower.resume(params, slots, rows, *args, columns=width)
+      resume = self.resume(params, slots, rows, no_id, none, message_AT, columns=width)
+      yield resume.lower()
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
-        yield lower.refresh(params, slots, no_id, no_slot, live)
-      yield lower.run(params, slots, jax.random.key(0), 0, 0, live)
+        yield self.refresh(params, slots, no_id, no_slot, live).lower()
+      yield self.run(params, slots, jax.random.key(0), 0, 0, live).lower()
     yield decode.harvest.lower(slots, rows)
 
 

@@ -7,7 +7,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomSection, custom_knobs
-from bapo_jax.knobs import Section, knob
+from bapo_jax.knobs import Auto, Section, knob
 from bapo_jax.rewards.knobs import CustomEnvironment, EnvironmentRule
 
 # Lowest temperature of sampling. Logits of 32 divided by it have float32 rounding
@@ -20,7 +20,7 @@ class SamplerConfig(Section):
   """Knobs of decoding."""
 
   group_size: int = knob(8, 'Responses per prompt.', least=2, most=4096)
-  max_new_tokens: int = knob(
+  max_new_tokens: Auto[int] = knob(
     40,
     'Maximum number of tokens of a response, end token included.',
     least=1,
@@ -32,12 +32,12 @@ class SamplerConfig(Section):
     least=COLDEST,
     most=1000,
   )
-  max_num_seqs: int = knob(512, 'Number of decode slots.', least=1, most=1 << 20)
-  prefill_batch_size: int = knob(
+  max_num_seqs: Auto[int] = knob(512, 'Number of decode slots.', least=1, most=1 << 20)
+  prefill_batch_size: Auto[int] = knob(
     512, 'Responses admitted at once.', least=1, most=1 << 20
   )
-  tokens_per_dispatch: int = knob(10, 'Tokens per slot and dispatch.', least=1)
-  cache_segments: int = knob(
+  tokens_per_dispatch: Auto[int] = knob(10, 'Tokens per slot and dispatch.', least=1)
+  cache_segments: Auto[int] = knob(
     1,
     'Parts of the KV cache; attention skips parts that no slot has reached. The '
     'kernels of GPUs and TPUs skip the free columns of each slot and need no parts.',
@@ -49,7 +49,7 @@ class SamplerConfig(Section):
     "Type of the layers' weights in the actor, the copy that samples. compute: "
     'model.compute; others: one byte per weight and a scale per output channel.',
   )
-  done_check_lag: int = knob(
+  done_check_lag: Auto[int] = knob(
     0,
     'Dispatches ahead of the check for ended responses; 1 keeps an accelerator busy.',
     least=0,
@@ -73,7 +73,7 @@ class RolloutConfig(CustomSection):
     'Most turns of a response; sampler.max_new_tokens counts all turns and answers.',
     least=2,
     most=1024,
-    needs="rollout.environment != ''",
+    needs='rollout.environment',
   )
   depth: int = knob(
     0,
@@ -101,7 +101,7 @@ class RolloutConfig(CustomSection):
   cache: Literal['refresh', 'keep'] = knob(
     'refresh',
     'KV cache of unfinished responses: recompute for new weights, or keep.',
-    needs=('rollout.max_off_policy_steps > 0', 'unfinished'),
+    needs=('rollout.max_off_policy_steps', 'unfinished'),
   )
 
   @pydantic.model_validator(mode='after')

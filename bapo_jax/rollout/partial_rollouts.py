@@ -6,45 +6,32 @@
    have ended or a token budget is spent. Unfinished responses stay in their slots and
    continue in the next call (partial rollouts);
 3. with an environment, a row whose turn has ended waits for an answer, and then goes
-   back into a slot, before rows that have not begun;
+   back into a slot (turns.py);
 4. `finished` lists the groups whose responses have all ended, `read` returns their rows
    and `free` frees their places.
 
-Synchronous sampling has an infinite budget. `PartialRollouts` is the package's only
-mutable object. After an exception anywhere in `decode` the next call loses no response.
+Synchronous sampling has an infinite budget. After an exception anywhere in `decode` the
+next call loses no response.
 """
 
 import collections
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jax import Array
 
 from bapo_jax import sharding
 from bapo_jax.rollout import decode, shapes
-from bapo_jax.rollout.decode import Rows, Slots
+from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.turns import Environment, Queue, Turn
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.types import Prompts, Tree
 
 OnFinished = Callable[[list[int]], object]  # receives finished output rows
-
-
-class Environment(Protocol):
-  """Answers turns, see `rollout.Conversations`."""
-
-  max_turns: int
-
-  def ask(self, rollouts: 'PartialRollouts', rows: Sequence[int]) -> None:
-    """Asks about rows whose last turn has ended."""
-
-  def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yields (row, tokens of the message); no tokens end the response.
-
-    Waits for `at_least` answers, and yields all that have arrived.
-    """
 
 
 class PartialRollouts:
@@ -65,7 +52,7 @@ class PartialRollouts:
     self.engine = engine
     B = places * engine.group_size
     S = engine.max_num_seqs
-    self.slots, self.rows = engine.empty(B)
+    self.slots, self.rows = engine.empty(B)()
     self.own_B = exchange.owned(self.rows.tokens_BT)  # rows that this process verifies
     # The host's view of places and rows.
     self.submitted_W = np.full(places, -1)  # learner step; -1: the place is free
@@ -82,9 +69,7 @@ class PartialRollouts:
     self.first_dispatch_S = np.zeros(S, int)  # first dispatch of the slot's row
     self.reach_S = np.zeros(S, int)  # upper bound of the columns reached
     self.limit_S = np.zeros(S, int)  # column at which the response is cut off
-    self.waiting: collections.deque[int] = collections.deque()  # rows, oldest first
-    self.asked: set[int] = set()  # rows whose turn the environment has not answered
-    self.answered: list[tuple[int, Sequence[int]]] = []  # (row, message) without a slot
+    self.queue = Queue()
     self.dispatched = 0
     self.tokens = 0  # in responses that finished in the current `decode`
     self.cache_lost = False  # True after `restore`: checkpoints have no cache
@@ -127,7 +112,7 @@ class PartialRollouts:
     wanted = row_PG[np.asarray(prompts.length_P) > 0].ravel()
     self.done_B[wanted] = False
     self.turns_B[wanted] = 0
-    self.waiting.extend(wanted.tolist())
+    self.queue.waiting.extend(wanted.tolist())
 
   @property
   def unfinished(self) -> int:
@@ -167,13 +152,13 @@ class PartialRollouts:
     spent = self.tokens = 0
     chunk = self.engine.tokens_per_dispatch
     segments = self.engine.segment_sizes
-    awaits = max_tokens < math.inf or len(segments) > 1 or hosts.processes() > 1
+    awaits = max_tokens < math.inf or len(segments) > 1 or len(hosts.side()) > 1
     # Asked before a restart, or by a call that was interrupted.
-    if environment and self.asked:
-      environment.ask(self, sorted(self.asked))
-    while self.busy or self.waiting or self.asked or self.answered:
-      idle = not (self.busy or self.waiting or self.answered)
-      self._hear(environment, len(self.asked) if awaits else int(idle))
+    if environment and self.queue.asked:
+      environment.ask(self.turns(sorted(self.queue.asked)))
+    while self.unfinished:
+      idle = not (self.busy or self.queue.waiting or self.queue.answered)
+      self._hear(environment, len(self.queue.asked) if awaits else int(idle))
       self._fill(params)
       due = due_W is not None and (~self.done_B).reshape(len(due_W), -1)[due_W].any()
       if spent >= max_tokens and not due:
@@ -185,7 +170,7 @@ class PartialRollouts:
       self._collect(environment, self.engine.done_check_lag)
       self._report(on_finished)
     self._collect(environment, 0)
-    self._hear(environment, len(self.asked))
+    self._hear(environment, len(self.queue.asked))
     self._report(on_finished)
 
   def _fill(self, params: Tree) -> None:
@@ -193,98 +178,91 @@ class PartialRollouts:
 
     Answered rows go first.
     """
-    while block := self._answered_block():
+    e = self.engine
+    while block := self.queue.block(e.prefill_rows, self._width, not self.busy):
       free = np.flatnonzero(self.row_S < 0)
       if len(free) < len(block):
         return
       self._resume(params, block, free[: len(block)])
-    while self.waiting:
+    while self.queue.waiting:
       free = np.flatnonzero(self.row_S < 0)
-      if len(free) < min(self.engine.prefill_rows, len(self.waiting)):
+      if len(free) < min(e.prefill_rows, len(self.queue.waiting)):
         return
       self._admit(params, free)
 
   def _admit(self, params: Tree, free: np.ndarray) -> None:
     """Admits the oldest waiting rows to the first free slots, as one padded block."""
     e = self.engine
-    A = e.prefill_rows
-    S = e.max_num_seqs
     # The rows leave the queue after `admit`, so that an exception loses no row.
-    rows = [self.waiting[i] for i in range(min(A, len(self.waiting)))]
+    rows = list(itertools.islice(self.queue.waiting, e.prefill_rows))
+    slots = free[: len(rows)]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
-    count = len(rows)
-    pad = (0, A - len(rows))
     # Each prompt is prefilled once, at the smallest compiled shape that fits.
     R = next(n for n in e.prefill_sizes if n >= len(places))
     width = shapes.prefill_width(e.max_prompt_tokens, self.length_W[places].max())
     tokens_RT = np.zeros((R, width), np.int32)
     tokens_RT[: len(places)] = self.prompt_WT[places, :width]
-    length_R = np.ones(R, np.int32)
-    length_R[: len(places)] = self.length_W[places]
-    slot_A = np.pad(free[:count], pad, constant_values=S).astype(np.int32)
-    self.slots = e.admit(
-      params,
-      self.slots,
-      np.pad(self.id_W[places], (0, R - len(places)), constant_values=-1),
-      tokens_RT,
-      length_R,
-      np.pad(from_A, pad).astype(np.int32),
-      slot_A,
-      np.pad(np.asarray(rows, np.int32), pad, constant_values=-1),
-      np.pad(self.uid_B[rows], pad),
-      np.pad(self.limit_B[rows], pad),
-    )
-    length = length_R[from_A]
-    self._occupy(free[:count], rows, length, length + self.limit_B[rows])
+    id_R = np.pad(self.id_W[places], (0, R - len(places)), constant_values=-1)
+    entering = self._entering(slots, rows, self.length_W[places[from_A]])
+    from_A = self._padded(from_A)
+    self.slots = e.admit(params, self.slots, id_R, tokens_RT, from_A, entering)()
+    self._occupy(entering, len(rows))
     for _ in rows:
-      self.waiting.popleft()
+      self.queue.waiting.popleft()
 
-  def _answered_block(self):
-    """Returns the first A answered rows of one width; fewer if nothing else is to do.
+  def _entering(self, slots: np.ndarray, rows: Any, position: np.ndarray) -> Entering:
+    """Describes rows that enter these slots, with their next token's column."""
+    prompt = self.length_W[np.asarray(rows) // self.engine.group_size]
+    return Entering(
+      slot_A=self._padded(slots, self.engine.max_num_seqs),
+      row_A=self._padded(rows),
+      uid_A=self._padded(self.uid_B[rows].view(np.int32)),
+      prompt_A=self._padded(prompt),
+      position_A=self._padded(position),
+      limit_A=self._padded(prompt + self.limit_B[rows]),
+    )
 
-    A row's width depends on its own tokens alone: other rows change no bit of it.
-    """
-    e = self.engine
-    blocks = collections.defaultdict(list)
-    for row, tokens in self.answered:
-      columns = self.end_B[row] + len(tokens)
-      block = blocks[shapes.prefill_width(e.length, columns)]
-      block.append((row, tokens))
-      if len(block) == e.prefill_rows:
-        return block
-    if self.busy and (self.asked or self.waiting):
-      return []
-    return next(iter(blocks.values()), [])
+  def _padded(self, values: Any, fill: int = 0) -> np.ndarray:
+    """Returns one value for each of the A rows of a block."""
+    pad = (0, self.engine.prefill_rows - len(values))
+    return np.pad(np.asarray(values, np.int32), pad, constant_values=fill)
 
-  def _resume(self, params, block, slots) -> None:
+  def _width(self, row: int) -> int:
+    """Returns the columns that are computed for an answered row."""
+    columns = self.end_B[row] + len(self.queue.answered[row])
+    return shapes.prefill_width(self.engine.length, columns)
+
+  def _resume(
+    self, params: Tree, messages: dict[int, Sequence[int]], slots: np.ndarray
+  ) -> None:
     """Puts answered rows of one width back into slots, as one padded block."""
     e = self.engine
-    count = len(block)
-    rows = np.asarray([row for row, _ in block])
-    places = rows // e.group_size
-    reach = self.end_B[rows] + [len(tokens) for _, tokens in block]
-    limit = self.length_W[places] + self.limit_B[rows]
-    pad = (0, e.prefill_rows - count)
-    id_A = np.pad(self.id_W[places], pad, constant_values=-1)
-    numbers_6A = np.zeros((6, e.prefill_rows), np.int32)
-    numbers_6A[0] = e.max_num_seqs
-    uid = self.uid_B[rows].view(np.int32)
-    numbers_6A[:, :count] = slots, rows, uid, self.length_W[places], reach, limit
+    rows = np.asarray(list(messages))
+    reach = self.end_B[rows] + [len(tokens) for tokens in messages.values()]
+    entering = self._entering(slots, rows, reach)
     message_AT = np.full((e.prefill_rows, e.length), -1, np.int32)
-    for written_T, end, (row, tokens) in zip(message_AT, reach, block, strict=False):
-      written_T[self.end_B[row] : end] = tokens
-    width = shapes.prefill_width(e.length, reach.max())
-    of_rows = id_A, numbers_6A, message_AT
-    self.slots = e.resume(params, self.slots, self.rows, *of_rows, columns=width)
-    self._occupy(slots, rows, reach, limit)
-    self.answered = [(row, tokens) for row, tokens in self.answered if row not in rows]
+    for message_T, (row, tokens) in zip(message_AT, messages.items(), strict=False):
+      message_T[self.end_B[row] :][: len(tokens)] = tokens
+    self.slots = e.resume(
+      params,
+      self.slots,
+      self.rows,
+      self._padded(self.id_W[rows // e.group_size], -1),
+      entering,
+      message_AT,
+      columns=shapes.prefill_width(e.length, reach.max()),
+    )()
+    self._occupy(entering, len(rows))
+    for row in messages:
+      del self.queue.answered[row]
 
-  def _occupy(self, slots, rows, reach, limit) -> None:
+  def _occupy(self, entering: Entering, count: int) -> None:
     """Records which rows the slots decode from now on."""
-    self.row_S[slots] = rows
+    slots = entering.slot_A[:count]
+    self.row_S[slots] = entering.row_A[:count]
     self.first_dispatch_S[slots] = self.dispatched
-    self.reach_S[slots] = reach
-    self.limit_S[slots] = limit
+    self.reach_S[slots] = entering.position_A[:count]
+    self.limit_S[slots] = entering.limit_A[:count]
 
   def _dispatch(self, params: Tree, key: Array, n: int, version: int) -> None:
     """Advances every busy slot by at most n tokens."""
@@ -292,7 +270,8 @@ class PartialRollouts:
     reached_S = np.minimum(self.reach_S + n, self.limit_S)
     longest = reached_S[self.row_S >= 0].max(initial=1)
     live = shapes.segments_reached(self.engine.segment_sizes, longest)
-    self.slots, position_S = self.engine.run(params, self.slots, key, n, version, live)
+    run = self.engine.run(params, self.slots, key, n, version, live)
+    self.slots, position_S = run()
     self.reach_S = reached_S
     self._pending.append((self.dispatched, position_S))
     self.dispatched += 1
@@ -321,8 +300,8 @@ class PartialRollouts:
     if environment:
       more = [self.left(row) > 1 for row in rows]  # a message, and a token after it
       asks = np.logical_and(more, self.turns_B[rows] < environment.max_turns)
-      self.asked.update(rows[asks].tolist())
-      environment.ask(self, rows[asks].tolist())
+      self.queue.asked.update(rows[asks].tolist())
+      environment.ask(self.turns(rows[asks].tolist()))
     self._end(rows[~asks])
 
   def _end(self, rows: np.ndarray) -> None:
@@ -337,16 +316,28 @@ class PartialRollouts:
     prompt = self.length_W[row // self.engine.group_size]
     return int(prompt + self.limit_B[row] - self.end_B[row])
 
+  def turns(self, rows: Sequence[int]) -> list[Turn]:
+    """Returns the last turns of those rows that this process verifies."""
+    rows = [row for row in rows if self.own_B[row]]
+    tokens_BT = exchange.rows_of(self.rows.tokens_BT, rows)
+    version_BT = exchange.rows_of(self.rows.policy_version_BT, rows)
+    return [
+      Turn(
+        row=row,
+        problem=int(self.id_W[row // self.engine.group_size]),
+        number=int(self.turns_B[row]),
+        left=self.left(row),
+        tokens_T=tokens_T,
+        mask_T=version_T >= 0,
+      )
+      for row, tokens_T, version_T in zip(rows, tokens_BT, version_BT, strict=True)
+    ]
+
   def _hear(self, environment: Environment | None, at_least: int) -> None:
     """Takes the answers that have arrived; waits for `at_least` of them."""
-    if not environment or not self.asked:
-      return
-    for row, tokens in environment.answers(at_least):
-      self.asked.discard(row)
-      if tokens:
-        self.answered.append((row, tokens))
-      else:
-        self._end(np.asarray([row]))
+    if environment:
+      ended = self.queue.hear(environment, at_least)
+      self._end(np.asarray(ended, int))
 
   def _report(self, on_finished: OnFinished) -> None:
     if self._unreported:
@@ -379,17 +370,15 @@ class PartialRollouts:
     """Recomputes the cache of every busy slot with these weights, in blocks of A."""
     self.cache_lost = False
     A = self.engine.prefill_rows
-    S = self.engine.max_num_seqs
     busy = np.flatnonzero(self.row_S >= 0)
     for block in np.split(busy, range(A, len(busy), A)):
       if len(block):
         reached = int(self.reach_S[block].max())
         live = shapes.segments_reached(self.engine.segment_sizes, reached)
-        pad = (0, A - len(block))
-        slot_A = np.pad(block, pad, constant_values=S).astype(np.int32)
-        id_A = self.id_W[self.row_S[block] // self.engine.group_size]
-        id_A = np.pad(id_A, pad, constant_values=-1)
-        self.slots = self.engine.refresh(params, self.slots, id_A, slot_A, live)
+        slot_A = self._padded(block, self.engine.max_num_seqs)
+        id_A = self._padded(self.id_W[self.row_S[block] // self.engine.group_size], -1)
+        refresh = self.engine.refresh(params, self.slots, id_A, slot_A, live)
+        self.slots = refresh()
 
   def state(self) -> dict[str, dict]:
     """Returns the content of a checkpoint: all arrays except the cache."""
@@ -418,8 +407,7 @@ class PartialRollouts:
     rows = np.arange(len(self.done_B))
     rows = np.flatnonzero(~self.done_B & ~np.isin(rows, self.row_S))
     asked = self.turns_B[rows] > 0
-    self.asked = set(rows[asked].tolist())
-    self.answered = []
-    rows = rows[~asked]
     step = self.submitted_W[rows // self.engine.group_size]
-    self.waiting = collections.deque(rows[np.argsort(step, kind='stable')].tolist())
+    order = np.argsort(step, kind='stable')
+    waiting = rows[order][~asked[order]].tolist()
+    self.queue = Queue(waiting, asked=rows[asked].tolist())

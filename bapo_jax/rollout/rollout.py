@@ -34,6 +34,7 @@ from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
+from bapo_jax.rollout.turns import Turn
 from bapo_jax.runtime import exchange
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.types import Groups, LogpDiff, Prompts, Tree
@@ -61,37 +62,43 @@ class Verification:
       return Between()
     return conversation.between(self.tokenizer, environment.role)
 
-  def samples(self, rollouts: PartialRollouts, rows: Sequence[int]) -> list[Sample]:
-    """Describes rows whose last turn has ended; this process must hold them."""
-    tokens_BT = exchange.rows_of(rollouts.rows.tokens_BT, rows)
-    mask_BT = exchange.rows_of(rollouts.rows.policy_version_BT, rows) >= 0
+  def samples(self, turns: Sequence[Turn]) -> list[Sample]:
+    """Describes turns to a verifier or to an environment."""
     environment = self.verifier.environment
     if environment:
-      arrays = zip(tokens_BT, mask_BT, strict=True)
-      parts = [parts_of(self.tokenizer, self.between, *each) for each in arrays]
+      parts = [
+        parts_of(self.tokenizer, self.between, turn.tokens_T, turn.mask_T)
+        for turn in turns
+      ]
     else:
-      texts = tokenizer_lib.decode_responses(self.tokenizer, tokens_BT, mask_BT)
+      texts = tokenizer_lib.decode_responses(
+        self.tokenizer,
+        [turn.tokens_T for turn in turns],
+        [turn.mask_T for turn in turns],
+      )
       parts = [[text] for text in texts]
     reads = self.verifier.custom or environment
     problems = self.problems
     samples = []
-    for b, texts in enumerate(parts):
-      ids = tokens_BT[b, mask_BT[b]].tolist() if reads else []
-      i = rollouts.id_W[rows[b] // rollouts.engine.group_size]
+    for turn, texts in zip(turns, parts, strict=True):
+      ids = turn.tokens_T[turn.mask_T].tolist() if reads else []
+      i = turn.problem
       ends = ()
       if self.verifier.steps:
         earlier = sum(map(len, texts[:-1:2]))
         ends = tuple(end - earlier for end in tokenizer_lib.ends(self.tokenizer, ids))
       samples.append(
         Sample(
-          texts[-1],
-          problems.answer[i],
-          problems.verifier[i] if problems.verifier else '',
-          problems.text[i],
-          tuple(ids),
-          problems.fields[i] if problems.fields else '',
-          messages(problems.text[i], texts, self.between.role) if reads else (),
-          ends,
+          response=texts[-1],
+          answer=problems.answer[i],
+          rule=problems.verifier[i] if problems.verifier else '',
+          prompt=problems.text[i],
+          tokens=tuple(ids),
+          row=problems.fields[i] if problems.fields else '',
+          messages=messages(problems.text[i], texts, self.between.role)
+          if reads
+          else (),
+          ends=ends,
         )
       )
     return samples
@@ -204,8 +211,9 @@ def collect_due(
 
 def empty(engine: RolloutEngine, steps: bool = False) -> Rollout:
   """Returns a rollout without groups; see `types.empty_groups`."""
-  sizes = 0, engine.group_size, engine.length
-  groups = types.empty_groups(*sizes, steps, engine.spec.routes)
+  groups = types.empty_groups(
+    0, engine.group_size, engine.length, steps, engine.spec.routes
+  )
   return Rollout(groups, [], [])
 
 
@@ -240,18 +248,15 @@ class Conversations:
     self._failures: collections.Counter[str] = collections.Counter()
     self._turns = 0
 
-  def ask(self, rollouts: PartialRollouts, rows: Sequence[int]) -> None:
-    """Asks about the last turns of those rows that this process verifies."""
-    rows = [row for row in rows if rollouts.own_B[row]]
-    self._turns += len(rows)
-    turns = [
-      turn._replace(
-        rule='', number=int(rollouts.turns_B[row]), tokens_left=rollouts.left(row) - 1
-      )
-      for row, turn in zip(rows, self._v.samples(rollouts, rows), strict=True)
+  def ask(self, turns: Sequence[Turn]) -> None:
+    """Asks about turns that have ended."""
+    self._turns += len(turns)
+    samples = [
+      sample._replace(rule='', number=turn.number, tokens_left=turn.left - 1)
+      for turn, sample in zip(turns, self._v.samples(turns), strict=True)
     ]
-    pending = self._environment.submit(turns)
-    self._asked |= {row: (pending, i) for i, row in enumerate(rows)}
+    pending = self._environment.submit(samples)
+    self._asked |= {turn.row: (pending, i) for i, turn in enumerate(turns)}
 
   def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Yields (row, tokens of the message); no tokens end the response.
@@ -320,16 +325,14 @@ class PendingVerifications:
   def request_early(self, rows: list[int]) -> None:
     """Submits rows that have just finished for verification, if verdicts are slow."""
     if self._early:
-      self._request([row for row in rows if self._rollouts.own_B[row]])
+      self._request(rows)
 
   def _request(self, rows: list[int]) -> None:
-    """Submits finished rows for verification; this process's devices must hold them."""
-    if not rows:
-      return
-    v = self._verification
-    samples = v.samples(self._rollouts, rows)
-    pending = v.verifier.submit(samples)
-    self._requested |= {row: (pending, i) for i, row in enumerate(rows)}
+    """Submits those finished rows that this process verifies."""
+    if turns := self._rollouts.turns(rows):
+      v = self._verification
+      pending = v.verifier.submit(v.samples(turns))
+      self._requested |= {turn.row: (pending, i) for i, turn in enumerate(turns)}
 
   def record(self, places: np.ndarray, seats: int, step: int) -> Rollout:
     """Reads, verifies, rewards and frees the groups with these indices."""

@@ -23,7 +23,7 @@ from bapo_jax.run.series import ERRORS, fifths, mean, series
 from bapo_jax.training.evaluate import mean_and_error, plus_minus
 
 # Knobs that may differ within a group, beside the seeds: they change no result.
-NUISANCE = ('title', 'derived', 'cache', 'metrics', 'checkpoint')
+NUISANCE = ('title', 'cache', 'metrics', 'checkpoint')
 METRICS = """
   eval/accuracy eval/reward eval/length rollout/reward loss/entropy loss/kl clip/share
   clip/fraction eval/truncated rollout/accuracy rollout/length rollout/truncated
@@ -107,17 +107,11 @@ def interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
 
 
 def final(run: RunFiles, name: str) -> float:
-  """Returns the last evaluation or count, or the mean over the last fifth of steps.
-
-  If runs have a common start, the mean is over all steps after the start.
-  """
+  """Returns the last evaluation or count, or the mean over the last fifth of steps."""
   if name.startswith('eval/') or name == 'rollout/responses':
     _, values = series(run.rows, name)
     return float(values[-1]) if len(values) else math.nan
-  rows = fifths(run.rows)[1]
-  if run.start:
-    rows = [row for row in run.rows if row['step'] > run.start]
-  return mean(rows, name)
+  return mean(fifths(run.rows)[1], name)
 
 
 def cell(group: Group, name: str) -> str:

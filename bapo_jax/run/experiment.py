@@ -1,14 +1,17 @@
 """Carries out a training run, from the summary at its start to the report.
 
-1. `train` opens the workdir, resolves the config, builds the trainer, resumes;
-2. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
-3. the report is written from files of the workdir, so it includes all earlier steps.
+1. `train` resolves the config and opens the workdir; `_load` reads the problems;
+2. `_train` builds the trainer and resumes; in processes that only sample, `_serve`
+   obeys those that train;
+3. `Run` drives the training loop: evaluates, writes metrics, logs and saves;
+4. the report is written from files of the workdir, so it includes all earlier steps.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -52,6 +55,7 @@ from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
 DIVERGED = 3  # exit status
+TINY = 10**6  # parameters of a model whose updates are short
 
 
 def train(config: Config, workdir: str) -> int:
@@ -69,19 +73,25 @@ def train(config: Config, workdir: str) -> int:
   budget.check(r.budget, budget.capacity(r.mesh))
   with hosts.together():
     cache.share_programs(r.config.cache)
-  if not r.model.directory:  # matters only for tiny models
+  if transformer.count(r.spec) < TINY:
     machine.hold_freed_memory()
-  early = explained(lambda: saved_so_far(r, workdir))
+  early = explained(lambda: saved_so_far(workdir))
   with workdirs.locked(workdir), workdirs.writable(workdir), early:
     with hosts.together():
       if hosts.is_first():
-        claim(workdir, r.config)
+        claim(workdir, r.config, r.user)
     workdirs.check_shared(workdir)
-    return _train(r, workdir, timer)
+    material, identity = _load(r, workdir, timer)
+    hosts.divide(processes_of(r.own_mesh))
+    if r.rollout_only:
+      return _serve(r, material)
+    return _train(r, material, identity, workdir, timer)
 
 
-def claim(workdir: str, config: Config) -> None:
+def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   """Writes the config to a new workdir, or compares it with the config of its run.
+
+  `user` is the config that the user wrote, if the program has decided knobs of it.
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
   affects only rounding, and with problems.changed='accept' the section `problems`. If
@@ -90,10 +100,12 @@ def claim(workdir: str, config: Config) -> None:
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
   """
+  user = user or config
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
-  free = ['title', 'steps', 'responses', 'cache', 'mesh', 'derived', problems]
+  free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
   free += ['metrics', 'checkpoint', 'evaluate']
-  values = config.model_dump()
+  given = user.model_dump()
+  values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)
   # `resume` reports a damaged checkpoint.
   with contextlib.suppress(OSError, ValueError):
@@ -101,48 +113,65 @@ def claim(workdir: str, config: Config) -> None:
     if done and (config.steps <= done['step'] or config.responses <= done['responses']):
       before = workdirs.read_config(workdir)
       for name in ('steps', 'responses'):
-        values[name] = max(values[name], before[name])
-  workdirs.open_workdir(workdir, values, free)
+        values[name] = max(getattr(config, name), before[name])
+        given[name] = values[name]
+  decided = {knob: operator.attrgetter(knob)(config) for knob in user.undecided}
+  found = {'config': values, 'decided': decided, 'code': config.code}
+  workdirs.open_workdir(workdir, given, found, free)
 
 
-def _train(r: Resolved, workdir, timer: PhaseTimer):
-  """Reads the problems, trains and writes the report; an OSError names the file."""
+def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[str]]:
+  """Reads the problems and prints the first screen.
+
+  Returns the problems and their fingerprints, see `same_problems`.
+  """
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   identity = [digest(problems) for digest in digests for problems in material]
-  if hosts.processes() > 1:  # each read its own copy of the files
-    model = hf_directory.identity(r.model.directory)
+  if len(hosts.side()) > 1:  # each read its own copy of the files
+    model = hf_directory.identity(r.config.model.path and r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
     hosts.same_everywhere(inputs | jax_options.generator())
+  log(derive.screen(r.config, r.derived))
   log(first_screen(r, material, workdir))
-  hosts.divide(processes_of(r.own_mesh))
+  return material, identity
+
+
+def _serve(r: Resolved, material: Material) -> int:
+  """Samples for the processes that train until they end; returns the exit status."""
+  with contextlib.closing(build.make_verifier(r.config)) as verifier:
+    try_custom(verifier, material)
+    sampler = build.rollout_sampler(r, material, verifier)
+    with stoppable() as stop:
+      return serve(sampler, build.links(r), stop)
+
+
+def _train(
+  r: Resolved, material: Material, identity: list[str], workdir: str, timer: PhaseTimer
+) -> int:
+  """Trains and writes the report; an OSError names the file."""
   with contextlib.ExitStack() as stack:
-    if r.remote and not r.rollout_only:
+    if r.remote:
       stack.enter_context(ending(build.links(r)))
     verifier = stack.enter_context(contextlib.closing(build.make_verifier(r.config)))
     try_custom(verifier, material)
-    if r.rollout_only:
-      sampler = build.rollout_sampler(r, material, verifier)
-      stop = stack.enter_context(stoppable())
-      return serve(sampler, build.links(r), stop)
     knobs = r.config.checkpoint
     settings = evaluate.settings(r.config.evaluate, material.held_out)
     checkpoints = checkpoint.manager(workdir, knobs.keep, knobs.best, settings)
     stack.enter_context(checkpoint.closing(checkpoints))
     same = same_problems(checkpoints, identity, r.config.problems.changed)
     begun = checkpoints.latest_step() is not None
-    if r.model.directory and not begun and hosts.is_first():
+    # The embedded policy has imitated solutions to these prompts.
+    if r.config.model.path and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
     early = None
-    if not begun and r.rollout_mesh is None and hosts.processes() == 1:
+    if not begun and r.rollout_mesh is None and len(hosts.side()) == 1:
       # Beside the loading. Several processes would not compile in one order.
-      *state, base = build.abstract(r.config, r.spec, r.mesh)
-      frozen = base, build.teacher_of(r, state[0], base, abstract=True)
-      like = build.make_trainer(r, material, verifier, timer, *frozen)
-      stack.callback((lane := Lane()).close)
-      early = lane.submit(lambda: ahead.compile_all(programs(like, *state)))
-    t, s = build.build(r, material, verifier, workdir, timer)
+      lane = Lane()
+      stack.callback(lane.close)
+      early = _compiling(r, material, verifier, timer, lane)
+    t, s = build.build(r, material, verifier, timer)
     if begun:
       evaluate_again_if_lost(t, workdir, s)
     stack.callback(t.sampler.close)
@@ -160,13 +189,21 @@ def _train(r: Resolved, workdir, timer: PhaseTimer):
   return status
 
 
-def saved_so_far(r: Resolved, workdir: str) -> str:
+def _compiling(
+  r: Resolved, material: Material, verifier: Verifier, timer: PhaseTimer, lane: Lane
+) -> Future[list[Lowered]]:
+  """Compiles the programs of a run in a thread, for weights that are not loaded yet."""
+  params, opt, base = build.abstract(r.config, r.spec, r.mesh)
+  teacher = build.teacher_of(r, params, base, abstract=True)
+  t = build.make_trainer(r, material, verifier, timer, base, teacher)
+  return lane.submit(lambda: ahead.compile_all(programs(t, params, opt)))
+
+
+def saved_so_far(workdir: str) -> str:
   """Returns the message for a run that a signal ends before or after its steps."""
   what = 'no step is saved yet'
   if steps := workdirs.checkpoint_steps(workdir):
     what = f'step {max(steps)} is saved'
-  elif policy.has_warm_start(r, workdir):
-    what = 'the warm start is saved, but no step yet'
   return f'Stopped: {what}; run the same command with --workdir={workdir} to go on.'
 
 
@@ -205,19 +242,22 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   """Returns the summary that a run prints at its start."""
   c = r.config
   spec = r.spec
+  backend = r.tokenizer.backend
   devices = jax.devices()
-  memory = budget.sentence(c, r.schedule, r.budget.update, budget.limit(r.mesh))
+  sizes = budget.sizes_of(c, spec)
+  room = budget.limit(r.mesh)
+  memory = budget.sentence(sizes, r.schedule, r.budget.update, room)
   frozen = ''
-  count = hosts.processes()
+  count = len(hosts.side())
   routed = f', {spec.active} of {spec.experts} experts per token' * bool(spec.experts)
-  if few := budget.adapters(c, spec):
+  if few := sizes.adapters:
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
-  elif tower := budget.frozen_tower(c, spec):
+  elif tower := sizes.frozen:
     frozen = f', {tower:,} of them, the vision tower, frozen'
-  sizes = r.budget.checkpoint
-  total = sum(sizes.values())
+  saved = r.budget.checkpoint
+  total = sum(saved.values())
   unit, scale = ('GiB', 2**30) if total >= 2**30 else ('MiB', 2**20)
-  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in sizes.items())
+  parts = ', '.join(f'{name} {size / scale:.3g}' for name, size in saved.items())
   kept = c.checkpoint.keep + c.checkpoint.best
   right = ''
   if custom_code.is_path(c.rewards.rule.split(',')[0]):
@@ -227,19 +267,19 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
     f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
-    f'  tokenizer  {c.tokenizer.path}, {len(r.tokenizer.backend)} tokens, '
+    f'  tokenizer  {backend.name_or_path}, {len(backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
     f'  verifier   {c.rewards.rule}{right}\n'
-    f'{knob_lists.lines(c)}\n'
+    f'{knob_lists.lines(r.user, c)}\n'
     f'  devices    {len(devices)} {devices[0].platform}, {os.cpu_count()} CPU cores'
     f'{f", {count} processes" if count > 1 else ""}'
     f'{f"; the last {c.mesh.rollout} only sample" if c.mesh.rollout else ""}\n'
     f'  memory     {derive.wrapped(memory, " " * (knob_lists.LABEL + 2)).lstrip()}\n'
     f'  disk       {total / scale:.3g} {unit} per checkpoint ({parts}); '
     f'{kept} at most: {kept * total / scale:.3g} {unit}\n'
-    f'  cache      {cache.described(c.cache, policy.has_warm_start(r, workdir))}\n'
+    f'  cache      {cache.described(c.cache)}\n'
     f'  results    {workdir}; Ctrl-C saves once training has begun, '
     'the same command resumes'
   )
@@ -298,10 +338,10 @@ class Run:
     config = self.t.config
     s = first
     knobs = config.metrics.model_dump() | {'config': config.model_dump()}
-    at = self.workdir, s.step or -1
+    after = s.step or -1
     with (
-      metrics.writing(*at, **knobs) as write,
-      metrics.writing(*at, metrics.UPDATES) as write_update,
+      metrics.writing(self.workdir, after, **knobs) as write,
+      metrics.writing(self.workdir, after, metrics.UPDATES) as write_update,
     ):
       if s.step == 0:
         row, message = self.evaluate(s)
@@ -326,7 +366,8 @@ class Run:
           diverged = skips >= limit or s.updates == 0 < skips
           done = finished(config, s)
           # A signal or a divergence in one process stops all processes.
-          signal = stop.signal or self.t.sampler.signal
+          elsewhere = self.t.sampler.elsewhere()
+          signal = stop.signal or (elsewhere.signal if elsewhere else 0)
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
           self.save_if_due(s, row, record, last=last)
@@ -358,12 +399,11 @@ class Run:
     row |= {f'time/{name}': x for name, x in seconds.items()}
     row['time/step'] = sum(seconds.values())
     sampling = seconds.get('sample', 0.0)
-    if self.t.sampler.elsewhere:
-      busy = self.busy
-      self.busy = self.t.sampler.busy()
-      row['overlap/sampler_idle'] = 1 - (self.busy - busy) / row['time/step']
+    if elsewhere := self.t.sampler.elsewhere():
+      busy = elsewhere.busy - self.busy
+      self.busy = elsewhere.busy
+      row['overlap/sampler_idle'] = 1 - busy / row['time/step']
       row['overlap/learner_idle'] = seconds.get('wait', 0.0) / row['time/step']
-      row['overlap/ended'] = time.perf_counter() - self.t.timer.began
       sampling = row['overlap/sampled'] - row['overlap/sampling']
     row['rollout/tokens_per_s'] = row['rollout/tokens'] / max(sampling, 1e-9)
     write(s.step, row)
@@ -461,12 +501,10 @@ def compiled(
   """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):
-    elsewhere = t.sampler.compile()
     if early is None:
       early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
     train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
-    elsewhere.result()
   step = functools.partial(train_step.compile(), base=t.base)
   return dataclasses.replace(t, train_step=step, compiled=others)
 

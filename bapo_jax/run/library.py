@@ -6,10 +6,9 @@ from typing import Any
 
 from bapo_jax import custom_code
 from bapo_jax.run import experiment
-from bapo_jax.runtime import files
+from bapo_jax.runtime import files, hosts, machine
 from bapo_jax.runtime.progress import log
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import needs
 
 Rule = str | Callable[..., Any]
 Rows = Iterable[Mapping[str, Any]]  # such as a list, or a Dataset of `datasets`
@@ -22,7 +21,7 @@ def train(
   config: str | Mapping[str, Any],
   workdir: str,
   *,
-  knobs: Mapping[str, Any] = NOTHING,
+  knobs: Mapping[str, Any] | Sequence[str] = NOTHING,
   reward: Rule | Sequence[Rule] | None = None,
   rows: Rows | None = None,
   held_out: Rows | None = None,
@@ -34,7 +33,8 @@ def train(
 
   Args:
     config: a config file, or its values as nested dicts.
-    knobs: dotted name -> value, such as {'steps': 10}; overrides values of `config`.
+    knobs: dotted name -> value, such as {'steps': 10}, or arguments of the command
+      line; overrides values of `config`.
     reward: a reward function or the name of a verifier, or a list of them; see
       docs/guide/library.md. A function runs in a thread of this process, without a
       deadline; the path of a function ('my.py:score') runs in processes that can be
@@ -48,7 +48,6 @@ def train(
     ValueError: the config is invalid, or the run cannot start or continue.
   """
   workdir = files.local(workdir, flag='workdir=')
-  values = config_lib.load(files.local(config)) if isinstance(config, str) else config
   overrides = {f'{slot}.rule': _path(rule) for slot, rule in rules.items()}
   if reward is not None:
     one = isinstance(reward, str) or callable(reward)
@@ -65,10 +64,37 @@ def train(
     overrides['problems.source'] = custom_code.register(_returning('rows', rows))
     test_source = custom_code.register(_returning('held_out', held_out))
     overrides['problems.test_source'] = test_source
-  values = config_lib.merged(values, overrides | dict(knobs))
-  parsed = config_lib.parse(config_lib.decided(values))
-  needs.refuse(knobs, [parsed])
+  with hosts.together():  # a config file may raise an error in one process alone
+    values = config_lib.load(files.local(config)) if isinstance(config, str) else config
+    parsed = config_lib.compose(config_lib.merged(values, overrides), knobs)
+  asked = {'config': parsed.model_dump(), 'functions': parsed.code}
+  hosts.same_everywhere(asked | machine.versions())
   return experiment.train(parsed, workdir)
+
+
+def join(
+  config: str,
+  knobs: Sequence[str],
+  workdir: str = 'runs/default',
+  coordinator: str = '',
+  process: int | None = None,
+  processes: int | None = None,
+  start_s: float = hosts.START_S,
+) -> int:
+  """Trains together with other processes, or alone: `bapo train`.
+
+  Args:
+    config: a config file.
+    knobs: arguments such as --config.steps=10.
+    workdir: directory of all results
+    coordinator: host:port of process 0 of several; empty: detected
+    process: number of this process, from 0
+    processes: number of processes
+    start_s: seconds to wait for the other processes
+  """
+  # Before a config or a custom file uses JAX.
+  hosts.initialise(coordinator, process, processes, start_s)
+  return train(config, workdir, knobs=knobs)
 
 
 def _path(rule: Rule):
@@ -77,11 +103,12 @@ def _path(rule: Rule):
 
 
 def _returning(name, rows: Rows):
-  """Returns a function of this name that returns the rows."""
+  """Returns a function of this name that returns the rows, whatever the split."""
 
   rows = list(rows)
 
-  def function():
+  def function(split):
+    del split
     return rows
 
   function.__name__ = name

@@ -32,14 +32,14 @@ from bapo_jax.run.series import (
   smoothed,
   spiky,
 )
-from bapo_jax.runtime import files, html
+from bapo_jax.runtime import digests, files, html
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.html import element
 from bapo_jax.runtime.markdown import shortened
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
-from bapo_jax.training.config import Config, fingerprint
+from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES
 
 MAIN = """
@@ -93,6 +93,15 @@ OPTIONAL = (
 )
 
 
+def write_report(workdir: str = 'runs/default') -> None:
+  """Writes report.html to the workdir and prints its path: `bapo report`.
+
+  Args:
+    workdir: directory of all results
+  """
+  print(f'Report: {write(workdir)}')
+
+
 def write(workdir: str | os.PathLike[str]) -> str:
   """Writes report.html to the workdir; returns its path.
 
@@ -118,12 +127,12 @@ def _report(run: RunFiles):
   rows = run.rows
   yield element('h1', values.get('title', 'A run'))
   state = f'step {run.last} of {values.get("steps")}'
-  facts = f'{run.name} · {state} · fingerprint of the config {fingerprint(values)}'
+  digest = digests.fingerprint(values)
+  facts = f'{run.name} · {state} · fingerprint of the config {digest}'
   yield element('p', facts, class_='soft')
   yield element('div', *_tiles(run), class_='tiles')
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
-  clip = values.get('clip', {})
-  target = clip.get('target') if clip.get('rule') == 'balanced' else None
+  target = values.get('clip', {}).get('target')
   sentences = [report.settings_sentence(rows)]
   sentences += [report.target_sentence(rows, target), report.idle_sentence(rows)]
   if before and after:
@@ -159,18 +168,15 @@ def _comparison(groups: Sequence[Group]):
   text = f'Seeds, {", ".join(comparison.NUISANCE)} may differ, too.'
   yield element('p', text, class_='soft')
   yield element('h2', 'At the end')
-  means = 'over the last fifth of the steps'
-  if start := runs[0].start:
-    means = f'over the steps after step {start}, where the runs begin to differ'
   unit, differences = comparison.differences(groups)
   yield element(
     'p',
     f'eval/ metrics are from the last evaluation, rollout/responses is the last count, '
-    f'the others are means {means}. Groups of several seeds: mean ± '
-    f'{100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: its '
-    'evaluation ± one standard error over the problems, without the variation between '
-    f'seeds. Differences: mean ± t interval over the n {unit}s that both have, for '
-    'each number by itself; of many such intervals some miss the true difference.',
+    'the others are means over the last fifth of the steps. Groups of several seeds: '
+    f'mean ± {100 * comparison.LEVEL:.0f} % t interval over the seeds. A single run: '
+    'its evaluation ± one standard error over the problems, without the variation '
+    f'between seeds. Differences: mean ± t interval over the n {unit}s that both have, '
+    'for each number by itself; of many such intervals some miss the true difference.',
     class_='soft',
   )
   header = ['metric', *names, *(f'{name} - {names[0]}' for name in names[1:])]
@@ -340,10 +346,9 @@ def _progress(rows: Sequence[Row]):
 
 def _settings(run: RunFiles):
   """Yields the knobs that are not at their defaults, and the whole config."""
-  hidden = {'title', *config_lib.by_program(run.values)}
   columns = dict(zip(('value', 'default'), _known(run), strict=True))
   yield element('h2', 'Knobs with an effect that are not at their defaults')
-  yield _knobs(columns, hidden.__contains__)
+  yield _knobs(columns, 'title'.__eq__)
   config = element('pre', json.dumps(run.values, indent=2, ensure_ascii=False))
   yield element('details', element('summary', 'The whole config'), config)
 
@@ -361,7 +366,7 @@ def _known(run: RunFiles):
     config = config_lib.from_json(run.values)
     values = {}
   for name, field, _ in knobs.fields(config):
-    meaning = f'{"Derived. " * (name in config.derived)}{field.description or ""}'
+    meaning = f'{"Derived. " * (name in run.decided)}{field.description or ""}'
     values[name] = shown(run.knobs.get(name)), meaning
     defaults[name] = shown(field.get_default(call_default_factory=True)), meaning
   for name in needs.inert(config):

@@ -1,5 +1,7 @@
 """Converts between checkpoints and states of a run; detects changed inputs."""
 
+import functools
+
 from bapo_jax import sharding
 from bapo_jax.rollout import decode
 from bapo_jax.runtime import exchange, files, jax_options
@@ -42,13 +44,17 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   """Returns (fresh, re-evaluated) groups of the queue; empty groups without a queue."""
   if s.queue:
     return [each.ready.result().groups for each in s.queue]
-  G = t.engine.group_size
-  T = t.engine.length
-  kinds = t.verifier.steps, t.spec.routes
+  empty_rows = functools.partial(
+    empty_groups,
+    group=t.engine.group_size,
+    length=t.engine.length,
+    steps=t.verifier.steps,
+    routes=t.spec.routes,
+  )
   empty: list[tuple[Groups, Groups]] = [
     (
-      empty_groups(t.config.prompts.count, G, T, *kinds),
-      empty_groups(hard_rows(t.config, s.step + i), G, T, *kinds),
+      empty_rows(t.config.prompts.count),
+      empty_rows(hard_rows(t.config, s.step + i)),
     )
     for i in range(t.config.rollout.depth)
   ]
@@ -132,11 +138,11 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
     )
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
   if now and now != meta['base']:
-    paths = t.config.model.path, t.config.teacher.path
+    paths = t.config.model.path or 'the embedded policy', t.config.teacher.path
     raise ValueError(
       f'the frozen weights have changed since step {s.step} (fingerprint '
       f'{meta["base"]} then, {now} now); restore model.path or teacher.path, which are '
-      f'{paths}, or the folder warmstart/, or start in another --workdir'
+      f'{" and ".join(paths)}, or start in another --workdir'
     )
 
 

@@ -30,7 +30,7 @@ class RunFiles(NamedTuple):
   after: files.Object | None  # the last evaluation
   groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
-  start: int = 0  # all steps up to it are shared with the other runs of a page
+  decided: Mapping[str, Any]  # dotted name -> value of knobs that the program decided
 
   @property
   def last(self) -> int:
@@ -65,6 +65,7 @@ def read(workdir: str, name: str = '') -> RunFiles:
     after=after,
     groups=[] if recorded is None else step_record.read(workdir, recorded),
     facts=facts,
+    decided=workdirs.read_resolved(workdir).get('decided', {}),
   )
   # A report of fewer steps is an old one: the run trains on.
   return run if facts.get('steps') == run.last else run._replace(facts={})

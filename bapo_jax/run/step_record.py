@@ -114,15 +114,14 @@ def _responses(
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
-  _, tokens_GT, mask_GT, logp_GT, version_GT, correct_G, _, reward_G, teaches_G, *_ = (
-    group
-  )
+  tokens_GT = group.tokens_PGT
+  mask_GT = group.response_mask_PGT
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
   responses = []
   for g, text in enumerate(texts):
     mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
-    version_N = version_GT[g, mask_T]
+    version_N = group.policy_version_PGT[g, mask_T]
     adv_N = adv_GT[g, mask_T]
     equal = (adv_N == adv_N[0]).all()
     sampled = {}
@@ -133,13 +132,13 @@ def _responses(
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
     budget -= len(tokens_N)
     advantage = adv_N[0] if equal else adv_N.mean()
-    reward, advantage = _numbers([reward_G[g], advantage])
+    reward, advantage = _numbers([group.reward_PG[g], advantage])
     response: dict[str, Any] = {
       'response': text,
-      'correct': bool(correct_G[g]) if decided_G[g] else None,
+      'correct': bool(group.correct_PG[g]) if decided_G[g] else None,
       'reward': reward if decided_G[g] else None,
       'advantage': advantage,
-      'taught': bool(teaches_G[g]),
+      'taught': bool(group.teaches_PG[g]),
       'tokens': len(tokens_N),
       'truncated': tokens_N[-1] not in tokenizer.eos,
       'version': [int(v) for v in (version_N.min(), version_N.max())],
@@ -148,7 +147,7 @@ def _responses(
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
-      response['sampler_logp'] = _numbers(logp_GT[g, mask_T])
+      response['sampler_logp'] = _numbers(group.behavior_logp_PGT[g, mask_T])
       response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)

@@ -25,7 +25,7 @@ def compile_all(programs: Iterable[Lowered]) -> list[Lowered]:
       if kept.setdefault(id(program.compiler_ir()), program) is program:
         yield program  # equal programs have the same module
 
-  with ThreadPoolExecutor(1 if hosts.processes() > 1 else os.cpu_count()) as pool:
+  with ThreadPoolExecutor(1 if len(hosts.side()) > 1 else os.cpu_count()) as pool:
     list(pool.map(Lowered.compile, different()))
   log(f'Compiled {len(kept)} programs in {time.perf_counter() - began:.1f} s.')
   return list(kept.values())

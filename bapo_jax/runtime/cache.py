@@ -1,8 +1,7 @@
-"""Keeps warm starts and compiled programs in one folder for all runs of a user.
+"""Keeps embedded policies and compiled programs in one folder for all runs of a user.
 
 1. `home` turns the knob `cache` into the folder, and `share_programs` points JAX to it;
-2. `copy` puts a finished directory into the folder, or into a workdir, atomically;
-3. `prune` removes the entries that were used longest ago.
+2. `prune` removes the entries that were used longest ago.
 
 The folder may be emptied at any time: a run then repeats the work, with equal results.
 """
@@ -10,7 +9,6 @@ The folder may be emptied at any time: a run then repeats the work, with equal r
 import contextlib
 import os
 import pathlib
-import secrets
 import shutil
 
 from bapo_jax.runtime import files, hosts, machine
@@ -22,17 +20,17 @@ DIRECTORY = 'jax_compilation_cache_dir'
 MIN_COMPILE = 'jax_persistent_cache_min_compile_time_secs'
 
 
-def home(knob: str) -> str:
+def home(knob: str | None) -> str:
   """Returns the folder that the knob `cache` names, created if missing; '' for none.
 
   Raises:
-    ValueError: the folder is not writable, and the knob is not 'auto'.
+    ValueError: the folder is not writable, and the knob is not None.
   """
   try:
     if path := _path(knob):
       check_writable(path, f'--config.cache={knob}')
   except ValueError:
-    if knob != 'auto':
+    if knob is not None:
       raise
     return ''
   return path
@@ -41,11 +39,11 @@ def home(knob: str) -> str:
 def _path(knob):
   """Returns the path that the knob means; '' if the cache is off."""
   user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  path = os.path.join(user, 'bapo_jax') if knob == 'auto' else knob
+  path = os.path.join(user, 'bapo_jax') if knob is None else knob
   return path and os.path.abspath(files.local(path))
 
 
-def share_programs(knob: str) -> None:
+def share_programs(knob: str | None) -> None:
   """Makes JAX store compiled programs in the cache, after removing its oldest entries.
 
   Does nothing if the cache is off, or if JAX already has a directory, for instance from
@@ -68,31 +66,14 @@ def share_programs(knob: str) -> None:
     jax.config.update(MIN_COMPILE, 0.1)  # faster programs are not worth a file
 
 
-def copy(source: str, to: str) -> None:
-  """Copies a directory to `to`, replacing anything there.
-
-  The copy appears under its name when it is complete, so that runs that start together
-  never read a part of it. Raises OSError if a path cannot be read or written.
-  """
-  new, old = (f'{to}.{secrets.token_hex(4)}.tmp' for _ in range(2))
-  try:
-    shutil.copytree(source, new)
-    with contextlib.suppress(FileNotFoundError):
-      os.rename(to, old)
-    os.rename(new, to)
-  finally:
-    for path in (new, old):
-      shutil.rmtree(path, ignore_errors=True)
-
-
 def prune(folder: str) -> None:
   """Removes entries of the cache, least recently used first, down to LIMIT bytes.
 
-  An entry is the directory of a warm start or the file of a program. Another run may
+  An entry is the directory of a policy or the file of a program. Another run may
   remove it meanwhile, and a run whose entry is gone repeats the work.
   """
   by_use = []
-  # warmstart/<code and machine>/<recipe> and xla/<processor>/<program>; the middle name
+  # policies/<fingerprint>/model and xla/<processor>/<program>; the middle name
   # is a digest, because a folder that the user names may have other files.
   for entry in pathlib.Path(folder).glob(f'*/{"[0-9a-f]" * 12}/*'):
     paths = entry.rglob('*') if entry.is_dir() else [entry]
@@ -110,23 +91,18 @@ def prune(folder: str) -> None:
     excess -= size
 
 
-def described(knob: str, warm_start: bool | None) -> str:
-  """Describes the cache for the first screen.
-
-  `warm_start` is whether the warm start of the run exists; None if it has none.
-  """
+def described(knob: str) -> str:
+  """Describes the cache for the first screen."""
   import jax
 
   if not (folder := home(knob)):
     return f'off: {_path(knob)} is not writable' if knob else 'off'
-  state = '' if warm_start is None else 'warm start reused, '
-  state = state if warm_start is not False else 'no such warm start yet, '
   programs = pathlib.Path(jax.config.values[DIRECTORY] or '')
   if programs == pathlib.Path():
-    state += 'programs are not stored for several devices of a CPU'
+    state = 'programs are not stored for several devices of a CPU'
   elif pathlib.Path(folder) in programs.parents:
     count = sum(path.is_file() for path in programs.rglob('*'))
-    state += f'{count} compiled programs'
+    state = f'{count} compiled programs'
   else:
-    state += f'compiled programs in {programs}'
+    state = f'compiled programs in {programs}'
   return f'{folder}: {state}'

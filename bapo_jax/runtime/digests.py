@@ -6,6 +6,7 @@ orbax and zarr restore flipped bytes without an error, so checkpoints have diges
 import hashlib
 import json
 import os
+from typing import Any
 
 from bapo_jax.runtime import files
 
@@ -67,3 +68,13 @@ def of_file(directory: str, path: str) -> list[int | str]:
   with open(os.path.join(directory, path), 'rb') as file:
     digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     return [file.tell(), digest.hexdigest()]
+
+
+def fingerprint(values: dict[str, Any]) -> str:
+  """Returns twelve hexadecimal digits that change with any value.
+
+  The value of `cache` is not included, because it affects no result.
+  """
+  values = {name: value for name, value in values.items() if name != 'cache'}
+  text = json.dumps(values, sort_keys=True, default=list).encode()
+  return hashlib.sha256(text).hexdigest()[:12]

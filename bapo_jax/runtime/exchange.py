@@ -1,6 +1,6 @@
 """Combines host values of processes, and moves values between host and devices.
 
-All processes that compute together (`hosts.members`) call `total`, `agree`, `merged`,
+All processes that compute together (`hosts.side`) call `total`, `agree`, `merged`,
 `whole` and `taken` in the same order. In a single process these calls are free.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from bapo_jax.runtime.hosts import everyones, process, processes
+from bapo_jax.runtime.hosts import everyones, process, side
 
 
 def total(values: np.ndarray | Sequence) -> np.ndarray:
@@ -43,7 +43,7 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
 
 def whole(array: Any) -> np.ndarray:
   """Copies a small global array to the host of every process."""
-  if processes() > 1 and not (array.is_fully_addressable or array.is_fully_replicated):
+  if len(side()) > 1 and not (array.is_fully_addressable or array.is_fully_replicated):
     return process_allgather(array, tiled=True)
   return np.asarray(array)
 
@@ -78,7 +78,7 @@ def placed(tree: Any, layout: Any) -> Any:
   `layout` is a sharding, or a prefix tree of shardings. Each process puts its own
   shards; `jax.device_put` would also compare all values between processes.
   """
-  if processes() == 1:
+  if len(side()) == 1:
     return jax.device_put(tree, layout)
   leaves, treedef = jax.tree.flatten(tree)
   layouts = jax.tree.leaves(jax.tree.broadcast(layout, tree))
@@ -99,7 +99,7 @@ def owned(array: Any) -> np.ndarray:
   Each row has one owner among the processes whose devices hold it. Processes that hold
   the same rows share them evenly.
   """
-  if processes() == 1:
+  if len(side()) == 1:
     return np.ones(len(array), bool)
   holders: dict[tuple[int, int], set[int]] = {}
   for device, cuts in array.sharding.devices_indices_map(array.shape).items():

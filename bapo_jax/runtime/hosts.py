@@ -1,14 +1,16 @@
 """Joins the processes of one run, one per host, and ends them together.
 
 All processes run the same program with the same seed; process 0 writes the console and
-the files. After `divide`, some processes train and the others only sample, and those of
-the same side compute together. An error in one process ends all processes: JAX aborts a
-process when another process sends no heartbeat, and a signal handler turns the abort
-into a message and an exit status. With a single process these functions cost nothing.
+the files. The processes of a *side* compute together: until `divide` all processes of
+the *run*, then those that train, or those that only sample. An error in one process
+ends the run: JAX aborts a process when another process sends no heartbeat, and a signal
+handler turns the abort into a message and an exit status. With a single process these
+functions cost nothing.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import os
@@ -19,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from bapo_jax.runtime.files import first_line
@@ -33,35 +35,38 @@ LOST = 4  # exit status: another process is gone
 Cluster = tuple[str, int, int] | None  # coordinator, process, processes; None: detected
 HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
-_here = {'process': 0, 'processes': 1}
-_side: list[int] = []  # processes that compute together; empty: all
-_handlers: list[Any] = []  # keeps callbacks alive, which C does not
+
+@dataclasses.dataclass
+class _Here:
+  """What this process knows of the others."""
+
+  process: int = 0  # its number
+  run: Sequence[int] = (0,)  # the numbers of all processes
+  side: Sequence[int] = (0,)  # of those that compute together with this one
+  handlers: list[Any] = dataclasses.field(default_factory=list)  # C keeps no callback
+
+
+_here = _Here()
 
 
 def process() -> int:
-  """Returns the number of this process, from 0."""
-  return _here['process']
+  """Returns the number of this process in the run, from 0."""
+  return _here.process
 
 
-def processes() -> int:
-  """Returns the number of processes that compute together with this one."""
-  return len(_side) or _here['processes']
+def run() -> Sequence[int]:
+  """Returns the numbers of all processes of the run."""
+  return _here.run
 
 
-def members() -> list[int]:
+def side() -> Sequence[int]:
   """Returns the numbers of the processes that compute together with this one."""
-  return _side or list(range(_here['processes']))
-
-
-def alone() -> bool:
-  """Returns whether this is the only process of the run."""
-  return _here['processes'] == 1
+  return _here.side
 
 
 def divide(side: Iterable[int]) -> None:
   """Makes the processes `side`, this one among them, compute without the others."""
-  side = sorted(side)
-  _side[:] = [] if len(side) == _here['processes'] else side
+  _here.side = sorted(side)
 
 
 def is_first() -> bool:
@@ -98,7 +103,7 @@ def initialise(
   else:
     cluster = coordinator, process, processes
   if cluster:
-    _check(*cluster)
+    _check(cluster)
   if (cluster[2] if cluster else _slurm_tasks()) == 1:
     return
   _explain_abort(
@@ -108,19 +113,21 @@ def initialise(
   if _join(cluster, int(start_s)):
     import jax
 
-    _here.update(process=jax.process_index(), processes=jax.process_count())
-  if alone():
+    _here.process = jax.process_index()
+    _here.run = _here.side = range(jax.process_count())
+  if len(_here.run) == 1:
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     return
   _explain_abort(
-    f'process {_here["process"]} of {_here["processes"]}: another process is gone '
+    f'process {_here.process} of {len(_here.run)}: another process is gone '
     '(killed, lost with its host, or ended by an error); run the same command on all '
     'hosts to resume from the newest checkpoint'
   )
 
 
-def _check(coordinator, process, processes):
+def _check(cluster: tuple[str, int, int]):
   """Raises ValueError if the flags are inconsistent or the port is taken."""
+  coordinator, process, processes = cluster
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdecimal() or not 0 < int(port) < 65536:
     raise ValueError(f'--coordinator={coordinator}: give host:port, port 1-65535')
@@ -237,11 +244,11 @@ def _explain_abort(sentence):
     _console(sentence)
     os._exit(LOST)
 
-  _handlers.append(HANDLER(handle))
+  _here.handlers.append(HANDLER(handle))
   libc = ctypes.CDLL(None)
   libc.signal.argtypes = [ctypes.c_int, HANDLER]
   libc.signal.restype = ctypes.c_void_p
-  libc.signal(signal.SIGABRT, _handlers[-1])
+  libc.signal(signal.SIGABRT, _here.handlers[-1])
 
 
 def _console(sentence):
@@ -255,7 +262,7 @@ def leave(status: int) -> None:
 
   The others end with status LOST, unless they too call this within GRACE_S seconds.
   """
-  if not alone():
+  if len(_here.run) > 1:
     waiting = threading.Thread(target=_disconnect, daemon=True)
     waiting.start()
     waiting.join(GRACE_S)
@@ -264,7 +271,7 @@ def leave(status: int) -> None:
 
 def finish(status: int) -> None:
   """Ends this process when all have called this; returns if it is the only process."""
-  if not alone():
+  if len(_here.run) > 1:
     try:
       _disconnect()
     except Exception as error:  # another process was lost before this call
@@ -297,15 +304,14 @@ def failed(error: BaseException) -> NoReturn:
   if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
     time.sleep(HEARTBEAT_S + 3)
   traceback.print_exception(error)
-  _console(
-    f'process {process()} of {_here["processes"]}: {type(error).__name__}: {error}'
-  )
+  place = f'process {_here.process} of {len(_here.run)}'
+  _console(f'{place}: {type(error).__name__}: {error}')
   exit_now(1)
 
 
 def everyones(value: Any) -> list[Any]:
   """Returns a value of each process, which JSON can hold; all must call this."""
-  if processes() == 1:
+  if len(_here.side) == 1:
     return [value]
   import numpy as np  # late: bad knobs fail before this import
 
@@ -320,14 +326,14 @@ def everyones(value: Any) -> list[Any]:
 def _gathered(own: Any):
   """Returns the host arrays of all processes as one; all must call this.
 
-  Their equal shape gets a new leading axis, in the order of `members`.
+  Their equal shape gets a new leading axis, in the order of `side`.
   """
   import jax
   import numpy as np
 
-  device, rows, copy = _row_per_process(tuple(members()))
+  device, rows, copy = _row_per_process(tuple(_here.side))
   row = jax.device_put(np.asarray(own)[None], device)
-  shape = processes(), *row.shape[1:]
+  shape = len(_here.side), *row.shape[1:]
   return np.asarray(copy(jax.make_array_from_single_device_arrays(shape, rows, [row])))
 
 
@@ -347,7 +353,7 @@ def _row_per_process(members: tuple[int, ...]):
     first.setdefault(device.process_index, device)
   mesh = Mesh(np.asarray([first[i] for i in members]), ('process',))
   copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-  return first[process()], NamedSharding(mesh, P('process')), copy
+  return first[_here.process], NamedSharding(mesh, P('process')), copy
 
 
 def _share(sentence):
@@ -356,13 +362,14 @@ def _share(sentence):
   All processes must call this; `sentence` is the error of this process, '' for none.
   """
   sentences = everyones(sentence)
-  if processes() == 1 or not any(sentences):
+  if len(_here.side) == 1 or not any(sentences):
     return
-  if not _side:
+  if len(_here.side) == len(_here.run):
     _disconnect()  # from here on, processes end independently
   if not sentence:
-    i = next(i for i, text in enumerate(sentences) if text)
-    raise ValueError(f'process {i} of {_here["processes"]}: {sentences[i]}')
+    errors = zip(_here.side, sentences, strict=True)
+    i, text = next((i, text) for i, text in errors if text)
+    raise ValueError(f'process {i} of {len(_here.run)}: {text}')
 
 
 @contextlib.contextmanager
@@ -390,14 +397,14 @@ def first_ahead() -> Iterator[None]:
 def same_everywhere(values: dict[str, Any]) -> None:
   """Raises ValueError in all processes unless they all pass equal `values`."""
   expected, *others = everyones(values)
-  for i, found in enumerate(others, 1):
+  for i, found in zip(_here.side[1:], others, strict=True):
     if differ := [
       f'{name} {new!r:.60} there and {old!r:.60} in process 0'
       for name, old, new in differences(expected, found)
     ]:
       with together():
         raise ValueError(
-          f'process {i} of {processes()} differs from process 0: '
+          f'process {i} of {len(_here.run)} differs from process 0: '
           f'{"; ".join(differ[:3])}; start every process with the same command, code, '
           'packages and data'
         )

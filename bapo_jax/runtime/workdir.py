@@ -20,8 +20,8 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 LOCK = '.lock'
 SECTIONS = {'steps', 'sampler', 'clip'}  # every config.json of a run has them
 # What a run replaces in its workdir; without the config of a run, files of others.
-RESULTS = ('config.json', 'metrics.jsonl', 'updates.jsonl', 'report.html')
-RESULTS += ('report.json', 'groups', 'checkpoints')
+RESULTS = ('config.json', 'resolved.json', 'metrics.jsonl', 'updates.jsonl')
+RESULTS += ('report.html', 'report.json', 'groups', 'checkpoints')
 SHARED_S = 10.0  # a shared file system shows a new file to all hosts within seconds
 
 
@@ -79,7 +79,7 @@ def check_shared(workdir: str) -> None:
   Raises:
     ValueError: a process cannot read the lock within SHARED_S seconds.
   """
-  if hosts.processes() == 1:
+  if len(hosts.side()) == 1:
     return
   path = os.path.join(workdir, LOCK)
   held = hosts.everyones(_text(path))[0]
@@ -121,31 +121,40 @@ def check_writable(path: str, knob: str) -> None:
     raise ValueError(f'{reason}; give a directory that you may write to') from error
 
 
-def open_workdir(workdir: str, values: dict, free: Sequence[str] = ()) -> None:
-  """Makes the directory and writes the config into its config.json.
+def open_workdir(
+  workdir: str, values: dict, found: dict, free: Sequence[str] = ()
+) -> None:
+  """Makes the directory, and writes config.json and resolved.json.
 
-  `values` maps section -> knob -> value; sections and dotted knobs in `free` may differ
-  from the values of an earlier start.
+  Args:
+    values: section -> knob -> value, as the user wrote them.
+    found: what the program found: `config`, with every value that the run keeps;
+      `decided`, dotted knob -> value of each knob that is None in `values`; `code`,
+      dotted knob -> files of its functions, each with a digest.
+    free: sections and dotted knobs that may differ from those of an earlier start.
 
   Raises:
     ValueError: the directory cannot be written, or has a run with another config.
   """
-  now = json.loads(json.dumps(values))
+  values, found = json.loads(json.dumps([values, found]))
   # A run that failed before its first evaluation, for instance because a tokenizer was
   # missing, has no results yet: the corrected command may use the directory.
   if has_begun(workdir):
-    changed = [
-      f'{name}: {old!r} then, {new!r} now'
-      for name, old, new in hosts.differences(read_config(workdir), now)
-      if name not in free and name.split('.')[0] not in free
-    ]
+    before = read_config(workdir) | {'code': read_resolved(workdir)['code']}
+    now = found['config'] | {'code': found['code']}
+    changed = []
+    for name, old, new in hosts.differences(before, now):
+      knob = name.removeprefix('code.')  # a function's file belongs to its knob
+      if knob not in free and knob.split('.')[0] not in free:
+        changed.append(f'{name}: {old!r} then, {new!r} now')
     if changed:
       raise ValueError(
         f'--workdir={workdir} has a run with another config ({"; ".join(changed[:4])});'
         ' give another --workdir, or restore the config that the run was started with'
       )
   with writable(workdir):
-    files.write_json(os.path.join(workdir, 'config.json'), now)
+    files.write_json(os.path.join(workdir, 'resolved.json'), found)
+    files.write_json(os.path.join(workdir, 'config.json'), values)
 
 
 def has_begun(workdir: str) -> bool:
@@ -157,9 +166,10 @@ def has_begun(workdir: str) -> bool:
 
 
 def read_config(workdir: str, but: str = 'has') -> dict[str, Any]:
-  """Reads the config of a run, section -> knob -> value, from its config.json.
+  """Reads the config of a run, section -> knob -> value.
 
-  `but` begins the error of a workdir without config.json.
+  Knobs that are None in config.json have the values that the run keeps. `but` begins
+  the error of a workdir without config.json.
 
   Raises:
     ValueError: the file is missing, is not a JSON object, or is of another program.
@@ -173,7 +183,25 @@ def read_config(workdir: str, but: str = 'has') -> dict[str, Any]:
   values = files.read_object(path, 'give another --workdir, or restore its config')
   if SECTIONS - values.keys():
     raise ValueError(f'{path} is not the config of a run; give another --workdir')
-  return values
+  return read_resolved(workdir).get('config', values)
+
+
+def read_resolved(workdir: str) -> dict[str, Any]:
+  """Reads what the program found out about a run; {} for a run of an older version."""
+  path = os.path.join(workdir, 'resolved.json')
+  if not os.path.lexists(path):
+    return {}
+  return files.read_object(path, 'give another --workdir, or restore the file')
+
+
+def check_version(workdir: str) -> None:
+  """Raises a ValueError if an older version of the program wrote the run."""
+  if not read_resolved(workdir):
+    raise ValueError(
+      f'--workdir={workdir} has a run of an older version, without resolved.json: go '
+      'on with the commit that began the run or 1f88cfb6, the last that reads such '
+      'runs, or give another --workdir'
+    )
 
 
 @contextlib.contextmanager

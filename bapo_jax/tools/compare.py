@@ -8,26 +8,30 @@ from bapo_jax.run.run_files import RunFiles
 from bapo_jax.runtime import files, metrics
 
 
-def write(workdirs: Sequence[str], path: str) -> None:
+def write(workdirs: Sequence[str], to: str = 'runs/compare.html') -> None:
   """Writes a page on the runs; prints their results and its path.
+
+  Args:
+    workdirs: directories of runs.
+    to: the page to write
 
   Raises:
     ValueError: fewer than two runs, one of them twice, a path that does not exist, more
-      configs than the page has colours, or another file is at `path`.
+      configs than the page has colours, or another file is at `to`.
     OSError: the page cannot be written.
   """
-  files.check_ours(path, look.POLICY)
-  runs = read(workdirs)
+  files.check_ours(to, look.POLICY)
+  runs = read([*map(files.local, workdirs)])
   groups = comparison.grouped(runs)
   if len(groups) > len(look.LIGHT):
     raise ValueError(
       f'the runs have {len(groups)} different configs, and a page has '
       f'{len(look.LIGHT)} colours; give fewer workdirs'
     )
-  files.write(path, page.page(runs))
+  files.write(to, page.page(runs))
   for line in comparison.results(groups):
     print(line)
-  print(f'{len(runs)} runs of {len(groups)} configs are compared in {path}')
+  print(f'{len(runs)} runs of {len(groups)} configs are compared in {to}')
 
 
 def read(workdirs: Sequence[str]) -> list[RunFiles]:

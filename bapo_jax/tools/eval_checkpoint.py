@@ -17,12 +17,12 @@ from bapo_jax.data import prompts, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models import transformer
 from bapo_jax.run import experiment
-from bapo_jax.runtime import cache, files
+from bapo_jax.runtime import cache, digests, files
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.runtime.workdir import check_writable
 from bapo_jax.tools import export
-from bapo_jax.training import build, checkpoint, evaluate, policy
-from bapo_jax.training import config as config_lib
+from bapo_jax.training import build, evaluate, policy
+from bapo_jax.training.checkpoint import choose
 from bapo_jax.training.config import Config
 from bapo_jax.training.resolve import Resolved
 
@@ -31,31 +31,41 @@ SETTINGS = 'seed tokenizer problems prompts sampler rewards evaluate'
 
 
 def eval_checkpoint(
-  config: Config, workdir: str, to: str, which: str = 'newest'
+  config: Config,
+  workdir: str = 'runs/default',
+  to: str = '',
+  checkpoint: str = 'newest',
 ) -> int:
   """Evaluates weights, prints a table, writes `to`.jsonl and `to`.md; returns 0.
 
-  Reads the checkpoint `which` (see checkpoint.choose); without checkpoints, model.path.
-  An empty `to` means <workdir>/eval/<step or 'model'>-<fingerprint of the settings>.
+  Without checkpoints, evaluates the model. An empty `to` means <workdir>/eval/<step or
+  'model'>-<fingerprint of the settings>.
+
+  Args:
+    config: the config of the run, with the problems of the evaluation.
+    workdir: directory of all results
+    checkpoint: newest, best or a step
+    to: what to write; empty: in <workdir>/eval
 
   Raises:
     ValueError: there are no weights, the workdir has a run of another model, or `to` is
       a file of another program.
   """
-  step = checkpoint.choose(workdir, which)
+  step = choose(workdir, checkpoint)
   if step is not None:
-    export.check_config(config, workdir)
+    export.check_config(derive.as_begun(config, workdir), workdir)
   elif not config.model.path:
     raise ValueError(
       f'--workdir={workdir} has no checkpoint and --config.model.path names no '
       'model; train there first, or set model.path'
     )
   r = derive.prepare(config, workdir, trains=False)
-  cache.share_programs(config.cache)
+  log(derive.screen(r.config, r.derived))
+  cache.share_programs(r.config.cache)
   values = r.config.model_dump()
   settings = {name: values[name] for name in SETTINGS.split()}
   knob = f'--to={to}' if to else f'--workdir={workdir}'
-  name = f'{"model" if step is None else step}-{config_lib.fingerprint(settings)}'
+  name = f'{"model" if step is None else step}-{digests.fingerprint(settings)}'
   to = to or os.path.join(workdir, 'eval', name)
   # Checked before the evaluation, which may take hours.
   for path in (workdir, os.path.dirname(to) or '.'):
@@ -73,7 +83,7 @@ def eval_checkpoint(
 
 
 def _run(r: Resolved, workdir, step: int | None):
-  """Returns (path of the weights, result, samples); step None means model.path."""
+  """Returns (path of the weights, result, samples); step None means the model."""
   timer = PhaseTimer()
   config = r.config
   rows = sources.unique(config.problems, r.data, 'test_source')
@@ -83,7 +93,7 @@ def _run(r: Resolved, workdir, step: int | None):
   )
   if step is None:
     source = config.model.path
-    params = policy.load(r, workdir, timer)
+    params = policy.load(r, timer)
   else:
     source = os.path.join(workdir, 'checkpoints', str(step))
     read = policy.reader(config, r.model, workdir, step)

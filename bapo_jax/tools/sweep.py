@@ -2,9 +2,10 @@
 
 1. `grid` lists the runs: every combination of the values of --set, with every seed;
 2. `environments` gives the processes that run at the same time their GPUs, if any;
-3. `drive` starts the processes. Of the runs with equal warm starts, the first computes
-   it; the others wait, and find it in the cache;
-4. `sweep` ends in the comparison of all runs, with paired intervals.
+3. `drive` starts the processes. Runs that start from the same embedded policy wait for
+   the first of them to make it;
+4. `sweep` ends in the comparison of all runs, with paired intervals; `run` is called by
+   `bapo sweep`.
 """
 
 import itertools
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from bapo_jax.run import look
@@ -23,11 +24,42 @@ from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
 from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import compare
-from bapo_jax.training import policy
-from bapo_jax.training.config import Config
+from bapo_jax.training.config import compose
 
 POLL_S = 0.5
 COMMA = re.compile(r',(?![^(\[]*[)\]])')  # not inside brackets
+
+
+def run(
+  config: str,
+  knobs: Sequence[str],
+  workdir: str = 'runs/sweep',
+  set: Sequence[str] = (),
+  seeds: str = '0:3',
+  workers: int | None = None,
+  per_device: int = 1,
+) -> int:
+  """Trains a grid of knobs and seeds; returns an exit status as `sweep` does.
+
+  Args:
+    config: a config file.
+    knobs: arguments such as --config.steps=10, for all runs.
+    workdir: directory of all runs
+    set: KNOB=VALUE,VALUE: trains every value; several make a grid
+    seeds: values of --config.seed: a range, or a list 0,7,9
+    workers: processes at once (default: all GPUs, or all cores)
+    per_device: processes per GPU, which divide its memory
+  """
+  shared = {override.partition('=')[0]: override for override in knobs}
+  commands = {}
+  for name, overrides in grid(set, seeds_of(seeds)).items():
+    for override in overrides:
+      fixed = shared.get(override.partition('=')[0])
+      if fixed:
+        raise ValueError(f'{fixed}: the sweep sets this knob; leave it out')
+    compose(config, [*knobs, *overrides])  # or it is refused
+    commands[name] = [f'--config={config}', *knobs, *overrides]
+  return sweep(commands, workdir, environments(workers, per_device))
 
 
 def seeds_of(text: str) -> list[int]:
@@ -82,13 +114,6 @@ def grid(sets: Sequence[str], seeds: Sequence[int]) -> dict[str, list[str]]:
   return runs
 
 
-def warm_start(config: Config) -> str:
-  """Returns the name of the warm start of a run; '' for a model read from files."""
-  if config.model.path:
-    return ''
-  return os.path.basename(policy.warm_start_path(config, ''))
-
-
 def environments(workers: int | None, per_device: int) -> list[dict[str, str]]:
   """Returns the additional environment of each process that runs at the same time.
 
@@ -138,39 +163,34 @@ def launch(
 
 
 def drive(
-  waiting: Mapping[str, str],
+  runs: Iterable[str],
   start: Callable[[str, int], subprocess.Popen],
-  ready: Callable[[str, str], bool],
   workers: int,
   outcome: Callable[[str], str] = lambda run: '',
 ) -> tuple[dict[str, int], int]:
   """Runs processes, at most `workers` at once, until all end or a signal arrives.
 
   Args:
-    waiting: run -> warm start, in the order of execution.
+    runs: names, in the order of execution.
     start: (run, number of the worker) -> its process.
-    ready: (run, warm start) -> whether the warm start exists.
     outcome: run -> what to print of it once it has ended with status 0.
 
   Returns:
     (failed run -> exit status, the signal or 0)
   """
-  waiting, total, began = dict(waiting), len(waiting), time.monotonic()
-  active: dict[str, tuple[subprocess.Popen, int, str]] = {}  # with worker, warm start
+  waiting = list(runs)
+  total = len(waiting)
+  began = time.monotonic()
+  active: dict[str, tuple[subprocess.Popen, int]] = {}  # with worker
   failed: dict[str, int] = {}
   over = passed_on = 0
   with stoppable() as stop:
     while active or (waiting and not stop.signal):
-      # A free worker gets the next run whose warm start exists or nobody computes.
-      for worker in set(range(workers)) - {worker for _, worker, _ in active.values()}:
-        making = {warm for _, _, warm in active.values()}
-        runs = (r for r, w in waiting.items() if ready(r, w) or w not in making)
-        run = None if stop.signal else next(runs, None)
-        if run is not None:
-          warm = waiting.pop(run)
-          if warm in waiting.values() and not ready(run, warm):
-            log(f'{run} computes the warm start for others, which wait.')
-          active[run] = start(run, worker), worker, warm
+      free = set(range(workers)) - {worker for _, worker in active.values()}
+      for worker in free:
+        if waiting and not stop.signal:
+          run = waiting.pop(0)
+          active[run] = start(run, worker), worker
       # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal
@@ -209,7 +229,6 @@ def accuracy(workdir: str, rows_before: int) -> str:
 
 
 def sweep(
-  configs: Mapping[str, Config],
   commands: Mapping[str, Sequence[str]],
   folder: str,
   places: Sequence[Mapping[str, str]],
@@ -217,7 +236,6 @@ def sweep(
   """Trains all runs and compares them in <folder>/compare.html.
 
   Args:
-    configs: run -> its config.
     commands: run -> the arguments of `bapo train`, without the workdir.
     folder: run r trains in <folder>/<r> and logs to <folder>/<r>.log.
     places: the environments of the processes that run at the same time.
@@ -230,7 +248,7 @@ def sweep(
   """
   page = os.path.join(folder, 'compare.html')
   files.check_ours(page, look.POLICY)
-  paths = {run: os.path.join(folder, run) for run in configs}
+  paths = {run: os.path.join(folder, run) for run in commands}
 
   def start(run, worker):
     command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
@@ -238,16 +256,14 @@ def sweep(
       [*command, *commands[run]], f'{paths[run]}.log', worker, places[worker]
     )
 
-  def ready(run, start):
-    made = (os.path.join(path, 'warmstart', start) for path in paths.values())
-    return not start or any(map(os.path.isdir, made))
-
-  waiting = {run: warm_start(config) for run, config in configs.items()}
-  log(f'{len(waiting)} runs, {len(places)} at once, in {folder}')
+  log(f'{len(commands)} runs, {len(places)} at once, in {folder}')
   rows = {run: len(metrics.read(path)) for run, path in paths.items()}
   with locked(folder), writable(folder):
     failed, signal = drive(
-      waiting, start, ready, len(places), lambda run: accuracy(paths[run], rows[run])
+      commands,
+      start,
+      len(places),
+      outcome=lambda run: accuracy(paths[run], rows[run]),
     )
     for run, status in failed.items():
       log(f'{run} failed with status {status}; see {paths[run]}.log')

@@ -97,36 +97,37 @@ def text_of(item: Element) -> Text:
 
 
 def show(
-  workdir: str,
-  number: int | None = None,
+  workdir: str = 'runs/default',
+  group: int | None = None,
   views: str = '',
-  which: str = 'newest',
+  checkpoint: str = 'newest',
   console: Console | None = None,
 ) -> None:
   """Prints a recorded group, or a list of the first groups.
 
   Args:
-    number: the group to print, from 1; None prints the list.
-    views: keys of VIEWS.
-    which: ignores what was recorded after this checkpoint; see checkpoint.choose.
+    workdir: directory of all results
+    checkpoint: newest, best or a step; later records are ignored
+    group: prints this group, from 1; not given: lists the groups
+    views: p: token probabilities, c: clip status, a: texts in full
 
   Raises:
     ValueError: nothing is recorded, or the group or the view does not exist.
   """
   if unknown := set(views) - set(VIEWS):
     raise ValueError(f'--views={views}: unknown views {sorted(unknown)}; use {VIEWS}')
-  groups = read(workdir, which)
+  groups = read(workdir, checkpoint)
   console = console or Console()
-  if number is None:
-    for i, group in enumerate(groups[:LISTED], 1):
-      right = sum(response['correct'] is True for response in group.responses)
-      verdicts = f'{right} of {len(group.responses)} right'
-      console.print(f'{i:>4}  {verdicts:<16}{group.where}', highlight=False)
+  if group is None:
+    for i, listed in enumerate(groups[:LISTED], 1):
+      right = sum(response['correct'] is True for response in listed.responses)
+      verdicts = f'{right} of {len(listed.responses)} right'
+      console.print(f'{i:>4}  {verdicts:<16}{listed.where}', highlight=False)
     text = f'--group=1 to --group={len(groups)} prints a group'
     console.print(f'{text}; those with right and wrong responses teach', style='dim')
-  elif not 1 <= number <= len(groups):
-    raise ValueError(f'--group={number} does not exist; give 1 to {len(groups)}')
+  elif not 1 <= group <= len(groups):
+    raise ValueError(f'--group={group} does not exist; give 1 to {len(groups)}')
   else:
-    group = groups[number - 1]
-    console.rule(f'group {number} of {len(groups)}: {group.where}')
-    console.print(text_of(drawn(workdir, group, views)))
+    chosen = groups[group - 1]
+    console.rule(f'group {group} of {len(groups)}: {chosen.where}')
+    console.print(text_of(drawn(workdir, chosen, views)))

@@ -9,7 +9,6 @@ only weights are counted. On a host, Python and compiled programs take about hal
 more. --mode=plan compiles instead.
 """
 
-import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
-from bapo_jax.data.knobs import MADE
 from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -89,8 +87,73 @@ KNOBS = {
 }
 
 
+class Sizes(NamedTuple):
+  """The numbers of a run, beside those of its model, from which its memory follows."""
+
+  row_length: int  # T: tokens of prompt and response
+  group_size: int
+  count: int  # prompts of a step
+  seats: int  # groups of a batch
+  places: int  # groups submitted and not yet trained on
+  minibatch_rows: int
+  grad_accum_steps: int
+  slots: int  # of decoding
+  depth: int
+  lags: bool  # whether an actor stays for several steps
+  capacity: int  # groups in the replay buffer; 0 without a buffer
+  adapters: int  # trained numbers of adapters; 0 without adapters
+  frozen: int  # weights of a vision tower that is not trained
+  copied: bool  # whether the first weights stay, beside those that are trained
+  teacher: ModelSpec | None
+  kept: int  # checkpoints, including the one being written
+  searched: bool  # whether bounds of a minibatch are searched
+  remat: str | None  # of the user; None: any
+  bounds_pass: str | None  # the same
+  sequence_sharding: str | None  # the same
+  tile_mib: int  # the same; 0: any
+
+  @property
+  def micro_batch_rows(self) -> int:
+    """The number of rows in a micro-batch, if all of them have full length."""
+    return -(-self.minibatch_rows // self.grad_accum_steps)
+
+  @property
+  def bounds_wait(self) -> bool:
+    """Whether one bound search needs the ratios of several micro-batches."""
+    return self.searched and self.grad_accum_steps > 1
+
+
+def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
+  """Returns the sizes of a run; a knob of None stays None."""
+  c = config
+  learner = c.learner
+  return Sizes(
+    row_length=c.row_length,
+    group_size=c.sampler.group_size,
+    count=c.prompts.count,
+    seats=c.seats,
+    places=c.places,
+    minibatch_rows=c.minibatch_rows,
+    grad_accum_steps=learner.grad_accum_steps,
+    slots=c.sampler.max_num_seqs,
+    depth=c.rollout.depth,
+    lags=c.rollout.weight_sync_interval > 1,
+    capacity=c.batch.uses_buffer * c.buffer.capacity,
+    adapters=adapters(c, spec),
+    frozen=frozen_tower(c, spec),
+    copied=c.loss.reference > 0 and not c.lora.rank,
+    teacher=inputs.teacher_spec(c),
+    kept=c.checkpoint.keep + c.checkpoint.best + 1,
+    searched=c.clip.whole_minibatch and learner.bounds_scope == 'minibatch',
+    remat=c.model.remat,
+    bounds_pass=learner.bounds_pass,
+    sequence_sharding=c.model.sequence_sharding,
+    tile_mib=c.logprobs.tile_mib,
+  )
+
+
 def count(
-  config: Config,
+  sizes: Sizes,
   spec: ModelSpec,
   schedule: Schedule,
   mesh: Mesh,
@@ -102,69 +165,79 @@ def count(
   actor over tensor, rows over data and fsdp. Reads only the mesh's shape and platform.
   `rollout_mesh` has the devices that only sample, if any.
   """
-  c, tensor, shards = config, mesh.shape['tensor'], sharding.row_shards(mesh)
+  tensor = mesh.shape['tensor']
+  shards = sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
-  weights, moments, gradients, actor = whole_state(config, spec)
-  weights += teacher_bytes(config, spec)
-  T, G, lags = c.row_length, c.sampler.group_size, c.rollout.weight_sync_interval > 1
-  evaluated = (c.problems.test_source in MADE) * c.problems.test * c.evaluate.group_size
+  weights, moments, gradients, actor = whole_state(spec, sizes.adapters, sizes.frozen)
+  group = sizes.group_size * sizes.row_length  # tokens
   # Bytes per token, of all devices and of one.
-  recorded, recorded_here = (RECORDED + route_bytes(spec, n) for n in (1, tensor))
-  buffered = float(c.batch.uses_buffer * c.buffer.capacity * G * T)
-  gathered, saved = _passes(config, spec, schedule, mesh)
-  if teacher := inputs.teacher_spec(config):  # its pass keeps less than an update
-    scoring = _passes(config, teacher, schedule._replace(remat='full'), mesh)
-    gathered, saved = map(max, (gathered, saved), scoring)
-  few, n = adapters(config, spec), trained(config, spec)
-  own = 4 if few else itemsize(spec.dtype)
-  # Stored without frozen weights.
-  saved_actor = 4 * n if few else actor - itemsize(spec.compute) * frozen_tower(c, spec)
-  checkpoint = {  # without unfinished responses, but with groups in flight
-    'adapters' if few else 'weights': own * n,
-    'optimiser': (8 + 4 * (own < 4)) * n,
-    'actor': lags * saved_actor,
-    'buffer': recorded * buffered,
-    'groups in flight': recorded * c.rollout.depth * c.prompts.count * G * T,
-  }
-  checkpoint = {name: float(size) for name, size in checkpoint.items() if size}
-  cache = c.sampler.max_num_seqs * slot_bytes(spec, T, tensor)
-  rows, sampling = recorded_here * c.places * G * T, 0.0
+  recorded = RECORDED + route_bytes(spec)
+  recorded_here = RECORDED + route_bytes(spec, tensor)
+  buffered = sizes.capacity * group
+  # Without unfinished responses, but with groups in flight.
+  stored = _checkpoint(sizes, spec, actor)
+  stored['buffer'] = recorded * buffered
+  stored['groups in flight'] = recorded * sizes.depth * sizes.count * group
+  stored = {name: float(size) for name, size in stored.items() if size}
+  cache = sizes.slots * slot_bytes(spec, sizes.row_length, tensor)
+  submitted = recorded_here * sizes.places * group
+  sampling = 0.0
   if rollout_mesh is not None:
     # A queued submission keeps its weights; the learner's own actor only evaluates.
-    ahead = c.rollout.depth + 1
-    rows_each = (cache + ahead * rows) / sharding.row_shards(rollout_mesh)
+    ahead = sizes.depth + 1
+    rows_each = (cache + ahead * submitted) / sharding.row_shards(rollout_mesh)
     sampling = ahead * actor / tensor + rows_each
+  gathered, saved = _passes(sizes, spec, schedule, mesh)
+  if teacher := sizes.teacher:  # its pass keeps less than an update
+    scoring = _passes(sizes, teacher, schedule._replace(remat='full'), mesh)
+    gathered = max(gathered, scoring[0])
+    saved = max(saved, scoring[1])
+  responses = max(sizes.places, sizes.seats) * group
   return Budget(
-    weights=weights / split,
+    weights=(weights + teacher_bytes(sizes, spec)) / split,
     moments=moments / split,
     gradients=gradients / split,
     actor=actor / tensor,
-    kept_actor=lags * actor / tensor,
+    kept_actor=sizes.lags * actor / tensor,
     gathered=gathered,
     saved=saved,
     cache=cache / shards,
     sampling=sampling,
-    responses=recorded_here * max(c.places * G, c.seats * G, evaluated) * T / shards,
-    buffer=recorded_here * buffered / (1 if c.buffer.capacity % shards else shards),
-    checkpoint=checkpoint,
-    disk=(c.checkpoint.keep + c.checkpoint.best + 1) * sum(checkpoint.values()),
+    responses=recorded_here * responses / shards,
+    buffer=recorded_here * buffered / (1 if sizes.capacity % shards else shards),
+    checkpoint=stored,
+    disk=sizes.kept * sum(stored.values()),
   )
 
 
-def whole_state(config: Config, spec: ModelSpec) -> tuple[int, int, int, int]:
+def _checkpoint(sizes: Sizes, spec: ModelSpec, actor: float) -> dict[str, float]:
+  """Returns the bytes of the state in a checkpoint, without frozen weights."""
+  n = trained(spec, sizes.adapters, sizes.frozen)
+  if sizes.adapters:
+    return {'adapters': 4 * n, 'optimiser': 8 * n, 'actor': sizes.lags * 4 * n}
+  own = itemsize(spec.dtype)
+  actor -= itemsize(spec.compute) * sizes.frozen
+  optimiser = (8 + 4 * (own < 4)) * n
+  return {'weights': own * n, 'optimiser': optimiser, 'actor': sizes.lags * actor}
+
+
+def whole_state(
+  spec: ModelSpec, adapters: int, frozen: int
+) -> tuple[int, int, int, int]:
   """Returns the bytes of (weights, moments, gradients, actor) on a mesh of 1 device."""
-  weights, n = transformer.count(spec), trained(config, spec)
+  n = trained(spec, adapters, frozen)
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
-  copy = 4 * (config.lora.rank > 0 or spec.dtype != 'float32')
-  return itemsize(spec.dtype) * weights, (8 + copy) * n, 8 * n, actor_bytes(spec)
+  copy = 4 * (adapters > 0 or spec.dtype != 'float32')
+  weights = itemsize(spec.dtype) * transformer.count(spec)
+  return weights, (8 + copy) * n, 8 * n, actor_bytes(spec)
 
 
-def teacher_bytes(config: Config, spec: ModelSpec) -> int:
+def teacher_bytes(sizes: Sizes, spec: ModelSpec) -> int:
   """Counts the frozen weights that the loss refers to, beside those of the policy."""
-  if teacher := inputs.teacher_spec(config):
+  if teacher := sizes.teacher:
     return itemsize(teacher.dtype) * transformer.count(teacher)
-  copies = config.loss.reference > 0 and not config.lora.rank
-  return copies * itemsize(spec.dtype) * trained(config, spec)
+  trained_ = trained(spec, sizes.adapters, sizes.frozen)
+  return sizes.copied * itemsize(spec.dtype) * trained_
 
 
 def matrices(spec: ModelSpec, copies: int = ALL) -> int:
@@ -207,7 +280,7 @@ def actor_bytes(spec: ModelSpec) -> int:
 
 
 def _passes(
-  config: Config, spec: ModelSpec, schedule: Schedule, mesh: Mesh
+  sizes: Sizes, spec: ModelSpec, schedule: Schedule, mesh: Mesh
 ) -> tuple[float, float]:
   """Returns the bytes per device of (gathered weights, activations) in one update.
 
@@ -217,25 +290,26 @@ def _passes(
   pass of one layer, with the queries' gradients by block of keys, or three tiles of
   logits if they are larger.
   """
-  spec = _with_kernel(spec, mesh)
-  tensor, T, c = mesh.shape['tensor'], config.row_length, itemsize(spec.compute)
-  rows, shards = config.micro_batch_rows, sharding.row_shards(mesh)
-  if not config.model.path:
-    rows = max(rows, config.sft.batch)
+  tensor = mesh.shape['tensor']
+  T = sizes.row_length
+  c = itemsize(spec.compute)
+  rows = sizes.micro_batch_rows
+  shards = sharding.row_shards(mesh)
   rows = rows if rows % shards else rows // shards
-  head, tower = spec.vocab * spec.width, transformer.count(spec, 'vision/')
+  head = spec.vocab * spec.width
+  tower = transformer.count(spec, 'vision/')
   layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers
-  gradient = 0 if config.lora.rank else 4  # bytes per gathered weight
+  gradient = 0 if sizes.adapters else 4  # bytes per gathered weight
   gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
-  pieces = config.learner.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  pieces = sizes.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
   # One micro-batch is computed before its activations are copied to those of all.
   at_once = pieces + (pieces > 1)
   if schedule.remat == 'none' and spec.compute != spec.dtype:
     # Nothing is recomputed, so the casts of all layers stay for the backward pass.
     gathered += at_once * c * layer * spec.layers / tensor
-  sizes = T, tensor, rows
-  saved = spec.layers * saved_bytes(spec, schedule, *sizes) + (c + 4) * spec.width
-  inside = saved_bytes(spec, schedule._replace(remat='none'), *sizes)
+  by_layer = saved_bytes(spec, schedule, T, tensor, rows)
+  saved = spec.layers * by_layer + (c + 4) * spec.width
+  inside = saved_bytes(spec, schedule._replace(remat='none'), T, tensor, rows)
   per_token = saved * at_once
   if spec.attention == 'splash':
     # The fused backward pass writes the queries' gradients once per block of keys.
@@ -249,21 +323,9 @@ def _passes(
   logits = 3 * 4 * min(tile.columns, rows * T) * tile.rows
   # The routes of a minibatch. The tiles of logits are gone before the backward pass of
   # the layers begins.
-  routes = route_bytes(spec, tensor) * config.minibatch_rows / shards * T
+  routes = route_bytes(spec, tensor) * sizes.minibatch_rows / shards * T
   per_token += route_bytes(spec)
   return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
-
-
-def _with_kernel(spec: ModelSpec, mesh: Mesh) -> ModelSpec:
-  """Returns the spec with the kernels that 'auto' selects on this mesh."""
-  platform = mesh.devices.flat[0].platform
-  if spec.attention == 'auto':
-    kernel = attention.resolve('auto', platform, spec.compute, spec.head_width)
-    spec = dataclasses.replace(spec, attention=kernel)
-  if spec.experts and spec.experts_kernel == 'auto':
-    kernel = experts.resolve('auto', platform)
-    spec = dataclasses.replace(spec, experts_kernel=kernel)
-  return spec
 
 
 def itemsize(dtype: str) -> int:
@@ -281,9 +343,9 @@ def frozen_tower(config: Config, spec: ModelSpec) -> int:
   return 0 if config.model.train_tower else transformer.count(spec, 'vision/')
 
 
-def trained(config: Config, spec: ModelSpec) -> int:
+def trained(spec: ModelSpec, adapters: int, frozen: int) -> int:
   """Returns the number of trained weights."""
-  return adapters(config, spec) or transformer.count(spec) - frozen_tower(config, spec)
+  return adapters or transformer.count(spec) - frozen
 
 
 def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
@@ -334,27 +396,30 @@ def saved_bytes(
   `tensor` devices; with sequence sharding, D too. L, the mean number of keys that a
   query attends to, grows with `length`.
   """
-  kind, c = schedule.remat, itemsize(spec.compute)
+  kind = schedule.remat
+  c = itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
   H = spec.heads / tensor
   ffn = (2 if kind == 'dots' else 6) * c * spec.ffn / tensor
   if spec.experts:
     ffn = _experts_bytes(spec, kind, rows * length, tensor)
-  K, C = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor), spec.head_width
+  K = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
+  C = spec.head_width
   if kind == 'full':
     return c * D
   if kind == 'dots':
     attended = (c * C + 4) * H if spec.attention in attention.FUSED else 0
     return c * (2 * D + (H + 2 * K) * C) + ffn + attended
   norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
-  scores, blocks = 4 * H, 1.0
+  scores = 4 * H
+  blocks = 1.0
   if spec.attention == 'plain':
     # Blocks of queries see the keys up to their own end: `live` keys on average, and
     # `blocks` copies of a key over all blocks, see attention.blockwise.
     size = attention.query_block(length)
     ends = [min(start + size, length) for start in range(0, length, size)]
-    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
-    live = sum(n * end for n, end in zip(sizes, ends, strict=True)) / length
+    rows_of = [b - a for a, b in itertools.pairwise([0, *ends])]
+    live = sum(n * end for n, end in zip(rows_of, ends, strict=True)) / length
     blocks = sum(ends) / length
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
@@ -379,33 +444,30 @@ def _experts_bytes(spec: ModelSpec, kind: str, tokens: int, tensor: int) -> floa
   return n * (c * (spec.width + 7 * F) + 8) + 8 * E + 16 * K
 
 
-def choices(
-  config: Config, spec: ModelSpec, mesh: Mesh, memory: float
-) -> list[Schedule]:
+def choices(sizes: Sizes, spec: ModelSpec, mesh: Mesh, memory: float) -> list[Schedule]:
   """Lists the schedules that the knobs allow, fastest first by `overhead`.
 
-  On a CPU, 'auto' omits 'none': reading all values back is slower than recomputing all
-  but the products. Among equals, sequence sharding, which sends more bytes, and small
-  tiles come last. `memory` is in bytes per device.
+  By itself, a CPU never has remat 'none': reading all values back is slower than
+  recomputing all but the products. Among equals, sequence sharding, which sends more
+  bytes, and small tiles come last. `memory` is in bytes per device.
   """
-  c, platform = config, mesh.devices.flat[0].platform
-  remats, passes, columns = (c.model.remat,), (c.learner.bounds_pass,), (False, True)
-  if c.model.remat == 'auto':
-    remats = REMATS[1:] if platform == 'cpu' else REMATS
-  if c.learner.bounds_pass == 'auto':
-    passes = ('stored', 'again') if bounds_wait(c) else ('again',)
-  if c.model.sequence_sharding != 'auto':
-    columns = (c.model.sequence_sharding == 'on',)
-  elif mesh.shape['tensor'] == 1:
-    columns = (False,)
-  spec = _with_kernel(spec, mesh)
-  tiles = [c.logprobs.tile_mib or TILE_CPU]
-  if platform != 'cpu' and not c.logprobs.tile_mib:
+  platform = mesh.devices.flat[0].platform
+  remats = REMATS[1:] if platform == 'cpu' else REMATS
+  if sizes.remat is not None:
+    remats = (sizes.remat,)
+  passes = ('stored', 'again') if sizes.bounds_wait else ('again',)
+  if sizes.bounds_pass is not None:
+    passes = (sizes.bounds_pass,)
+  columns = (False, True) if mesh.shape['tensor'] > 1 else (False,)
+  if sizes.sequence_sharding is not None:
+    columns = (sizes.sequence_sharding == 'on',)
+  tiles = [sizes.tile_mib or TILE_CPU]
+  if platform != 'cpu' and not sizes.tile_mib:
     tiles = sorted({int(TILE_SHARE * memory / 2**20), TILE_SHORT}, reverse=True)
   options = itertools.product(remats, columns, passes, tiles)
   return sorted(
     itertools.starmap(Schedule, options),
-    key=lambda s: (overhead(spec, s, c.row_length, platform), s.sequence_sharding),
+    key=lambda s: (overhead(spec, s, sizes.row_length, platform), s.sequence_sharding),
   )
 
 
@@ -428,14 +490,8 @@ def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) ->
   return recomputed + (1 + stored) * read_back
 
 
-def bounds_wait(config: Config) -> bool:
-  """Returns whether one bound search needs the ratios of several micro-batches."""
-  k, searched = config.learner, config.clip.rule not in ('fixed', 'unclipped')
-  return searched and k.grad_accum_steps > 1 and k.bounds_scope == 'minibatch'
-
-
 def choose_schedule(
-  config: Config, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
+  sizes: Sizes, spec: ModelSpec, mesh: Mesh, memory: float = 0.0
 ) -> Schedule:
   """Returns the fastest of `choices` that fits the memory; if none fits, the smallest.
 
@@ -444,9 +500,9 @@ def choose_schedule(
   memory = memory or limit(mesh)
 
   def needed(schedule: Schedule) -> float:
-    return count(config, spec, schedule, mesh).update
+    return count(sizes, spec, schedule, mesh).update
 
-  options = choices(config, spec, mesh, memory)
+  options = choices(sizes, spec, mesh, memory)
   fitting = (s for s in options if needed(s) <= memory)
   return next(fitting, None) or min(options, key=needed)
 
@@ -470,7 +526,8 @@ def limit(mesh: Mesh) -> float:
 
 def check(budget: Budget, room: float) -> None:
   """Raises ValueError if a phase needs more than SLACK times `room` bytes."""
-  b, state = budget, budget.weights + budget.moments
+  b = budget
+  state = b.weights + b.moments
   rows = {'responses': b.responses, 'buffer': b.buffer}
   decoding = {'weights': state, 'actor': b.actor, 'cache': b.cache} | rows
   update = {'weights': state + b.gradients, 'actor': b.kept_actor} | rows
@@ -486,13 +543,12 @@ def check(budget: Budget, room: float) -> None:
     )
 
 
-def sentence(config: Config, schedule: Schedule, needed: float, room: float) -> str:
+def sentence(sizes: Sizes, schedule: Schedule, needed: float, room: float) -> str:
   """Describes the schedule, the bytes of an update, and the memory of a device."""
   columns = ', columns split over tensor' if schedule.sequence_sharding else ''
-  bounds = f'; bounds: {BOUNDS[schedule.bounds_pass]}' if bounds_wait(config) else ''
-  auto = ' (auto)' if config.model.remat == 'auto' else ''
+  bounds = f'; bounds: {BOUNDS[schedule.bounds_pass]}' if sizes.bounds_wait else ''
   return (
-    f'remat {schedule.remat}{auto}: the backward pass recomputes '
+    f'remat {schedule.remat}: the backward pass recomputes '
     f'{RECOMPUTED[schedule.remat]}{bounds}{columns}; about {needed / GIB:.3g} of '
     f'{room / GIB:.3g} GiB per device'
   )

@@ -19,7 +19,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import optimizer as optimizer_lib
 from bapo_jax.learner.objective import Objective
-from bapo_jax.learner.pictured import Seen
+from bapo_jax.learner.pictured import OfProblems, Seen
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.layers import Schedule
@@ -34,7 +34,7 @@ from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.resolve import Resolved, resolve
-from bapo_jax.training.sampler import Sampler, ThreadSampler
+from bapo_jax.training.sampler import LocalSampler, ThreadSampler
 from bapo_jax.training.state import Trainer, TrainState
 from bapo_jax.types import Batch, ReplayBuffer, Routes, Tree, empty_groups
 
@@ -51,8 +51,11 @@ def tabulate(r: Resolved) -> Material:
 
   Raises ValueError if a prompt is too long, or too few problems are left.
   """
-  knobs = r.config.prompts, r.config.problems
-  return Material(*prompts.load(r.tokenizer, *knobs, r.data, r.spec.vision))
+  return Material(
+    *prompts.load(
+      r.tokenizer, r.config.prompts, r.config.problems, r.data, r.spec.vision
+    )
+  )
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -61,7 +64,7 @@ def make_verifier(config: Config) -> Verifier:
 
 
 def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
-  """Builds the sampler of training; `gallery` has the training problems' pictures."""
+  """Builds the engine of training; `gallery` has the training problems' pictures."""
   return RolloutEngine(
     r.spec,
     max_prompt_tokens=r.config.prompts.max_prompt_tokens,
@@ -166,16 +169,21 @@ def make_trainer(
   train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
   gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
   temperature = config.sampler.temperature
-  score, _ = _scorers(config.micro_batch_rows, spec, r.schedule, temperature)
+  rows = config.micro_batch_rows
+  score, _ = _scorers(rows, spec, r.schedule, temperature)
   at_start = sharding.under(mesh, score)
-  of_teacher = (r.teacher or r.model).spec, r.schedule, temperature
-  here = _local_sampler(r, data, verifier, timer, mesh, gallery, base)
-  sampler = here
+  reference = None
+  if teacher is not None:
+    of_teacher = (r.teacher or r.model).spec
+    reference, _ = _scorers(rows, of_teacher, r.schedule, temperature)
+  engine = make_engine(r, gallery)
+  pictures = pictured.embedder(gallery, spec, mesh, base, r.schedule)
   if r.remote:
-    sampler = RemoteSampler(**vars(here), learners=mesh, timer=timer, links=links(r))
-  elif r.rollout_mesh is not None:
-    there = rollout_sampler(r, data, verifier)
-    sampler = ThreadSampler(**vars(there), learners=mesh, timer=timer)
+    sampler = RemoteSampler(links(r), mesh, timer)
+  elif r.rollout_mesh is None:
+    sampler = _local_sampler(r, data, verifier, timer, engine, pictures)
+  else:
+    sampler = ThreadSampler(rollout_sampler(r, data, verifier), mesh, timer)
   return Trainer(
     config=config,
     spec=spec,
@@ -184,7 +192,7 @@ def make_trainer(
     tokenizer=r.tokenizer,
     problems=data.problems,
     held_out=data.held_out,
-    engine=here.engine,
+    engine=engine,
     verifier=verifier,
     train_step=functools.partial(train_step, base=base),
     proximal=(lambda params, *rows: at_start(lora.attach(base, params), *rows))
@@ -194,10 +202,8 @@ def make_trainer(
     timer=timer,
     base=base,
     teacher=teacher,
-    reference=None
-    if teacher is None
-    else _scorers(config.micro_batch_rows, *of_teacher)[0],
-    pictures=here.pictures,
+    reference=reference,
+    pictures=pictures,
     held_out_gallery=held_out,
   )
 
@@ -222,20 +228,29 @@ def lower_reference(t: Trainer) -> Iterator[Lowered]:
   """Lowers the program that scores a batch with the teacher, if there is one."""
   if t.reference is None or t.pictures is not None:  # shapes of pictures vary
     return
-  sizes = t.config.seats, t.config.sampler.group_size, t.config.row_length
-  kinds = t.verifier.steps, t.spec.routes
-  groups = jax.eval_shape(lambda: empty_groups(*sizes, *kinds))
+  groups = jax.eval_shape(
+    lambda: empty_groups(
+      t.config.seats,
+      t.config.sampler.group_size,
+      t.config.row_length,
+      t.verifier.steps,
+      t.spec.routes,
+    )
+  )
   groups = sharding.abstract(groups, sharding.layout_of_rows(groups, t.mesh))
   with sharding.current(t.mesh):
     yield t.reference.lower(t.teacher, groups, None)
 
 
-def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> Sampler:
+def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> LocalSampler:
   """Builds the sampler of the devices that do not train."""
-  assert r.rollout_mesh is not None
+  mesh = r.rollout_mesh
+  assert mesh is not None
   gallery, _ = pictured.galleries(data.problems, data.held_out, r.spec)
+  engine = dataclasses.replace(make_engine(r, gallery), mesh=mesh)
   # Without frozen weights: an actor has all weights.
-  return _local_sampler(r, data, verifier, PhaseTimer(), r.rollout_mesh, gallery)
+  pictures = pictured.embedder(gallery, r.spec, mesh, None, r.schedule)
+  return _local_sampler(r, data, verifier, PhaseTimer(), engine, pictures)
 
 
 def _local_sampler(
@@ -243,10 +258,9 @@ def _local_sampler(
   data: Material,
   verifier: Verifier,
   timer: PhaseTimer,
-  mesh: Mesh,
-  gallery: Gallery | None,
-  base: Tree = None,
-) -> Sampler:
+  engine: RolloutEngine,
+  pictures: OfProblems | None,
+) -> LocalSampler:
   config = r.config
   shape = functools.partial(
     rewards.shaped,
@@ -258,16 +272,15 @@ def _local_sampler(
   )
   temperature = config.sampler.temperature
   _, recompute = _scorers(config.micro_batch_rows, r.spec, r.schedule, temperature)
-  return Sampler(
-    engine=dataclasses.replace(make_engine(r, gallery), mesh=mesh),
-    mesh=mesh,
+  return LocalSampler(
+    engine=engine,
     verification=Verification(data.problems, r.tokenizer, verifier, timer, shape),
     seed=config.seed,
     count=config.prompts.count,
     places=config.places,
     knobs=config.rollout,
     score=recompute if recomputes(config) else None,
-    pictures=pictured.embedder(gallery, r.spec, mesh, base, r.schedule),
+    pictures=pictures,
   )
 
 
@@ -280,21 +293,25 @@ def links(r: Resolved) -> Links:
 def recomputes(config: Config) -> bool:
   """Returns whether the learner recomputes the sampler's log-probabilities."""
   when = config.learner.recompute_logprobs
+  if when is not None:
+    return when == 'on'
   weighs = config.loss.weighs_sampler or config.mask.weighs_sampler
   narrow = config.model.compute != 'float32' and not weighs
   # A quantised actor is another policy than the learner's, and a rounding error is not:
   # its responses keep the log-probabilities of the policy that sampled them.
-  narrow &= config.sampler.actor_dtype == 'compute'
-  return when == 'on' or (when == 'auto' and narrow)
+  return narrow and config.sampler.actor_dtype == 'compute'
 
 
 def empty_buffer(config: Config, spec: ModelSpec) -> ReplayBuffer:
   """Returns an empty replay buffer, without rows if no rule reads it."""
-  capacity = config.buffer.capacity if config.batch.uses_buffer else 0
-  G = config.sampler.group_size
-  T = config.row_length
-  kinds = bool(config.rewards.custom.steps), spec.routes
-  return replay_buffer.init(capacity, G, T, config.buffer.thresholds, *kinds)
+  return replay_buffer.init(
+    config.buffer.capacity if config.batch.uses_buffer else 0,
+    config.sampler.group_size,
+    config.row_length,
+    config.buffer.thresholds,
+    steps=bool(config.rewards.custom.steps),
+    routes=spec.routes,
+  )
 
 
 def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:
@@ -320,13 +337,10 @@ def abstract_weights(directory: str, spec: ModelSpec, mesh: Mesh) -> Tree:
 
 
 def build(
-  r: Resolved, data: Material, verifier: Verifier, workdir: str, timer: PhaseTimer
+  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
-  """Loads or warm-starts the weights; returns the trainer and its state at step 0.
-
-  The warm start is read from `workdir`, or stored there.
-  """
-  base, params = policy.divide(r, policy.load(r, workdir, timer))
+  """Loads the weights; returns the trainer and its state at step 0."""
+  base, params = policy.divide(r, policy.load(r, timer))
   if r.spec.kv_heads % (tensor := r.mesh.shape['tensor']):
     log(
       f'{r.spec.kv_heads} key/value heads do not divide over mesh.tensor={tensor}: '
@@ -349,7 +363,7 @@ def build(
 
 
 def start(
-  config: Config, workdir: str, timer: PhaseTimer, verifier: Verifier | None = None
+  config: Config, timer: PhaseTimer, verifier: Verifier | None = None
 ) -> tuple[Trainer, TrainState]:
   """Resolves a config, reads the problems and builds the run, for notebooks.
 
@@ -358,4 +372,4 @@ def start(
   r = resolve(config)
   with timer('load'):
     data = tabulate(r)
-  return build(r, data, verifier or make_verifier(config), workdir, timer)
+  return build(r, data, verifier or make_verifier(config), timer)

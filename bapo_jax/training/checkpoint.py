@@ -76,9 +76,9 @@ def manager(
 def _processes() -> ocp.options.MultiprocessingOptions:
   """Returns options with which the processes of this side save and restore together."""
   return ocp.options.MultiprocessingOptions(
-    primary_host=hosts.members()[0],
-    active_processes=set(hosts.members()),
-    barrier_sync_key_prefix=f'side{hosts.members()[0]}',
+    primary_host=hosts.side()[0],
+    active_processes=set(hosts.side()),
+    barrier_sync_key_prefix=f'side{hosts.side()[0]}',
   )
 
 
@@ -218,13 +218,11 @@ def restore(checkpoints: CheckpointManager, step: int, like: Tree) -> tuple[Tree
   """
   path = os.path.join(checkpoints.directory, str(step), 'arrays')
   meta = read_meta(os.fspath(checkpoints.directory), step)
-  return _restored(path, like, ('opt/',) if meta.get('weights_only') else ()), meta
-
-
-def _restored(path: str, like: Tree, optional: tuple[str, ...] = ()) -> Tree:
+  optional = ('opt/',) if meta.get('weights_only') else ()
   restored = _read(path, _solid(like), optional)
   leaves, treedef = jax.tree.flatten_with_path(like)
-  return treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
+  tree = treedef.unflatten(restored.get(path_name(key), leaf) for key, leaf in leaves)
+  return tree, meta
 
 
 def read_meta(directory: str, step: int) -> Meta:
@@ -276,7 +274,9 @@ def _saveable(tree: Tree) -> dict[str, Any]:
   orbax cannot save a device array that belongs to only one of several processes.
   """
   leaves = _solid(tree)
-  return leaves if hosts.alone() or hosts.processes() > 1 else jax.device_get(leaves)
+  return (
+    leaves if len(hosts.run()) == 1 or len(hosts.side()) > 1 else jax.device_get(leaves)
+  )
 
 
 def _set_damaged_aside(workdir: str) -> None:
@@ -311,39 +311,10 @@ def read_params(workdir: str, step: int, part: str = 'params') -> Read:
   the checkpoint is damaged.
   """
   path = os.path.join(home(workdir), str(step))
-  others = checkpoint_steps(workdir)
-  hint = f', or give another checkpoint of {others} as --checkpoint=<step>'
-  return read_saved(path, 'arrays', f'{part}/', hint)
-
-
-def save_params(path: str, params: Tree) -> None:
-  """Writes weights and their digests to the directory `path`, atomically.
-
-  Raises OSError if the write fails.
-  """
-  path = os.path.abspath(path)
-  options = _recording(os.path.dirname(path))
-  writer = ocp.StandardCheckpointer(
-    async_options=options, multiprocessing_options=_processes()
-  )
-  with _as_oserror(path), writer:
-    writer.save(path, _saveable(params), force=True)
-
-
-def restore_params(path: str, like: Tree) -> Tree:
-  """Restores the weights at `path`, laid out as `like`; raises ValueError on damage."""
-  if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(why)
-  return _restored(os.path.abspath(path), like)
-
-
-def read_saved(path: str, folder: str = '', prefix: str = '', hint: str = '') -> Read:
-  """Returns a function that reads a saved array, by its name, to the host.
-
-  The arrays are in `folder` below `path`, where `prefix` precedes their names. Raises
-  ValueError, whose message ends in `hint`, if the directory is missing or damaged.
-  """
-  if why := digests.damage(path, os.path.basename(path)):
-    raise ValueError(f'{path} is damaged ({why}); restore it from a copy{hint}')
-  path = os.path.abspath(os.path.join(path, folder))
-  return lambda name: _read(path, {prefix + name: None})[prefix + name]
+  if why := digests.damage(path, str(step)):
+    raise ValueError(
+      f'{path} is damaged ({why}); restore it from a copy, or give another checkpoint '
+      f'of {checkpoint_steps(workdir)} as --checkpoint=<step>'
+    )
+  path = os.path.abspath(os.path.join(path, 'arrays'))
+  return lambda name: _read(path, {f'{part}/{name}': None})[f'{part}/{name}']

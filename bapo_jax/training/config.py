@@ -3,50 +3,63 @@
 1. A config file returns an ml_collections ConfigDict; `load` returns its values;
 2. `overrides` parses arguments such as --config.clip.rule=fixed, and `merged` applies
    them. If an argument changes the rule of a part, the knobs start from their defaults;
-3. `parse` validates the values. Knobs that are None are derived later (autosetup/).
+3. `parse` validates the values. Knobs that are None are decided later (autosetup/).
+
+`compose` does all three, and refuses a changed knob that has no effect.
 """
 
 import ast
 import functools
-import hashlib
 import inspect
-import json
+import os
+import pathlib
 import re
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import pydantic
 from flax import traverse_util
 from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
 from bapo_jax import custom_code, knobs
-from bapo_jax.data.knobs import (
-  EMBEDDED,
-)
 from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
 from bapo_jax.parts import part_of
-from bapo_jax.training import foreign_names, refusals
-from bapo_jax.training import knobs as train
+from bapo_jax.training import foreign_names, needs, refusals
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
-TRUTH = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 LONGEST = 10_000  # characters of a tuple
-BY_PROGRAM = ('code', 'derived', 'problems.whole')  # knobs that the program sets
+SOURCES = ('problems.source', 'problems.test_source')
+NO_CONFIGS = (
+  'no folder configs/ is here; run in the folder of the repository, or give a config '
+  'file of your own, such as a copy of configs/aime.py'
+)
 
 
-def fingerprint(values: dict[str, Any]) -> str:
-  """Returns twelve hexadecimal digits that change with any value.
+def compose(
+  config: str | Mapping[str, Any], changes: Mapping[str, Any] | Sequence[str] = ()
+) -> Config:
+  """Returns the validated config of a file, or of nested values, with changes applied.
 
-  The value of `cache` is not included, because it affects no result.
+  Args:
+    config: path or path:variant of a config file, or the values of a config.
+    changes: dotted name -> value, or arguments such as --config.steps=10.
+
+  Raises:
+    ValueError: the file or a knob is invalid, or a changed knob has no effect; the
+      message is one sentence.
   """
-  values = {name: value for name, value in values.items() if name != 'cache'}
-  text = json.dumps(values, sort_keys=True, default=list).encode()
-  return hashlib.sha256(text).hexdigest()[:12]
+  values = load(config) if isinstance(config, str) else config
+  if not isinstance(changes, Mapping):
+    changes = overrides(changes, values)
+  parsed = parse(merged(values, changes))
+  needs.refuse(changes, [parsed])
+  return parsed
 
 
 def from_json(values: dict[str, Any]) -> Config:
@@ -60,30 +73,17 @@ def from_json(values: dict[str, Any]) -> Config:
 def parse(values: dict[str, Any]) -> Config:
   """Returns the validated config with these values.
 
-  Raises ValueError if a knob is out of range or knobs do not fit together.
+  A knob that is None is judged once it is decided. Raises ValueError if a knob is out
+  of range or knobs do not fit together.
   """
-  config = knobs.validate(Config, values)
-  tokenizer = config.tokenizer.with_model(config.model.path)
-  rules = config.rewards.rule, config.rollout.environment, config.problems.source
-  whole = any(map(custom_code.paths_in, rules))
-  config = config.with_values(problems={'whole': whole})
-  config = config.model_copy(update={'tokenizer': tokenizer, 'code': code(config)})
-  # A knob that is still to be derived has its default: it is judged once it is derived.
   given = traverse_util.flatten_dict(values, sep='.')
-  later = [f'{name}=' for name in config.derived if name not in given]
-  sentences = refusals.of_config(config)
-  refusals.judge(x for x in sentences if not any(name in x for name in later))
+  missing = {name for name, value in given.items() if value is None} - {*auto()}
+  if len(missing) > 1:
+    wanted = ', '.join(f'--config.{name}=...' for name in given if name in missing)
+    raise ValueError(f'these knobs are None and must be set; give {wanted}')
+  config = knobs.validate(Config, values)
+  refusals.judge(refusals.of_config(config))
   return config
-
-
-def code(config: Config) -> tuple[str, ...]:
-  """Returns 'file digest' of every custom function that the config names."""
-  texts = [x for _, _, x in knobs.fields(config) if isinstance(x, str)]
-  named = {path for text in texts for path in custom_code.paths_in(text)}
-  paths = {path for path in named if not path.endswith('.py')}  # such as a title
-  return tuple(
-    sorted({f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in paths})
-  )
 
 
 def defaults() -> ConfigDict:
@@ -95,7 +95,13 @@ def defaults() -> ConfigDict:
   values = Config().model_dump()
   for name in PARTS:
     _drop_rule(values, name)
+  values['problems']['custom'] = {}  # the knobs of problems.source, which may change
   return ConfigDict(values)
+
+
+def auto() -> list[str]:
+  """Returns the knobs that may be None, so that the program decides them."""
+  return [name for name, field, _ in knobs.fields(Config()) if knobs.is_auto(field)]
 
 
 def _drop_rule(values: dict[str, Any], part: str) -> None:
@@ -103,12 +109,6 @@ def _drop_rule(values: dict[str, Any], part: str) -> None:
   section = functools.reduce(lambda x, key: x.get(key, {}), part.split('.'), values)
   for name in section.keys() - PARTS[part].base.model_fields.keys():
     del section[name]
-
-
-def file_and_variant(file: str) -> tuple[str, str]:
-  """Returns the path and the variant of a config file; '' without a variant."""
-  stem, end, variant = file.partition('.py:')  # folders may have colons
-  return stem + end[:3], variant
 
 
 def load(file: str) -> dict[str, Any]:
@@ -119,7 +119,12 @@ def load(file: str) -> dict[str, Any]:
 
   Raises ValueError if the file cannot be read or executed.
   """
-  path, variant = file_and_variant(file)
+  stem, end, variant = file.partition('.py:')  # folders may have colons
+  path = stem + end[:3]
+  if not os.path.exists(path):
+    problem = f'--config={file}: no such file' if file else '--config is missing'
+    files = ', '.join(config_files())
+    raise ValueError(f'{problem}; {f"give one of {files}" if files else NO_CONFIGS}')
   try:
     if not path.endswith('.py'):
       raise OSError(f'not a file that ends in .py: {path!r}')
@@ -136,6 +141,23 @@ def load(file: str) -> dict[str, Any]:
     raise ValueError(f'--config={file}: {error}') from None
   except (Exception, SystemExit) as error:  # a user's file may raise anything
     raise ValueError(f'--config={file}: {custom_code.described(error, path)}') from None
+
+
+def config_files() -> list[str]:
+  """Returns the files of configs/ with their variants: 'configs/a.py[:x|:y]'.
+
+  Skips files that define no get_config or raise an error.
+  """
+  listed = []
+  for path in sorted(pathlib.Path('configs').glob('*.py')):
+    try:
+      names = vars(custom_code.run(str(path)))
+      variants = '|'.join(f':{name}' for name in names.get('VARIANTS', ()))
+    except (Exception, SystemExit):  # a user's file may raise anything
+      continue
+    if 'get_config' in names:
+      listed.append(f'{path}[{variants}]' if variants else str(path))
+  return listed
 
 
 def _is_method(module: ModuleType, path: str, variant: str) -> bool:
@@ -171,7 +193,7 @@ def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
 
 
 def overrides(
-  given: list[str], values: Mapping[str, Any] = MappingProxyType({})
+  given: Sequence[str], values: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
   """Parses arguments such as --config.steps=10; the last value of a knob wins.
 
@@ -186,12 +208,16 @@ def overrides(
   parsed.sort(key=lambda groups: groups[1] not in CHOICES)
   known = known_knobs(values)
   values_of: dict[str, Any] = {}
-  for no, name, text in parsed:
+  choices = sum(name in CHOICES for _, name, _ in parsed)
+  for number, (no, name, text) in enumerate(parsed):
+    if number == choices:  # of all choices together: both sources may be new functions
+      known = known_knobs(merged(values, values_of))
     if name not in known:
       advice = unknown(name, merged(values, values_of), known)
       raise ValueError(f'no knob --config.{knobs.shorten(name)}; {advice}')
-    if name in BY_PROGRAM:
-      raise ValueError(f'{name} is set by the program; remove --config.{name}')
+    if text == 'None' and knobs.is_auto(known[name]):
+      values_of[name] = None
+      continue
     kind = known[name].annotation
     if text is None and kind is bool:
       text = 'false' if no else 'true'
@@ -202,8 +228,6 @@ def overrides(
       text = text or ''
       text = knobs.shorten(text if text.isprintable() else repr(text))
       raise ValueError(f'{name}={text}: give {wanted}') from None
-    if name in CHOICES:
-      known = known_knobs(merged(values, values_of))
   return values_of
 
 
@@ -255,7 +279,8 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   """Returns a copy of nested values with the values of dotted names replaced.
 
   If the rule of a part changes, only the knobs that all rules of the part have keep
-  their values: the new rule starts from its defaults.
+  their values: the new rule starts from its defaults. If the function that returns the
+  problems changes, the knobs that the new function lacks are dropped.
 
   Raises ValueError if a section is not a mapping.
   """
@@ -263,71 +288,47 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
   for name in sorted(changes, key=lambda name: name not in CHOICES):
     *sections, key = name.split('.')
     target = values
-    for depth, section in enumerate(sections):
+    for section in sections:
       inner = target.get(section, {})
       if not isinstance(inner, Mapping):
         raise ValueError(f'{section}={inner!r} is not a section; set its knobs instead')
-      rules = PARTS.get('.'.join(sections[: depth + 1]))
-      if rules and key == 'rule' and depth == len(sections) - 1:
-        inner = rules.restarted(inner, changes[name])
       target[section] = dict(inner)
       target = target[section]
+    part = '.'.join(sections)
+    if part in PARTS and key == 'rule':
+      restarted = PARTS[part].restarted(target, changes[name])
+      target.clear()
+      target.update(restarted)
     target[key] = changes[name]
+  if changes.keys() & set(SOURCES):
+    problems = values['problems']
+    known = known_knobs({'problems': problems}).keys() | changes.keys()
+    custom = problems.get('custom', {})
+    problems['custom'] = {
+      x: custom[x] for x in custom if f'problems.custom.{x}' in known
+    }
   return values
 
 
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
   """Returns the knobs that differ from their defaults: name -> (value, default).
 
-  Omits the title, derived knobs, and the knobs that the program sets.
+  Omits the title and knobs that the program decides.
   """
-  found, skipped = {}, {'title', *config.derived, *by_program(config.model_dump())}
+  found = {}
   for name, field, value in knobs.fields(config):
     default = field.get_default(call_default_factory=True)
-    if value != default and name not in skipped:
+    if value not in (default, None) and name != 'title':
       found[name] = value, default
   return found
-
-
-def by_program(values: Mapping[str, Any]) -> set[str]:
-  """Returns the knobs of nested values that the program sets, not the user."""
-  filled = values['tokenizer']['path'] in ('', values['model']['path'] or EMBEDDED)
-  return {*BY_PROGRAM, *['tokenizer.path'] * filled}
-
-
-def decided(values: dict[str, Any]) -> dict[str, Any]:
-  """Removes the knobs that are None, and lists their names in `derived`.
-
-  Raises ValueError if a knob that cannot be derived is None.
-  """
-  names: list[str] = []
-
-  def without_none(section: dict[str, Any], prefix: str = '') -> dict[str, Any]:
-    found = {}
-    for key, value in section.items():
-      if isinstance(value, dict):
-        found[key] = without_none(value, f'{prefix}{key}.')
-      elif value is None:
-        names.append(prefix + key)
-      else:
-        found[key] = value
-    return found
-
-  found = without_none(values)
-  if missing := [name for name in names if name not in train.DERIVABLE]:
-    wanted = ', '.join(f'--config.{name}=...' for name in missing)
-    raise ValueError(f'the config file sets required knobs to None; give {wanted}')
-  return found | {'derived': tuple(names)} if names else found
 
 
 def _from_text(kind: Any, text: str | None) -> Any:
   """Parses a knob's value of the type `kind`, without checking its range."""
   if text is None:
     raise ValueError('no value')
-  if kind is bool:
-    return TRUTH[text.lower()]
-  if kind in (int, float):
-    return kind(text)
+  if kind in (bool, int, float):
+    return pydantic.TypeAdapter(kind).validate_strings(text)
   if typing.get_origin(kind) is not tuple:
     return text
   if text.isidentifier():  # a string without its quotes
@@ -337,8 +338,7 @@ def _from_text(kind: Any, text: str | None) -> Any:
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # Python only warns of '1if'; make it an error
     value = ast.literal_eval(text)
-  inner, *rest = typing.get_args(kind)
   if isinstance(value, list):
     return tuple(value)
-  single = rest == [...] and typing.get_origin(inner) is not tuple
-  return (value,) if single and not isinstance(value, tuple) else value
+  single = typing.get_args(kind)[-1] is ... and not isinstance(value, tuple)
+  return (value,) if single else value

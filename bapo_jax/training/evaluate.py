@@ -27,9 +27,8 @@ from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, rollout
-from bapo_jax.runtime import exchange, files, hosts, markdown
+from bapo_jax.runtime import digests, exchange, files, hosts, markdown
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training.config import fingerprint
 from bapo_jax.training.knobs import EvaluateConfig
 from bapo_jax.types import Tree, ended, response_length
 
@@ -61,7 +60,7 @@ def evaluate(
     nats) and uid. Key and uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
-  if hosts.processes() > 1 and engine.mesh:
+  if len(hosts.side()) > 1 and engine.mesh:
     pad = -len(problems.id_N) % sharding.row_shards(engine.mesh)
   id_P = np.pad(problems.id_N, (0, pad), constant_values=-1)
   sampled = rollout(
@@ -287,8 +286,10 @@ def settings(knobs: EvaluateConfig, problems: Problems) -> float:
   problems.changed='accept'. Only evaluations with equal numbers are compared.
   """
   values = knobs.model_dump(exclude={'every', 'k'})
-  digests = prompts.fingerprint(problems), prompts.prompt_fingerprint(problems)
-  return float(int(fingerprint(values | {'': digests})[:6], 16))  # exact in float32 too
+  read = prompts.fingerprint(problems), prompts.prompt_fingerprint(problems)
+  return float(
+    int(digests.fingerprint(values | {'': read})[:6], 16)
+  )  # exact in float32 too
 
 
 def comparable(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -8,31 +8,21 @@ from typing import NamedTuple
 
 from bapo_jax.data import sources
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import EMBEDDED
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import lora
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.models.knobs import (
-  MERGE,
-  TOWER_HEADS,
-  TOWER_PATCH,
-  TOWER_WINDOW,
-)
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.models.vision.spec import VisionSpec
+from bapo_jax.training import sft
 from bapo_jax.training.schema import Config
-
-# Knobs of the section `model` that are not fields of ModelSpec.
-NOT_IN_SPEC = {'path', 'remat', 'sequence_sharding', 'tower', 'train_tower'}
 
 
 class Model(NamedTuple):
   """A policy before its weights are read."""
 
-  directory: str  # with config.json and weights; '' for the embedded policy
+  directory: str  # a Hugging Face directory
   tokenizer: Tokenizer
   spec: ModelSpec
 
@@ -51,7 +41,7 @@ def read(config: Config) -> Inputs:
   downloaded or compiled.
   """
   path = config.model.path
-  directory = hf_directory.resolve(path)
+  directory = resolve(config)
   needs = list(hf_directory.MODEL_FILES)
   if config.tokenizer.path not in ('', path):  # the tokenizer is somewhere else
     needs.remove('tokenizer.json')
@@ -68,24 +58,32 @@ def read(config: Config) -> Inputs:
     )
   # A damaged model is found before data are downloaded, and the other way round.
   model = None if lacks else open_model(config, directory)
-  data = sources.read(config.problems)
+  # A custom function may read every field of a row.
+  data = sources.read(config.problems, whole=bool(config.called))
   if model is None:
     model = open_model(config, hf_directory.find(path, 'model.path', needs))
   return Inputs(model, data)
 
 
+def resolve(config: Config) -> str:
+  """Returns the policy's directory without using the network.
+
+  The weights of the embedded policy, the default, may be missing.
+  """
+  path = config.model.path
+  return hf_directory.resolve(path) if path else sft.directory(config)
+
+
 def open_model(config: Config, directory: str | None = None) -> Model:
   """Opens the tokenizer and reads the sizes of the model, but no weights.
 
-  Without `directory`, opens the model that model.path names; '' is the embedded policy.
-  Raises ValueError if a file is missing or damaged, or adapters do not fit the model.
+  Without `directory`, opens the model of the config. Raises ValueError if a file is
+  missing or damaged, or adapters do not fit the model.
   """
-  if directory is None:
-    directory = hf_directory.resolve(config.model.path)
-  derived = 'tokenizer.template' in config.derived
-  template = '{problem}' if derived else config.tokenizer.template
+  directory = directory or resolve(config)
+  template = config.tokenizer.template or '{problem}'  # None: not decided yet
   tokenizer = tokenizer_lib.load(tokenizer_directory(config, directory), template)
-  return Model(directory, tokenizer, read_spec(config, directory, tokenizer))
+  return Model(directory, tokenizer, read_spec(config, directory))
 
 
 def teacher_spec(config: Config) -> ModelSpec | None:
@@ -136,32 +134,20 @@ def open_teacher(config: Config, policy: Model) -> Model | None:
 
 
 def tokenizer_directory(config: Config, model_directory: str) -> str:
-  """Returns the tokenizer's directory (downloaded for a hub name), or 'characters'."""
+  """Returns the tokenizer's directory, by default the model's."""
   path = config.tokenizer.path
   if path in ('', config.model.path):
-    return model_directory or EMBEDDED
-  if hf_directory.parse_hub_name(path):
-    return hf_directory.find(path, 'tokenizer.path', ('tokenizer.json',))
-  return path
+    return model_directory
+  return tokenizer_lib.directory(path)
 
 
-def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> ModelSpec:
-  """Returns the sizes of the policy, from config.json or from the config's knobs.
+def read_spec(config: Config, directory: str) -> ModelSpec:
+  """Returns the sizes of the policy at `directory`, with the types of the config.
 
-  Directory '' stands for the embedded policy, which takes its sizes from the knobs.
   Raises ValueError if adapters or model.train_tower do not fit the model.
   """
   knobs = config.model
-  if directory:
-    spec = hf_config.read_spec(directory, knobs.types['compute'])
-  else:
-    assert tokenizer is not None
-    # Rounded up as in published models, so that the vocabulary divides over devices.
-    vocab = -(-len(tokenizer.backend) // 8) * 8
-    kind = {'qkv_bias': not knobs.experts, 'qk_norm': knobs.experts > 0}  # Qwen2, Qwen3
-    spec = ModelSpec(vocab=vocab, **knobs.model_dump(exclude=NOT_IN_SPEC), **kind)
-    if knobs.tower.layers:
-      spec = _with_tower(config, spec, tokenizer)
+  spec = hf_config.read_spec(directory, knobs.types['compute'])
   actor_dtype = config.sampler.actor_dtype
   spec = dataclasses.replace(spec, actor_dtype=actor_dtype, **knobs.types)
   if knobs.train_tower and spec.vision is None:
@@ -177,26 +163,3 @@ def read_spec(config: Config, directory: str, tokenizer: Tokenizer | None) -> Mo
   if config.lora.rank:
     lora.shapes(spec, config.lora.rank, config.lora.targets)
   return spec
-
-
-def _with_tower(config: Config, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSpec:
-  """Adds a vision tower to the embedded policy, which the package itself initialises.
-
-  The rotary pairs of a head are split as in Qwen2.5-VL: a quarter rotate by time, the
-  rest by row and column.
-  """
-  knobs = config.model.tower
-  tower = VisionSpec(
-    **knobs.model_dump(),
-    heads=TOWER_HEADS,
-    patch=TOWER_PATCH,
-    window=TOWER_WINDOW,
-    out=spec.width,
-    full_layers=(knobs.layers - 1,),
-    image_token=tokenizer.backend.convert_tokens_to_ids(tokenizer_lib.IMAGE),
-    merge=MERGE,
-    least_pixels=TOWER_WINDOW**2,  # a picture smaller than a window is enlarged
-  )
-  side = 3 * spec.head_width // 16
-  sections = spec.head_width // 2 - 2 * side, side, side
-  return dataclasses.replace(spec, vision=tower, mrope=sections)

@@ -1,36 +1,27 @@
 """Finds the knobs of a config that have no effect, and explains what would change that.
 
-1. A knob or a section declares `needs` next to its default: a comparison such as
-   'lora.rank > 0', a declaration of a rule such as 'batch.uses_buffer', or a name of
-   FACTS;
+1. A knob or a section declares `needs` next to its default: the name of another knob
+   that must not be 0 or empty, such as 'lora.rank'; a declaration of a rule, such as
+   'batch.uses_buffer'; or a name of FACTS;
 2. `inert` returns the knobs of a config whose needs are not met;
 3. `refuse` raises an error for such a knob on the command line. In a config file the
    knob may be set for a later override, so the first screen and report only list it.
 """
 
-import ast
 import math
 import operator
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import custom_code
-from bapo_jax.data.knobs import MADE
 from bapo_jax.knobs import Section, fields_of, needed, shown
-from bapo_jax.parts import parts
-from bapo_jax.training.config import Config
-
-UNPOOLED = ('aime', 'gsm8k', 'countdown', 'exact')  # verifiers without processes
-COMPARISON = re.compile(r'([\w.]+) (==|!=|<|>) (.+)')
-COMPARE = {'==': operator.eq, '!=': operator.ne, '<': operator.lt, '>': operator.gt}
-SIGNS = {'==': '=', '!=': ' to another value than ', '<': ' below ', '>': ' above '}
+from bapo_jax.training.schema import PARTS, Config
 
 
 class Need(NamedTuple):
   """A condition without which a knob has no effect."""
 
-  met: Callable[[Config], bool]
+  met: Callable[[Any], Any]  # of a config
   knob: str  # the knob that decides it
   remedy: str
 
@@ -42,93 +33,31 @@ class Inert(NamedTuple):
   remedy: str
 
 
-def _sources(c: Config) -> set[str]:
-  return {c.problems.source, c.problems.test_source}
-
-
-def _uses_verifier(c: Config, without: Container[str]) -> bool:
-  """Returns whether any verifier other than those in `without` may be used.
-
-  Rows of a file may name any verifier, so the answer is True for problems from files.
-  """
-  rules = c.rewards.rule.split(',')
-  return not _sources(c) <= set(MADE) or any(rule not in without for rule in rules)
-
-
-def _called(c: Config) -> list[str]:
-  """Returns the user's functions that score or answer responses."""
-  return custom_code.paths_in(f'{c.rewards.rule},{c.rollout.environment}')
-
-
-def _made(source: str) -> Need:
-  return Need(
-    lambda c: source in _sources(c),
-    'problems.source',
-    f'set problems.source and problems.test_source to {source!r}',
-  )
-
-
 FACTS = {
   'embedded': Need(
     lambda c: not c.model.path,
     'model.path',
-    'remove it: only the embedded policy has sizes and a warm start',
+    'remove it: the section sft describes the embedded policy',
   ),
   'routed': Need(
-    lambda c: bool(c.model.path) or c.model.experts > 0,
-    'model.experts',
+    lambda c: c.model.path or c.sft.experts,
+    'sft.experts',
     'set it to 2 or more, or model.path to a model with experts',
   ),
-  # Problems are generated for the run or for its warm start.
-  'generates': Need(
-    lambda c: not c.model.path or not _sources(c).isdisjoint(MADE),
-    'problems.source',
-    'remove it, because all rows of the source are used',
-  ),
-  'synthetic': Need(
-    lambda c: (
-      (not c.model.path and c.problems.source not in ('countdown', 'drawn'))
-      or 'synthetic' in _sources(c)
-    ),
-    'problems.source',
-    "set problems.source and problems.test_source to 'synthetic'",
-  ),
   'warm_start': Need(
-    lambda c: c.sft.clean + c.sft.noisy > 0,
+    lambda c: c.sft.clean + c.sft.noisy,
     'sft.clean',
     'set sft.clean or sft.noisy to 1 or more',
   ),
-  'countdown': _made('countdown'),
-  'drawn': _made('drawn'),
-  'repeats': Need(
-    lambda c: not _sources(c) <= set(MADE),
-    'problems.source',
-    'remove it, because generated problems do not repeat',
-  ),
-  'overlaps': Need(
-    lambda c: len(_sources(c)) > 1 or c.problems.source not in MADE,
-    'problems.source',
-    'remove it, because generated problems do not overlap',
-  ),
   'custom_reward': Need(
-    lambda c: bool(custom_code.paths_in(c.rewards.rule)),
+    lambda c: custom_code.paths_in(c.rewards.rule),
     'rewards.rule',
     'set rewards.rule to path/to/file.py:function',
   ),
   'custom_calls': Need(
-    lambda c: bool(_called(c)),
+    lambda c: c.called,
     'rewards.rule',
     'set rewards.rule or rollout.environment to path/to/file.py:function',
-  ),
-  'strict_verifier': Need(
-    lambda c: _uses_verifier(c, ('aime', 'countdown', 'exact')),
-    'rewards.rule',
-    "set rewards.rule='math' or 'gsm8k'",
-  ),
-  'verifier_processes': Need(
-    lambda c: bool(_uses_verifier(c, UNPOOLED) or _called(c)),
-    'rewards.rule',
-    "set rewards.rule='math' or path/to/file.py:function",
   ),
   # 0 requires that all responses finish.
   'unfinished': Need(
@@ -138,72 +67,76 @@ FACTS = {
     'rollout.max_tokens_per_step',
     'set rollout.max_tokens_per_step below sampler.max_new_tokens',
   ),
-  # A custom batch rule may use anything.
-  'hard_problems': Need(
-    lambda c: c.batch.reevaluates or c.batch.custom,
-    'batch.rule',
-    "set batch.rule='adapted'",
-  ),
-  'mixes_sources': Need(
-    lambda c: len(c.sources) > 1,
-    'batch.rule',
-    "set batch.rule='replay' or 'adapted'",
-  ),
   'cuts_tokens': Need(
     lambda c: c.loss.bounds != 'limit' or c.loss.custom,
     'loss.rule',
     "set loss.rule='clipped'",
   ),
-  'searches': Need(
-    lambda c: c.clip.rule not in ('fixed', 'unclipped'),
-    'clip.rule',
-    "set clip.rule='balanced' or 'recipe'",
+  'searched_in_steps': Need(
+    lambda c: c.clip.resolution == 'step',
+    'clip.resolution',
+    "set clip.resolution='step'",
+  ),
+  'capped': Need(lambda c: c.loss.cap < math.inf, 'loss.cap', 'set loss.cap below inf'),
+  'accumulates': Need(
+    lambda c: c.learner.grad_accum_steps > 1,
+    'learner.grad_accum_steps',
+    'set learner.grad_accum_steps above 1',
+  ),
+  'bounds_of_all': Need(
+    lambda c: c.learner.bounds_scope == 'minibatch',
+    'learner.bounds_scope',
+    "set learner.bounds_scope='minibatch'",
+  ),
+  'tensor': Need(
+    lambda c: c.mesh.tensor != 1,
+    'mesh.tensor',
+    'set mesh.tensor to another value than 1',
   ),
 }
 
 
-def parse(need: str) -> Need:
-  """Returns the condition that a knob declares."""
+def unmet(config: Config, need: str) -> Inert | None:
+  """Returns why a condition is not met; None if it is met, or not decided yet."""
+  is_on = operator.attrgetter(need)
+  part, _, name = need.rpartition('.')
   if need in FACTS:
-    return FACTS[need]
-  if match := COMPARISON.fullmatch(need):
-    knob, sign, text = match.groups()
-    value = math.inf if text == 'inf' else ast.literal_eval(text)
-    get = operator.attrgetter(knob)
-    return Need(
-      lambda c: COMPARE[sign](get(c), value), knob, f'set {knob}{SIGNS[sign]}{text}'
-    )
-  part, _, declared = need.rpartition('.')
-  rules = parts(Config)[part].names
-  names = ' or '.join(repr(x) for x in rules if getattr(rules[x], declared))
-  return Need(operator.attrgetter(need), f'{part}.rule', f'set {part}.rule={names}')
+    condition = FACTS[need]
+  elif part in PARTS and hasattr(PARTS[part].base, name):
+    rules = PARTS[part].names
+    names = ' or '.join(repr(x) for x in rules if getattr(rules[x], name))
+    condition = Need(is_on, f'{part}.rule', f'set {part}.rule={names}')
+  else:
+    limit = '' if is_on(config) == '' else ' above 0'
+    condition = Need(is_on, need, f'set {need}{limit}')
+  value = operator.attrgetter(condition.knob)(config)
+  if value is None or condition.met(config):
+    return None
+  return Inert(f'{condition.knob}={shown(value)}', condition.remedy)
 
 
-def _declared(
-  section: Section, name: str = '', of_section: tuple[str, ...] = ()
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-  """Yields (dotted name, needs) of every knob, with the needs of its sections."""
-  for path, field, value in fields_of(section, name):
-    needs = (*of_section, *needed(field))
-    if isinstance(value, Section):
-      yield from _declared(value, path, needs)
-    else:
-      yield path, needs
+def inert(config: Config) -> dict[str, Inert]:
+  """Returns the knobs that have no effect, each with the first reason.
 
-
-def inert(config: Config, undecided: Container[str] = ()) -> dict[str, Inert]:
-  """Returns the knobs that have no effect, each with the reason.
-
-  A knob in `undecided` has no value yet, so no other knob is inert because of it.
+  A knob that is None has no value yet, so no other knob is inert because of it.
   """
-  inert_knobs: dict[str, Inert] = {}
-  for name, needs in _declared(config):
-    for need in map(parse, needs):
-      if need.knob not in undecided and not need.met(config):
-        value = operator.attrgetter(need.knob)(config)
-        inert_knobs[name] = Inert(f'{need.knob}={shown(value)}', need.remedy)
-        break  # the first is reported
-  return inert_knobs
+  return dict(_inert(config, config))
+
+
+def _inert(
+  config: Config, section: Section, path: str = '', because: Inert | None = None
+) -> Iterator[tuple[str, Inert]]:
+  """Yields (dotted name, reason) of the inert knobs of a section.
+
+  `because` is the reason why the whole section has no effect, if it has none.
+  """
+  for name, field, value in fields_of(section, path):
+    reasons = [because, *(unmet(config, need) for need in needed(field))]
+    reason = next(filter(None, reasons), None)
+    if isinstance(value, Section):
+      yield from _inert(config, value, name, reason)
+    elif reason:
+      yield name, reason
 
 
 def refuse(given: Mapping[str, Any], configs: Sequence[Config]) -> None:
@@ -213,7 +146,7 @@ def refuse(given: Mapping[str, Any], configs: Sequence[Config]) -> None:
     given: dotted knob -> value, as on the command line.
     configs: at least one config that contains these values.
   """
-  inert_everywhere = [inert(config, config.derived) for config in configs]
+  inert_everywhere = [inert(config) for config in configs]
   for name, value in given.items():
     if all(name in inert_knobs for inert_knobs in inert_everywhere):
       because, remedy = inert_everywhere[0][name]

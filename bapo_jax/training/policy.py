@@ -1,24 +1,21 @@
-"""Loads or warm-starts the weights of a run, and separates frozen from trained ones."""
+"""Loads the weights of a run, and separates frozen from trained ones."""
 
-import dataclasses
-import functools
 import hashlib
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax import custom_code, sharding
-from bapo_jax.data import sources
-from bapo_jax.models import lora, transformer
+from bapo_jax import sharding
+from bapo_jax.models import lora
+from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.hf import weights as hf_weights
-from bapo_jax.runtime import cache, exchange, hosts, jax_options, machine
-from bapo_jax.runtime.progress import PhaseTimer, log
+from bapo_jax.runtime import exchange, hosts
+from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.sharding import path_name
-from bapo_jax.training import budget, checkpoint, sft
+from bapo_jax.training import budget, checkpoint, inputs, sft
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.checkpoint import Read
 from bapo_jax.training.config import Config
@@ -27,20 +24,22 @@ from bapo_jax.training.resolve import Resolved
 from bapo_jax.types import Tree
 
 TOWER = 'vision'  # the subtree of a vision tower, its merger included
-RECIPE = ('model', 'tokenizer', 'sft')  # sections that the warm start depends on
-# Raise it with every change of the weights that a warm start gives: other versions are
-# not used. test_a_warm_start_gives_the_weights_of_its_version notices.
-WARM_START = 1
 
 
-def load(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
-  """Loads published weights, or warm-starts random weights, laid out on the mesh."""
-  if r.model.directory:
-    with timer('load'):
-      return hf_weights.load(r.model.directory, r.spec, r.mesh)
-  # The warm start is float32 in any case: it has no master copy.
-  params = _warm_started(r, workdir, timer)
-  return jax.jit(functools.partial(transformer.cast, dtype=r.spec.dtype))(params)
+def load(r: Resolved, timer: PhaseTimer) -> Tree:
+  """Loads the weights, laid out on the mesh; adds those that the embedded policy lacks.
+
+  Raises ValueError if the processes of a run have made different weights.
+  """
+  path = r.model.directory
+  if not r.config.model.path:
+    with hosts.first_ahead():
+      if not sft.has_weights(path):
+        with timer('warm start'):
+          sft.complete(r.config, r.tokenizer, r.data, path)
+    hosts.same_everywhere({'embedded policy': hf_directory.identity(path)})
+  with timer('load'):
+    return hf_weights.load(path, r.spec, r.mesh)
 
 
 def divide(r: Resolved, params: Tree) -> tuple[Tree, Tree]:
@@ -78,7 +77,9 @@ def reader(
   trained = checkpoint.read_params(workdir, step, 'opt/master' if master else 'params')
   if not config.lora.rank and not budget.frozen_tower(config, spec):
     return trained
-  frozen = _frozen_reader(model, workdir)
+  # The embedded policy depends on the problems of the run, not on those of `config`.
+  ran = config_lib.from_json(read_config(workdir))
+  frozen = hf_weights.reader(inputs.resolve(ran), spec)
   if not config.lora.rank:
     return lambda path: (frozen if path.startswith(f'{TOWER}/') else trained)(path)
   adapted = lora.shapes(spec, config.lora.rank, config.lora.targets)
@@ -92,112 +93,6 @@ def reader(
     return np.asarray(lora.merge(lora.Adapted(jnp.asarray(w), adapter)))
 
   return merged
-
-
-def _frozen_reader(model: Model, workdir: str) -> Read:
-  """Returns a reader of the initial weights: published, or after the warm start."""
-  if model.directory:
-    return hf_weights.reader(model.directory, model.spec)
-  # The recipe of the warm start is in the run's config.json.
-  ran = config_lib.from_json(read_config(workdir))
-  saved = checkpoint.read_saved(warm_start_path(ran, workdir))
-  dtypes = transformer.flatten(transformer.abstract(model.spec))
-  return lambda parameter: saved(parameter).astype(dtypes[parameter].dtype)
-
-
-def warm_start_path(config: Config, workdir: str) -> str:
-  """Returns the warm-started weights' directory, named by a hash of their recipe."""
-  problems = config.problems
-  source = config.problems.source
-  kind = {source} if source in ('countdown', 'drawn') else {'family', 'level'}
-  if 'family' in kind and problems.family == 'pair':
-    kind |= {'pair'}
-  recipe = {name: getattr(config, name).model_dump() for name in RECIPE}
-  recipe |= {'seed': recipe['sft'].pop('seed'), 'length': config.row_length}
-  recipe['problems'] = problems.model_dump(include=kind | {'train', 'test', 'seed'})
-  if custom_code.is_path(source):  # its rows may have the solutions to imitate
-    recipe['problems'] |= problems.custom.model_dump() | {'code': config.code}
-  # The warm start trains all weights, and replays nothing. What a policy does not have
-  # is not in its recipe: names of directories outlive knobs that are new.
-  unused = {'train_tower', 'replay_routes'}
-  unused |= set() if config.model.tower.layers else {'tower'}
-  unused |= set() if config.model.experts else {'experts', 'active', 'experts_kernel'}
-  recipe['model'] = config.model.model_dump(exclude=unused)
-  return os.path.join(workdir, 'warmstart', config_lib.fingerprint(recipe))
-
-
-def _shared_path(r: Resolved) -> str:
-  """Returns the directory of the run's warm start in the cache; '' without a cache.
-
-  The name depends on the recipe and on everything else that may affect a bit of the
-  weights, so that a run gives the same results with and without the cache.
-  """
-  if not (folder := cache.home(r.config.cache)):
-    return ''
-  device = r.mesh.devices.flat[0]
-  made_by = {
-    'versions': machine.versions() | {'code': WARM_START},
-    'machine': [machine.processor(), os.environ.get('XLA_FLAGS'), device.device_kind],
-    'mesh': [dict(r.mesh.shape), hosts.processes()],
-    'spec': dataclasses.asdict(r.spec) | {'actor_dtype': None},  # not sampled from
-    'schedule': r.schedule._replace(bounds_pass=''),
-  }
-  made_by |= dict(jax_options.generator().items() - jax_options.GENERATOR.items())
-  recipe = os.path.basename(warm_start_path(r.config, ''))
-  return os.path.join(folder, 'warmstart', config_lib.fingerprint(made_by), recipe)
-
-
-def has_warm_start(r: Resolved, workdir: str) -> bool | None:
-  """Returns whether the warm start was made before; None for published weights."""
-  paths = warm_start_path(r.config, workdir), _shared_path(r)
-  return None if r.model.directory else any(map(os.path.lexists, paths))
-
-
-def _copied(source: str, to: str) -> None:
-  """Copies a warm start between run and cache, if there is a cache; logs a failure."""
-  if hosts.is_first() and source and to and os.path.lexists(source):
-    try:
-      cache.copy(source, to)
-    except OSError as error:
-      log(f'The warm start {source} cannot be copied to {to} ({error}).')
-
-
-def _warm_started(r: Resolved, workdir: str, timer: PhaseTimer) -> Tree:
-  """Returns float32 weights after the warm start, read from or saved to the workdir.
-
-  A workdir without a warm start gets a copy from the cache, so that it stays complete
-  if the cache is emptied.
-  """
-  config = r.config
-  mesh = r.mesh
-  spec = dataclasses.replace(r.spec, dtype='float32')
-  path = warm_start_path(config, workdir)
-  shared = _shared_path(r)
-  if not os.path.lexists(path):
-    _copied(shared, path)
-  if any(exchange.agree([hosts.is_first() and os.path.lexists(path)])):
-    like = transformer.abstract(spec)
-    like = sharding.abstract(like, sharding.shardings(like, mesh))
-    try:
-      return checkpoint.restore_params(path, like)
-    except ValueError as error:  # the recipe is known, so repeat it
-      log(f'The warm start {path} is damaged ({error}); repeating it.')
-  with timer('warm start'):
-    material = sources.sft_problems(config.problems, r.data)
-    T = config.row_length
-    params = sharding.under(mesh, sft.fit)(
-      r.tokenizer, spec, mesh, T, *material, config.sft, config.sft.seed, r.schedule
-    )
-  if not _finite(params):
-    raise ValueError(f'the warm start diverged with sft.lr={config.sft.lr}; lower it')
-  checkpoint.save_params(path, params)
-  _copied(path, shared)
-  return params
-
-
-@jax.jit  # one program, not two per shape
-def _finite(tree: Tree) -> Array:
-  return jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
 
 
 def fingerprint(weights: Tree) -> str:

@@ -5,9 +5,7 @@
    weights arrive and groups leave meanwhile.
 """
 
-import collections
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -16,14 +14,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.runtime import ahead
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
+from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.signals import Stop
-from bapo_jax.training.sampler import Arriving, Sampler, SamplerElsewhere
+from bapo_jax.training.sampler import Arriving, Elsewhere, LocalSampler
 from bapo_jax.training.submission import Actor, Round, Sampled
 from bapo_jax.types import Tree
 
@@ -38,80 +38,81 @@ class Links(NamedTuple):
 class Order(NamedTuple):
   """Tells the processes that sample what to do next."""
 
-  kind: str  # 'compile', 'submit', 'collect', 'state', 'restore' or 'end'
+  kind: str  # 'submit', 'collect', 'state', 'restore' or 'end'
   value: Any = None
 
 
 class Collected(NamedTuple):
-  """The answer to the order 'collect': the groups of the oldest submission."""
+  """The answer to the order 'collect': the groups of a step."""
 
   groups: Any  # (fresh, re-evaluated), whole on every device
   described: list[dict[str, Any]]
   span: tuple[float, float]  # begin and end, of time.time
-  busy: float  # seconds for which this side has sampled
-  ready: int  # later submissions that are sampled
-  signal: int  # that this side has received, or 0
+  sampler: Elsewhere
 
 
-@dataclasses.dataclass(kw_only=True)
-class RemoteSampler(SamplerElsewhere):
+class RemoteSampler:
   """Makes other processes sample.
 
   Every process that trains calls all methods, in the same order.
+
+  Args:
+    learners: the devices of the learner.
+    timer: has the phases 'send', 'wait' and 'receive'.
   """
 
-  links: Links
-
-  def __post_init__(self):
+  def __init__(self, links: Links, learners: Mesh, timer: PhaseTimer):
+    self._links = links
+    self._learners = learners
+    self._timer = timer
     self._sent = -1  # version of the actor that the other side has
-    self._busy = 0.0
-    self._ready = 0
+    self._elsewhere = Elsewhere(0.0)  # when groups were last fetched
 
   def _order(self, kind: str, value: Any = None) -> None:
-    self.links.there.send(Order(kind, value))
+    self._links.there.send(Order(kind, value))
 
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Returns nothing: this process compiles no program that samples."""
-    return iter(())
+  def place(self, actor: Tree) -> Tree:
+    """Returns the actor: its first submission sends it."""
+    return actor
 
-  def compile(self) -> Future[object]:
-    """Makes the other side compile its programs; returns when it is done."""
-    self._order('compile')
-    return Arriving(lambda compiled: compiled.set_result(self.links.back.receive()))
-
-  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
+    """Sends a submission, and does not wait for its groups."""
     # The other side keeps the weights of the previous submission.
     weights = None if actor.version == self._sent else actor.weights
     self._sent = actor.version
-    with self.timer('send'):
+    with self._timer('send'):
       self._order('submit', (prompts, actor._replace(weights=weights), step))
+    receive = functools.partial(self._collect, step)
+    return Arriving(receive, self._learners, self._timer)
 
-  def _next(self) -> Sampled:
-    self._order('collect')
-    answer: Collected = self.links.back.receive()
-    self._busy = answer.busy
-    self._ready = answer.ready
-    self.signal = answer.signal
+  def _collect(self, step: int) -> Sampled:
+    self._order('collect', step)
+    answer: Collected = self._links.back.receive()
+    self._elsewhere = answer.sampler
     offset = time.perf_counter() - time.time()
-    span = answer.span[0] + offset, answer.span[1] + offset
-    return Sampled.restored(answer.groups, answer.described)._replace(span=span)
+    begin, end = answer.span
+    sampled = Sampled.restored(answer.groups, answer.described)
+    return sampled._replace(span=(begin + offset, end + offset))
+
+  def remaining(self, actor: Actor, step: int) -> None:
+    """Returns None: extra rounds need rollout.depth=0, other processes more."""
 
   def state(self) -> Tree:
     """Returns the partial rollouts of the other side, as `PartialRollouts.state`."""
     self._order('state')
-    return self.links.back.receive()
+    return self._links.back.receive()
 
   def restore(self, state: Tree) -> None:
     """Restores the partial rollouts of the other side."""
     self._order('restore', state)
 
-  def ready(self) -> int:
-    """Returns how many submissions were sampled when results were last fetched."""
-    return self._ready
+  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
+    """Returns nothing: the other side compiles what samples, at its start."""
+    return iter(())
 
-  def busy(self) -> float:
-    """Returns for how many seconds the other side had sampled at the last fetch."""
-    return self._busy
+  def elsewhere(self) -> Elsewhere:
+    """Describes the other side, as it was when groups were last fetched."""
+    return self._elsewhere
 
   def close(self, status: int | None = None) -> None:
     """Ends the other side with this exit status; None does nothing."""
@@ -129,31 +130,35 @@ def ending(links: Links) -> Iterator[None]:
     raise
 
 
-def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
+def serve(sampler: LocalSampler, links: Links, stop: Stop) -> int:
   """Serves the processes that train until they end; returns the exit status.
 
-  A signal is passed on to the other side, which decides when to end.
+  Compiles the programs while the other side loads and compiles. A signal is passed on
+  to the other side, which decides when to end.
   """
+  kept = ahead.compile_all(sampler.programs())  # noqa: F841 (keeps them compiled)
   lane = Lane()
-  tasks = collections.deque[Future[Sampled]]()
+  tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not collected
   weights = None
   while True:
     order: Order = links.there.receive()
     match order.kind:
-      case 'compile':
-        kept = ahead.compile_all(sampler.programs())  # noqa: F841 (keeps them compiled)
-        links.back.send('compiled')
       case 'submit':
         prompts, actor, step = order.value
         weights = weights if actor.weights is None else actor.weights
         actor = actor._replace(weights=weights)
         sample = functools.partial(_sample, sampler, prompts, actor, step)
-        tasks.append(lane.submit(sample))
+        tasks[step] = lane.submit(sample)
       case 'collect':
-        sampled = tasks.popleft().result()
-        done = sum(task.done() for task in tasks)
-        answer = sampled.groups, sampled.described(), sampled.span
-        links.back.send(Collected(*answer, lane.busy(), done, stop.signal))
+        sampled = tasks.pop(order.value).result()
+        links.back.send(
+          Collected(
+            groups=sampled.groups,
+            described=sampled.described(),
+            span=sampled.span,
+            sampler=Elsewhere(lane.busy(), stop.signal),
+          )
+        )
       case 'state':
         # In the thread that samples: all processes must run its programs in one order.
         links.back.send(lane.submit(functools.partial(_state, sampler)).result())
@@ -164,7 +169,7 @@ def serve(sampler: Sampler, links: Links, stop: Stop) -> int:
         return order.value
 
 
-def _sample(sampler: Sampler, prompts: Round, actor: Actor, step: int) -> Sampled:
+def _sample(sampler: LocalSampler, prompts: Round, actor: Actor, step: int) -> Sampled:
   """Samples a submission; groups are replicated on all devices, times are dates."""
   sampled = sampler.sample(prompts, actor, step)
   behind = time.time() - time.perf_counter()
@@ -174,7 +179,7 @@ def _sample(sampler: Sampler, prompts: Round, actor: Actor, step: int) -> Sample
   return sampled.with_groups(*groups)._replace(span=(begin + behind, end + behind))
 
 
-def _state(sampler: Sampler) -> Tree:
+def _state(sampler: LocalSampler) -> Tree:
   """Returns the state of partial rollouts, replicated on every device."""
   whole = sharding.replicated(sampler.mesh)
   return jax.tree.map(
@@ -183,7 +188,7 @@ def _state(sampler: Sampler) -> Tree:
   )
 
 
-def _restore(sampler: Sampler, state: Tree) -> None:
+def _restore(sampler: LocalSampler, state: Tree) -> None:
   """Restores partial rollouts from arrays that are replicated on every device."""
   sampler.restore(
     jax.tree.map(

@@ -8,6 +8,7 @@ Later stages receive a `Resolved`, and look up neither files nor devices again.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +30,14 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.inputs import Inputs, Model
 
 
+class Derived(NamedTuple):
+  """One derived knob with the reason for its value."""
+
+  knob: str
+  value: Any
+  reason: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Resolved:
   """A run with everything that can be resolved without its weights."""
@@ -41,6 +50,13 @@ class Resolved:
   budget: Budget  # bytes per device, and of the checkpoints
   rollout_mesh: Mesh | None = None  # devices that only sample; None: those of `mesh`
   teacher: Model | None = None  # of teacher.path
+  given: Config | None = None  # as the user wrote it; None: as `config`
+  derived: Sequence[Derived] = ()  # the knobs that the program decided at this start
+
+  @property
+  def user(self) -> Config:
+    """The config that the user wrote, with None for what the program decided."""
+    return self.given or self.config
 
   @property
   def inputs(self) -> Inputs:
@@ -99,14 +115,25 @@ def resolve(
   refusals.judge(refusals.of_inputs(config, Inputs(opened, data)))
   mesh, rollout_mesh = make_mesh(config, devices), make_rollout_mesh(config, devices)
   platform = mesh.devices.flat[0].platform
-  attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
-  experts.resolve(spec.experts_kernel, platform)
+  spec = with_kernels(spec, platform)
+  opened = opened._replace(spec=spec)
   sharding.shardings(transformer.abstract(spec), mesh)  # refuses what does not divide
   use_precision(config.model.compute, platform)
-  schedule = budget.choose_schedule(config, spec, mesh)
-  counted = budget.count(config, spec, schedule, mesh, rollout_mesh)
+  sizes = budget.sizes_of(config, spec)
+  schedule = budget.choose_schedule(sizes, spec, mesh)
+  counted = budget.count(sizes, spec, schedule, mesh, rollout_mesh)
   teacher = inputs_lib.open_teacher(config, opened)
   return Resolved(config, opened, data, mesh, schedule, counted, rollout_mesh, teacher)
+
+
+def with_kernels(spec: ModelSpec, platform: str) -> ModelSpec:
+  """Returns the spec with a kernel of the platform in place of each None.
+
+  Raises a ValueError if the platform lacks a kernel that the spec names.
+  """
+  kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
+  kernel = experts.resolve(spec.experts_kernel, platform)
+  return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)
 
 
 def use_precision(compute: str, platform: str) -> None:

@@ -1,19 +1,18 @@
 """Samples the groups of learner steps; only a `Sampler` knows on which devices.
 
-1. `Sampler` samples on the learner's devices, as soon as prompts are submitted;
-2. `ThreadSampler` samples in a thread, on devices that only sample;
-3. remote_sampler.py makes other processes sample.
+1. `LocalSampler` samples on the learner's devices, as soon as prompts are submitted;
+2. `ThreadSampler` runs a `LocalSampler` of other devices in a thread;
+3. `RemoteSampler` (remote_sampler.py) makes other processes run one.
 
 All three return the same groups for the same prompts, actor and step.
 """
 
-import collections
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import jax
 from jax import Array
@@ -28,16 +27,62 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
-from bapo_jax.runtime import machine
 from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.submission import Actor, Round, Sampled, step_keys
 from bapo_jax.types import Prompts, Tree, empty_groups
 
 
+class Elsewhere(NamedTuple):
+  """How far devices that do not train have come with the submissions."""
+
+  busy: float  # seconds for which they have sampled
+  signal: int = 0  # received by the process that samples; 0: none
+
+
+class Sampler(Protocol):
+  """Samples responses to submitted prompts, on some devices."""
+
+  def place(self, actor: Tree) -> Tree:
+    """Copies an actor to the devices of this process that only sample, if any."""
+    ...
+
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
+    """Submits prompts; returns the groups on which learner step `step` trains."""
+    ...
+
+  def remaining(self, actor: Actor, step: int) -> Rollout | None:
+    """Returns groups that would be too old at the next step, or None.
+
+    Only extra rounds leave such groups, and they need rollouts of the current step.
+    """
+    ...
+
+  def state(self) -> Tree:
+    """Returns the partial rollouts for a checkpoint; None if there are none."""
+    ...
+
+  def restore(self, state: Tree) -> None:
+    """Continues with the partial rollouts of a checkpoint."""
+
+  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
+    """Lowers the programs that sample in this process.
+
+    `weights` are the learner's, if they score responses; they may be abstract.
+    """
+    ...
+
+  def elsewhere(self) -> Elsewhere | None:
+    """Describes the devices that sample beside the learner; None if there are none."""
+    ...
+
+  def close(self, status: int | None = None) -> None:
+    """Ends threads, and with a status other processes too; does not wait."""
+
+
 @dataclasses.dataclass
-class Sampler:
-  """Samples responses to submitted prompts, on the learner's devices.
+class LocalSampler:
+  """Samples in the calling thread, at once.
 
   Args:
     seed: the seed of the run.
@@ -48,7 +93,6 @@ class Sampler:
   """
 
   engine: RolloutEngine
-  mesh: Mesh  # of the engine
   verification: Verification
   seed: int
   count: int
@@ -57,25 +101,18 @@ class Sampler:
   score: Wrapped | None = None
   pictures: OfProblems | None = None
 
-  elsewhere = False  # whether the learner's devices do not sample
-  signal = 0  # received by another process that samples; 0: none
+  @property
+  def mesh(self) -> Mesh:
+    """The devices that sample."""
+    assert self.engine.mesh is not None
+    return self.engine.mesh
 
   def place(self, actor: Tree) -> Tree:
-    """Copies an actor to the devices of this process that only sample, if any."""
+    """Returns the actor: it is on the engine's devices."""
     return actor
 
-  def free(self, actor: Tree) -> None:
-    """Deletes the arrays of an actor, even if another variable refers to them.
-
-    Does nothing on other devices: a queued submission may still need the actor.
-    """
-    for x in jax.tree.leaves(actor):
-      if isinstance(x, Array):
-        x.delete()
-    machine.trim()  # returns a CPU's freed memory from the C library to the system
-
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
-    """Samples the groups on which learner step `step` trains."""
+    """Samples at once."""
     return at_once(lambda: self.sample(prompts, actor, step))
 
   def sample(self, prompts: Round, actor: Actor, step: int) -> Sampled:
@@ -132,17 +169,14 @@ class Sampler:
       weights = decode.params_of(actor.weights, self.engine.spec)
     groups = sampled.groups
     pictures = None if self.pictures is None else self.pictures(groups.id_P)
-    with self.verification.timer('score'), sharding.current(self.mesh):
+    with self.verification.timer('score'), sharding.current(self.engine.mesh):
       groups, diff = jax.block_until_ready(
         self.score(weights, groups, actor.version, pictures)
       )
     return sampled._replace(groups=groups, logp_diff=diff)
 
   def remaining(self, actor: Actor, step: int) -> Rollout | None:
-    """Returns groups that would be too old at the next step, or None.
-
-    Only extra rounds leave such groups, and they need rollouts of the current step.
-    """
+    """Returns groups that would be too old at the next step, or None."""
     oldest = self.knobs.max_off_policy_steps
     if self.partial is None or not self.partial.due(step - oldest).any():
       return None
@@ -172,16 +206,19 @@ class Sampler:
       self.partial.restore(state)
 
   def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs that sample in this process.
-
-    `weights` are the learner's, if they score responses; they may be abstract.
-    """
+    """Lowers the programs of `sample`."""
     engine = self.engine
     # With pictures the shapes of a batch are not known before.
     if self.score is not None and self.pictures is None and weights is not None:
-      steps = self.verification.verifier.steps
-      sizes = self.count, engine.group_size, engine.length, steps, engine.spec.routes
-      groups = jax.eval_shape(lambda: empty_groups(*sizes))
+      groups = jax.eval_shape(
+        lambda: empty_groups(
+          self.count,
+          engine.group_size,
+          engine.length,
+          self.verification.verifier.steps,
+          engine.spec.routes,
+        )
+      )
       rows = sharding.over_rows(self.mesh, self.count)
       whole = sharding.replicated(self.mesh)
       # Tokens come from the sampler, verdicts from the host.
@@ -197,108 +234,79 @@ class Sampler:
       resumed=self.verification.verifier.environment is not None,
     )
 
-  def compile(self) -> Future[object]:
-    """Makes other processes compile their programs; returns when they are done."""
-    return at_once(lambda: None)
-
-  def ready(self) -> int:
-    """Returns the number of submissions that are sampled but not fetched."""
-    return 0
-
-  def busy(self) -> float:
-    """Returns for how many seconds other devices have sampled."""
-    return 0.0
+  def elsewhere(self) -> None:
+    """Returns None: the caller waits while its own devices sample."""
 
   def close(self, status: int | None = None) -> None:
-    """Ends threads, and with a status other processes too; does not wait."""
+    """Does nothing: no thread runs."""
 
 
-class Arriving(Future[Any]):
-  """A result of other devices; `result` fetches it."""
+class Arriving(Future[Sampled]):
+  """The groups of a submission to other devices; `result` fetches them once.
 
-  def __init__(self, fetch: Callable[['Arriving'], None]):
+  Args:
+    receive: waits for the groups.
+    learners: the devices of the learner, to which the groups are copied.
+    timer: has the phases 'wait' and 'receive'.
+  """
+
+  def __init__(self, receive: Callable[[], Sampled], learners: Mesh, timer: PhaseTimer):
     super().__init__()
-    self._fetch = fetch
+    self._receive = receive
+    self._learners = learners
+    self._timer = timer
 
-  def result(self, timeout: float | None = None) -> Any:
-    """Fetches the result and returns it."""
+  def result(self, timeout: float | None = None) -> Sampled:
+    """Fetches the groups and returns them."""
     if not self.done():
-      self._fetch(self)
+      with self._timer('wait'):
+        sampled = self._receive()
+      with self._timer('receive'):
+        layout = sharding.layout_of_rows(sampled.groups, self._learners)
+        groups = jax.block_until_ready(jax.device_put(sampled.groups, layout))
+      self.set_result(sampled.with_groups(*groups))
     return super().result(timeout)
 
 
-@dataclasses.dataclass(kw_only=True)
-class SamplerElsewhere(Sampler):
-  """Samples on devices that do not train; groups arrive on those that do.
+class ThreadSampler:
+  """Samples on devices of this process that do not train, in a thread.
 
   Args:
+    local: samples on these devices.
     learners: the devices of the learner.
     timer: has the phases 'send', 'wait' and 'receive'.
   """
 
-  learners: Mesh
-  timer: PhaseTimer
-  waiting: collections.deque[Arriving] = dataclasses.field(
-    default_factory=collections.deque
-  )
-
-  elsewhere = True
-
-  def free(self, actor: Tree) -> None:
-    """Leaves the actor to the submissions that need it."""
-
-  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
-    """Sends a submission, and does not wait for its groups."""
-    self._send(prompts, actor, step)
-    self.waiting.append(Arriving(self._fetch))
-    return self.waiting[-1]
-
-  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
-    raise NotImplementedError
-
-  def _next(self) -> Sampled:
-    """Waits for the groups of the oldest submission that is not fetched."""
-    raise NotImplementedError
-
-  def _fetch(self, wanted: Arriving) -> None:
-    """Fetches the groups of this submission and of all earlier submissions."""
-    while not wanted.done():
-      with self.timer('wait'):
-        sampled = self._next()
-      with self.timer('receive'):
-        layout = sharding.layout_of_rows(sampled.groups, self.learners)
-        groups = jax.block_until_ready(jax.device_put(sampled.groups, layout))
-      self.waiting.popleft().set_result(sampled.with_groups(*groups))
-
-
-@dataclasses.dataclass(kw_only=True)
-class ThreadSampler(SamplerElsewhere):
-  """Samples on devices of this process that do not train, in a thread."""
-
-  def __post_init__(self):
+  def __init__(self, local: LocalSampler, learners: Mesh, timer: PhaseTimer):
+    self._local = local
+    self._learners = learners
+    self._timer = timer
     self._lane = Lane()
-    self._tasks = collections.deque[Future[Sampled]]()
+    self._tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not fetched
+    self.state = local.state
+    self.restore = local.restore
+    self.programs = local.programs
+    self.remaining = local.remaining
 
   def place(self, actor: Tree) -> Tree:
     """Copies an actor to the devices that sample."""
-    with self.timer('send'):
-      layout = sharding.shardings(actor, self.mesh, 'decode')
+    with self._timer('send'):
+      layout = sharding.shardings(actor, self._local.mesh, 'decode')
       return jax.block_until_ready(jax.device_put(actor, layout))
 
-  def _send(self, prompts: Round, actor: Actor, step: int) -> None:
-    sample = functools.partial(self.sample, prompts, actor, step)
-    self._tasks.append(self._lane.submit(sample))
+  def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
+    """Queues a submission, and does not wait for its groups."""
+    sample = functools.partial(self._local.sample, prompts, actor, step)
+    self._tasks[step] = self._lane.submit(sample)
+    receive = functools.partial(self._receive, step)
+    return Arriving(receive, self._learners, self._timer)
 
-  def _next(self) -> Sampled:
-    return self._tasks.popleft().result()
+  def _receive(self, step: int) -> Sampled:
+    return self._tasks.pop(step).result()
 
-  def ready(self) -> int:
-    """Returns the number of submissions that are sampled but not fetched."""
-    return sum(task.done() for task in self._tasks)
-
-  def busy(self) -> float:
-    """Returns for how many seconds the thread has sampled."""
-    return self._lane.busy()
+  def elsewhere(self) -> Elsewhere:
+    """Describes the thread."""
+    return Elsewhere(self._lane.busy())
 
   def close(self, status: int | None = None) -> None:
     """Ends the thread once it has finished its submissions; does not wait for it."""

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from bapo_jax import custom_code
 from bapo_jax.algorithms.advantage import Advantage, GroupRelative
 from bapo_jax.algorithms.batch_rules import Batching, FreshOnly
 from bapo_jax.algorithms.clip import Balanced, Clip
@@ -14,7 +15,7 @@ from bapo_jax.data.knobs import (
   PromptsConfig,
   TokenizerConfig,
 )
-from bapo_jax.knobs import LocalPath, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, fields, knob
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import Part, parts
 from bapo_jax.rewards.knobs import Environment
@@ -29,20 +30,14 @@ class Config(Section):
 
   title: str = knob('trial, tiny', 'Heading of the first screen and of the report.')
   seed: int = knob(0, 'Seed of prompts, sampling and new adapters.', least=0)
-  steps: int = knob(80, 'Learner steps.', least=1)
+  steps: Auto[int] = knob(80, 'Learner steps.', least=1)
   responses: float = knob(
     math.inf, 'Training responses after which the run ends.', above=0, infinite=True
   )
-  code: tuple[str, ...] = knob(
-    (), 'Files of custom functions, each with its digest; set by the program.'
-  )
-  derived: tuple[str, ...] = knob(
-    (), 'Knobs that the config file leaves None, so that a new run derives them.'
-  )
-  cache: LocalPath = knob(
-    'auto',
-    'Folder of warm starts and compiled programs that runs share; auto: bapo_jax in '
-    "the user's cache, ~/.cache; empty: none.",
+  cache: Auto[LocalPath] = knob(
+    None,
+    'Folder of embedded policies and compiled programs that runs share; None: bapo_jax '
+    "in the user's cache, ~/.cache; empty: none.",
   )
   mesh: models.MeshConfig = knob(models.MeshConfig, 'The device mesh.')
   model: models.ModelConfig = knob(models.ModelConfig, 'The policy.')
@@ -63,10 +58,33 @@ class Config(Section):
   teacher: train.TeacherConfig = knob(train.TeacherConfig, 'Teacher.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
   optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
-  sft: train.SftConfig = knob(train.SftConfig, 'Warm start.', needs='embedded')
+  sft: train.SftConfig = knob(train.SftConfig, 'The embedded policy.', needs='embedded')
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')
   checkpoint: train.CheckpointConfig = knob(train.CheckpointConfig, 'Checkpoints.')
+
+  @property
+  def called(self) -> list[str]:
+    """The user's functions that score or answer responses."""
+    return custom_code.paths_in(f'{self.rewards.rule},{self.rollout.environment}')
+
+  @property
+  def undecided(self) -> list[str]:
+    """The knobs that are None: the program decides them, see autosetup/derive.py."""
+    return [name for name, _, value in fields(self) if value is None]
+
+  @property
+  def code(self) -> dict[str, str]:
+    """Knob -> 'file digest' of each custom function that it names."""
+    named = {}
+    for name, _, value in fields(self):
+      paths = custom_code.paths_in(value) if isinstance(value, str) else ()
+      # Not a title that ends in .py, nor a function that the package names.
+      functions = [path for path in paths if ':' in path and not path.endswith('.py')]
+      digests = {f'{custom_code.file_of(x)} {custom_code.digest(x)}' for x in functions}
+      if digests:
+        named[name] = ', '.join(sorted(digests))
+    return named
 
   @property
   def row_length(self) -> int:
@@ -142,7 +160,7 @@ class Config(Section):
     return self.model_copy(update=changed)
 
 
-PARTS = parts(Config)  # dotted name -> the rules of the part
+PARTS = dict(parts(Config()))  # dotted name -> the rules of the part
 # Knobs that decide which other knobs exist.
 CHOICES = {f'{name}.rule' for name in PARTS} | {
   'rewards.rule',

@@ -17,7 +17,7 @@ from bapo_jax.models import experts
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout.rollout import COUNT, Rollout
 from bapo_jax.runtime import exchange, metrics
-from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.submission import Sampled
 from bapo_jax.types import (
@@ -28,19 +28,9 @@ from bapo_jax.types import (
   ended,
   masked_mean,
   response_length,
-  trained_on,
 )
 
 Update = Mapping[str, Any]  # the metrics of one optimiser update
-# Compare the sampler with the learner, so only the first update is meaningful.
-OF_FIRST = ('rollout/logp_diff', 'rollout/logp_diff_max')
-SUMS = ('learner/tokens', 'learner/tokens_computed')
-STAGES = ('advantage', 'clip', 'loss', 'learner')
-# Of every run: loss/reference needs a teacher or a penalty.
-OF_UPDATES = (
-  *OF_FIRST,
-  *(n for n in GLOSSARY if n.split('/')[0] in STAGES and n != 'loss/reference'),
-)
 
 
 def live(updates: Sequence[Updated]) -> list[Update]:
@@ -55,7 +45,7 @@ def describe(
   sampled: Sampled,
   record: StepRecord,
 ) -> Metrics:
-  """Returns a step's metrics: means over its updates, or their maximum or sum.
+  """Returns a step's metrics; those of its updates are reduced as the glossary says.
 
   `fresh` has all fresh groups of the step, extra rounds included; `s` is the state at
   the end of the step.
@@ -63,20 +53,23 @@ def describe(
   with t.timer('log'):
     step, groups, source_P, updates, reference_PGT = record
     new = concat(*(each.groups for each in fresh))
-    learned = live(updates)
-    row = of_updates(learned)
-    row['learner/skipped'] = float(sum(bool(u['learner/skipped']) for u in learned))
+    row = of_updates(live(updates))
     reevaluated = sampled.reevaluated
-    again = sampled.reevaluated.groups
     eos = np.asarray(t.tokenizer.eos)
-    of_step, spread = _step_metrics(
-      settled(new), again, settled(groups), source_P, s.buffer, step, eos, reference_PGT
+    of_step = _step_metrics(
+      settled(new),
+      reevaluated.groups,
+      settled(groups),
+      source_P,
+      s.buffer,
+      step,
+      eos,
+      reference_PGT,
     )
     if t.spec.routes:
       of_step |= _of_routes(new, groups, source_P, t.spec)
-    of_step, spread = exchange.fetched((of_step, spread))
+    (of_step,) = exchange.fetched([of_step])
     row |= {name: float(value) for name, value in of_step.items()}
-    row |= theory(row, learned, spread)
     rollouts = [*fresh, reevaluated]
     verdicts = sum(len(each.verdicts) for each in rollouts)
     row['rollout/undecided'] = sum(x.undecided for x in rollouts) / max(verdicts, 1)
@@ -91,8 +84,10 @@ def describe(
       row['rollout/logp_diff'] = total / tokens if tokens else math.nan
       largest = max(float(diff.largest) for diff in diffs)
       row['rollout/logp_diff_max'] = largest if tokens else math.nan
-  if t.sampler.elsewhere:
-    row |= _overlap(t, s, sampled)
+  if t.sampler.elsewhere():
+    begin, end = sampled.span
+    row['overlap/sampling'] = begin - t.timer.began
+    row['overlap/sampled'] = end - t.timer.began
   row['learner/updates'] = float(s.updates)
   row['learner/idle_steps'] = float(s.idle_steps)
   return row
@@ -122,24 +117,6 @@ def _turns(mask_PGT: Array) -> Array:
   return masked_mean(begin_PGT.sum(-1), mask_PGT.any(-1))
 
 
-def _overlap(t: Trainer, s: TrainState, sampled: Sampled) -> dict[str, float]:
-  """Returns the times of sampling, the ready submissions and the bytes sent."""
-  begin, end = (x - t.timer.began for x in sampled.span)
-  actor = jax.eval_shape(t.actor, s.params)
-  ready = sum(each.ready.done() for each in s.queue) + t.sampler.ready()
-  return {
-    'overlap/sampling': begin,
-    'overlap/sampled': end,
-    'overlap/ready': float(ready),
-    'overlap/weights_bytes': float(_bytes(actor)),
-    'overlap/groups_bytes': float(_bytes(sampled.groups)),
-  }
-
-
-def _bytes(tree: Any) -> int:
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
   """Returns the mean of every named part of the reward over the decided responses."""
   totals = collections.Counter()
@@ -150,64 +127,14 @@ def _reward_parts(fresh: Sequence[Rollout]) -> dict[str, float]:
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float]:
-  """Averages over updates with tokens. Without such updates: nan, token counts 0."""
-  if not updates:
-    return dict.fromkeys(OF_UPDATES, math.nan) | dict.fromkeys(SUMS, 0.0)
-  series = {name: np.asarray([float(u[name]) for u in updates]) for name in updates[0]}
-  computed = series['learner/tokens_computed'] > 0
-  for name in diagnostics.OF_TOKENS if computed.any() else ():
-    series[name] = series[name][computed]
-  mean = {name: float(series[name].mean()) for name in sorted(series)}
-  for name in {*diagnostics.OF_SOME, 'moe/agree'} & set(series):
-    present = series[name][~np.isnan(series[name])]
-    mean[name] = float(present.mean()) if len(present) else math.nan
-  for name in series:
-    if name.startswith('loss/ratio_max_'):
-      mean[name] = float(np.fmax.reduce(series[name]))  # nan only if all are nan
-  mean['loss/ratio_max'] = float(series['loss/ratio_max'].max())
-  entropy = series['loss/entropy']
-  # A change needs two updates.
-  changes = np.diff(entropy) if len(entropy) > 1 else np.full(1, np.nan)
-  mean['loss/entropy_change'] = float(changes.mean())
-  for name in SUMS:
-    mean[name] = float(series[name].sum())
-  for name in OF_FIRST:  # at later updates, the weights differ from those that sampled
-    mean[name] = float(series[name][0])
-  if 'moe/agree' in series:
-    mean['moe/agree_first'] = float(series['moe/agree'][0])
-  return mean
-
-
-def theory(
-  row: Mapping[str, float], updates: Sequence[Update], spread: Mapping[str, float]
-) -> dict[str, float]:
-  """Estimates the terms of Theorem 3.2 (arXiv:2602.20722) by source, and their sum.
-
-  The sum is of gain - 2 K TV(pi, alpha) - 2 TV(pi_t, alpha) over sources, weighted by
-  their shares of the filled seats. It is no bound and may exceed the true gain, because
-  total variation is measured per token. gain and TV(pi, alpha) are means over the
-  step's updates. pi_t is the policy before the first update; TV(pi_t, alpha) is from
-  the first update with a token of the source. `spread` has K, the mean of
-  (1 - sigma) / sigma over the groups of a source. K is nan for a source without a group
-  of mixed verdicts; the terms of such a source are 0.
-  """
-  estimates = {}
-  estimate = 0.0
-  for source in SOURCES:
-    seen = (float(update[f'loss/tv_{source}']) for update in updates)
-    at_start = next((tv for tv in seen if not math.isnan(tv)), math.nan)
-    share = row[f'batch/{source}'] / max(row['batch/filled'], 1e-9)
-    nothing = share == 0 or math.isnan(spread[source])
-    terms = {
-      f'theory/gain_{source}': row[f'loss/gain_{source}'],
-      f'theory/moved_{source}': 2 * spread[source] * row[f'loss/tv_{source}'],
-      f'theory/stale_{source}': 2 * at_start,
-    }
-    terms = {name: 0.0 if nothing else share * x for name, x in terms.items()}
-    gain, moved, stale = terms.values()
-    estimate += gain - moved - stale
-    estimates |= terms
-  return estimates | {'theory/estimate': estimate}
+  """Reduces the values of each metric to one, as the glossary says."""
+  row = {}
+  for name, metric in OF_UPDATES.items():
+    of = metric.of or name
+    if metric.optional and not any(of in update for update in updates):
+      continue
+    row[name] = float(metric.reduce(np.asarray([float(u[of]) for u in updates])))
+  return row
 
 
 @jax.jit
@@ -220,7 +147,7 @@ def _step_metrics(
   now: Array,
   eos: Array,
   reference_PGT: Array | None,
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> dict[str, Array]:
   length_PG = response_length(fresh.response_mask_PGT)
   ended_PG = ended(fresh.response_mask_PGT, jnp.isin(fresh.tokens_PGT, eos))
   right_PG = fresh.correct_PG
@@ -235,7 +162,6 @@ def _step_metrics(
   sampled = fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
   metrics = {
     'rollout/tokens': sampled,
-    'rollout/seats': (fresh.completed_step_P >= 0).mean(),
     # nan, not 0, without responses: a 0 would lower the mean over steps.
     'rollout/reward': diagnostics.mean_or_nan(fresh.reward_PG, judged_PG),
     'rollout/accuracy': diagnostics.mean_or_nan(right_PG, judged_PG),
@@ -250,9 +176,6 @@ def _step_metrics(
     'batch/age': masked_mean(old_PGT, trained_PGT),
     'buffer/hard': (buffer.hard.completed_step_P >= 0).sum(),
     'buffer/reusable': (buffer.reusable.completed_step_P >= 0).sum(),
-    'buffer/hard_max_correct': buffer.thresholds.hard_max,
-    'buffer/reusable_min_correct': buffer.thresholds.reusable_min,
-    'buffer/reusable_max_correct': buffer.thresholds.reusable_max,
   }
   if reference_PGT is not None:
     below_PGT = groups.behavior_logp_PGT - reference_PGT
@@ -261,5 +184,4 @@ def _step_metrics(
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
     metrics[f'batch/{source}'] = (source_P == i).mean()
     metrics[f'batch/age_{source}'] = diagnostics.mean_or_nan(old_PGT, own_PGT)
-  trained_P = trained_on(groups).any(1)
-  return metrics, diagnostics.spread(groups, jnp.where(trained_P, source_P, -1))
+  return metrics

@@ -16,7 +16,7 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.learner import learner
 from bapo_jax.rollout.rollout import Rollout
-from bapo_jax.runtime import exchange
+from bapo_jax.runtime import exchange, machine
 from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.step_metrics import describe, live
@@ -70,9 +70,11 @@ def free_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
 
 
 def free_actor(t: Trainer, s: TrainState) -> TrainState:
-  """Frees the actor's memory, unless a queued submission may still need it."""
-  if s.actor is not None:
-    t.sampler.free(s.actor)
+  """Forgets the actor, and frees its memory unless a submission still needs it."""
+  if s.actor is not None and all(queued.ready.done() for queued in s.queue):
+    for x in jax.tree.leaves(s.actor):
+      x.delete()  # even if another variable refers to it
+    machine.trim()  # returns a CPU's freed memory from the C library to the system
   return s.replace(actor=None)
 
 
@@ -91,8 +93,7 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
     groups = t.sampler.submit(prompts, actor, step)
     queue = *s.queue, InFlight(prompts.hard_P, groups)
     s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
-  (_, ready), *queue = s.queue
-  return s.replace(queue=tuple(queue)), ready.result()
+  return s.replace(queue=s.queue[1:]), s.queue[0].ready.result()
 
 
 def actor_of(t: Trainer, s: TrainState) -> Actor:
@@ -168,8 +169,15 @@ def fill_batch(
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
       reevaluated = sampled.reevaluated.groups
-      inputs = fresh, reevaluated, s.buffer, s.step, keys.batch, t.config.seats
-      filled = select(t.config.batch, *inputs)
+      filled = select(
+        t.config.batch,
+        fresh,
+        reevaluated,
+        s.buffer,
+        s.step,
+        keys.batch,
+        t.config.seats,
+      )
       filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
     if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
@@ -187,6 +195,14 @@ def update(
 ) -> tuple[TrainState, StepRecord]:
   """Runs all optimiser updates of the step."""
   reference_PGT = t.referred(batch)
+  rules = learner.Rules(
+    train_step=t.train_step,
+    epochs=t.config.learner.epochs,
+    minibatches=t.config.learner.minibatches,
+    proximal=t.proximal,
+    place=lambda batch: sharding.split_rows(batch, t.mesh),
+    **t.config.credit,
+  )
   with t.timer('update'):
     params, opt, updates = jax.block_until_ready(
       learner.update(
@@ -195,16 +211,11 @@ def update(
         batch,
         source_P,
         key,
-        train_step=t.train_step,
-        epochs=t.config.learner.epochs,
-        minibatches=t.config.learner.minibatches,
-        proximal=t.proximal,
+        rules,
         pictures=t.seen(batch),
-        place=lambda batch: sharding.split_rows(batch, t.mesh),
         version=s.step,
         number=s.step * t.config.updates_per_step,
         reference_PGT=reference_PGT,
-        **t.config.credit,
       )
     )
   learned = live(updates)

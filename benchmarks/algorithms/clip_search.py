@@ -141,7 +141,7 @@ def median_ms(function: Callable[..., Any], *args: Any, repeat: int) -> float:
 def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   """Times one update of the embedded policy on `rows` rows."""
   config = Config()
-  sizes = {name: getattr(config.model, name) for name in SIZES}
+  sizes = {name: getattr(config.sft, name) for name in SIZES}
   spec = transformer.ModelSpec(vocab=40, **sizes)
   params = transformer.init(spec, jax.random.key(0))
   tx = optimizer.adamw(**config.optimizer.model_dump())

@@ -22,7 +22,7 @@ def run(context: Context) -> Iterator[Figure]:
   """Yields the errors of every kernel in both dtypes, then of a mesh of all devices."""
   params = parity.weights(SPEC)
   batch = parity.example(SPEC, params)
-  auto = experts.resolve('auto', jax.default_backend())
+  auto = experts.resolve(None, jax.default_backend())
   alone = sharding.make(1, 1, 1, jax.devices()[:1])
   meshes = {kernel: (kernel, alone) for kernel in sorted({'blocks', 'dense', auto})}
   for where, mesh in parity.places().items():

@@ -9,7 +9,7 @@ from benchmarks.training import main_job
 
 SHORT = ['--config.steps=3', '--config.sft.clean=20', '--config.sft.noisy=5']
 TINY = ['--config.steps=1', '--config.sft.clean=2', '--config.sft.noisy=1']
-TINY += ['--config.problems.train=128', '--config.problems.test=32']
+TINY += ['--config.problems.custom.train=128', '--config.problems.custom.test=32']
 FULL_S = 240  # with less time left, or on a CPU, the run is shortened
 
 

@@ -56,14 +56,14 @@ DECODING: dict[str, Callable] = {'cached': attention.cached, 'ragged': live_colu
 
 def whole_rows(platform: str, dtype: str, width: int) -> dict[str, Callable]:
   """Returns the kernels of whole rows by name: plain, the platform's, emulated ones."""
-  kinds = {'plain', attention.resolve('auto', platform, dtype, width)}
+  kinds = {'plain', attention.resolve(None, platform, dtype, width)}
   found = {k: functools.partial(attention.attend, kind=k) for k in sorted(kinds)}
   return found | (EMULATED if platform == 'cpu' and dtype == 'float32' else {})
 
 
 def decoding(platform: str, dtype: str, width: int) -> dict[str, Callable]:
   """Returns the kernels of decoding by name; see `decoder.is_ragged`."""
-  plain = attention.resolve('auto', platform, dtype, width) == 'plain'
+  plain = attention.resolve(None, platform, dtype, width) == 'plain'
   unused = {'ragged'} if plain and platform != 'cpu' else set()
   return {name: kernel for name, kernel in DECODING.items() if name not in unused}
 

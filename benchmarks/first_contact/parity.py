@@ -140,7 +140,7 @@ def sampled(actor: Tree, spec: ModelSpec, mesh: Mesh, temperature: float) -> Row
 def compute(spec: ModelSpec, params: Tree, batch: Batch, mesh: Mesh) -> Found:
   """Samples and updates on a mesh."""
   config, device = config_of(spec), mesh.devices.flat[0]
-  kind = attention.resolve('auto', device.platform, spec.compute, spec.head_width)
+  kind = attention.resolve(None, device.platform, spec.compute, spec.head_width)
   spec = dataclasses.replace(spec, attention=kind)
   precision: contextlib.AbstractContextManager = contextlib.nullcontext()
   if spec.compute == 'float32':

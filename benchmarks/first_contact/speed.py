@@ -20,7 +20,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.programs import Job, Program
-from bapo_jax.training import budget, inputs
+from bapo_jax.training import budget, inputs, resolve
 from bapo_jax.training.config import Config
 from benchmarks import machine, roofline, seconds
 from benchmarks.first_contact.figures import Context, Figure, Skip
@@ -56,7 +56,8 @@ def spec_of(context: Context, model: str) -> ModelSpec:
 def job_of(spec: ModelSpec, config: Config) -> Job:
   """Returns the job of a config on the first device."""
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
-  schedule = budget.choose_schedule(config, spec, mesh)
+  spec = resolve.with_kernels(spec, jax.default_backend())
+  schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
   return Job(config, spec, schedule, mesh)
 
 
@@ -135,7 +136,7 @@ def decode(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
     )
   config = config.with_values(sampler={'tokens_per_dispatch': n})
   job = job_of(spec, config)
-  size = budget.count(*job)
+  size = job.counted
   check_room(size.actor + size.cache, job)
   program = programs.decode(job)
   program = program._replace(static=program.static | {'eos': (-1,)})
@@ -164,7 +165,7 @@ def train(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
     config = learner.config_of(rows, length, pack=True)
   config = config.with_values(sft={'batch': 1})  # the estimate counts a warm start, too
   job = job_of(spec, config)
-  counted = budget.count(*job).update
+  counted = job.counted.update
   check_room(counted, job)
   program = programs.train_step(job)
   compiled = compiled_bytes(program)

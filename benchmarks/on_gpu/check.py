@@ -85,7 +85,7 @@ def logprobs(folder: str, name: str, figures: dict[str, float]) -> None:
   for place, dtype in (('cpu', 'float32'), ('here', 'float32'), ('here', 'bfloat16')):
     device = places[place]
     spec = hf_config.read_spec(path, dtype)
-    kind = attention.resolve('auto', device.platform, dtype, spec.head_width)
+    kind = attention.resolve(None, device.platform, dtype, spec.head_width)
     spec = dataclasses.replace(spec, attention=kind)
     precision = 'highest' if dtype == 'float32' else 'default'
     with jax.default_device(device), jax.default_matmul_precision(precision):
@@ -150,7 +150,7 @@ def packed_rows(figures: dict[str, float]) -> None:
     return out, pull(weight)
 
   for H, K, C in HEADS[:2]:  # to compile the reference of all takes over a minute
-    kind = attention.resolve('auto', jax.default_backend(), 'bfloat16', C)
+    kind = attention.resolve(None, jax.default_backend(), 'bfloat16', C)
     arrays = [
       jnp.asarray(rng.standard_normal((B, T, n, C), np.float32), 'bfloat16')
       for n in (H, H, K, K)

@@ -111,7 +111,7 @@ def write_model(folder: str, name: str) -> None:
   net.tie_weights()
   net.save_pretrained(path)
   # Single characters; the other ids of the vocabulary have no text.
-  tokenizer.characters().save_pretrained(path)
+  tokenizer.load(tokenizer.EMBEDDED, '').backend.save_pretrained(path)
   open(os.path.join(path, 'done'), 'w').close()
 
 

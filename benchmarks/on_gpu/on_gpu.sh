@@ -101,7 +101,7 @@ stage_a() {
 stage_b() {
   local flags=(--config.cache= --config.evaluate.every=40) begun=$SECONDS status
   [[ $SMALL ]] && flags+=(--config.steps=2 --config.sft.clean=5 --config.sft.noisy=2
-    --config.problems.train=128 --config.problems.test=32)
+    --config.problems.custom.train=128 --config.problems.custom.test=32)
   rm -rf "$WORK/main" # a run with a checkpoint would go on
   # A run that is not done at its limit gets SIGTERM, saves and keeps its metrics.
   limited b "${B_LIMIT:-95}" env -u JAX_COMPILATION_CACHE_DIR \

@@ -71,7 +71,7 @@ def measure(folder: str, name: str, given: list[str], trace: str) -> None:
   config = command_line.read_config('configs/aime.py', given)
   workdir = os.path.join(folder, f'{name}-run')
   os.makedirs(workdir, exist_ok=True)
-  t, s = build.start(config, workdir, PhaseTimer())
+  t, s = build.start(config, PhaseTimer())
   jax.block_until_ready(s.params)
   load_s = time.perf_counter() - begun
   peaks = {'loaded': peak()}

@@ -128,7 +128,7 @@ def main() -> None:
   args, given = parser.parse_known_args()
   r = resolve(command_line.read_config('configs/aime.py', overrides(args) + given))
   data = build.tabulate(r)
-  params = policy.load(r, '', PhaseTimer())
+  params = policy.load(r, PhaseTimer())
   names = [*COLUMNS.values(), 'tokens', 'MiB', *(f'{name} tok/s' for name in CHIPS)]
   print(f'{"actor":>14}' + ''.join(f'{name:>12}' for name in names))
   found: dict[str, Any] = {}

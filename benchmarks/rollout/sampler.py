@@ -42,7 +42,7 @@ from bapo_jax.models import decoder, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rollout import decode
-from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.engine import Call, RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import ahead
 from bapo_jax.types import Prompts, Tree
@@ -77,6 +77,21 @@ def prompts_of(prompts: int, spec: transformer.ModelSpec) -> Prompts:
   )
 
 
+class TimedCall(Call):
+  """A call that is waited for, and adds its time to `seconds`."""
+
+  def __init__(self, call: Call, seconds: list[float]):
+    self._call = call
+    self._seconds = seconds
+
+  def __call__(self) -> Any:
+    """Calls the function."""
+    begun = time.perf_counter()
+    out = jax.block_until_ready(self._call())
+    self._seconds.append(time.perf_counter() - begun)
+    return out
+
+
 @dataclasses.dataclass(frozen=True)
 class TimedEngine(RolloutEngine):
   """An engine whose calls of `run` are waited for and timed."""
@@ -91,14 +106,11 @@ class TimedEngine(RolloutEngine):
     n: int,
     version: int,
     live: int,
-  ) -> tuple[decode.Slots, jax.Array]:
-    """Runs the engine's method and adds its time to `seconds`."""
+  ) -> TimedCall:
+    """Returns the engine's call, timed."""
     jax.block_until_ready((params, slots))
-    begun = time.perf_counter()
-    out = super().run(params, slots, key, n, version, live)
-    jax.block_until_ready(out)
-    self.seconds.append(time.perf_counter() - begun)
-    return out
+    call = super().run(params, slots, key, n, version, live)
+    return TimedCall(call, self.seconds)
 
 
 def sample(

@@ -25,6 +25,7 @@ from bapo_jax.models import decoder, transformer
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.turns import Turn
 from benchmarks import machine
 from benchmarks.rollout import sampler
 
@@ -44,16 +45,17 @@ class TimedEngine(RolloutEngine):
     slots: decode.Slots,
     rows: decode.Rows,
     id_A: np.ndarray,
-    *of_rows: np.ndarray,
+    entering: decode.Entering,
+    message_AT: np.ndarray,
+    *,
     columns: int,
-  ) -> decode.Slots:
-    """Runs the engine's method and adds its time to `seconds`."""
+  ) -> sampler.TimedCall:
+    """Returns the engine's call, timed."""
     jax.block_until_ready(slots)
-    begun = time.perf_counter()
-    args = params, slots, rows, id_A, *of_rows
-    out = jax.block_until_ready(super().resume(*args, columns=columns))
-    self.seconds.append(time.perf_counter() - begun)
-    return out
+    call = super().resume(
+      params, slots, rows, id_A, entering, message_AT, columns=columns
+    )
+    return sampler.TimedCall(call, self.seconds)
 
 
 class Prompt:
@@ -64,11 +66,11 @@ class Prompt:
   def __init__(self):
     self._asked: list[tuple[int, Sequence[int]]] = []
 
-  def ask(self, rollouts: PartialRollouts, rows: Sequence[int]) -> None:
+  def ask(self, turns: Sequence[Turn]) -> None:
     """Prepares an answer, or none where it does not fit."""
-    for row in rows:
-      fits = rollouts.left(row) > MESSAGE
-      self._asked.append((row, [ENDS + 1] * MESSAGE * fits))
+    for turn in turns:
+      fits = turn.left > MESSAGE
+      self._asked.append((turn.row, [ENDS + 1] * MESSAGE * fits))
 
   def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Yields an answer for every row."""

@@ -26,7 +26,7 @@ from bapo_jax import main as main_lib
 from bapo_jax import sharding
 from bapo_jax.runtime import hosts
 from bapo_jax.tools.plan import programs
-from bapo_jax.training import budget, inputs
+from bapo_jax.training import budget
 from bapo_jax.training.config import Config
 from benchmarks import hlo, machine
 
@@ -63,8 +63,8 @@ def latency(mesh: Mesh, length: int, times: int) -> dict[int, float]:
 
 def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   """Program -> its collectives outside loops, and those of one way round every loop."""
-  spec = inputs.open_model(config).spec
-  schedule = budget.choose_schedule(config, spec, mesh)
+  spec = programs.device_spec(config, mesh.devices.flat[0].platform)
+  schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
   found = {}
   for name in COUNTED:
     program = programs.PROGRAMS[name](programs.Job(config, spec, schedule, mesh))

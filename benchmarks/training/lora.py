@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
   given = rl_step.overrides(CASE, args) + ways(args.rank)[args.way]
   config = command_line.read_config('configs/aime.py', given)
   os.makedirs(args.workdir, exist_ok=True)
-  t, s = build.start(config, args.workdir, PhaseTimer())
+  t, s = build.start(config, PhaseTimer())
   try:
     t = experiment.compiled(t, s)
     most = machine.peak_rss()

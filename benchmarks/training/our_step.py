@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import time
 from typing import Any
@@ -31,16 +32,16 @@ def measure(workdir: str, overrides: list[str]) -> dict[str, Any]:
   from bapo_jax import main as command_line
   from bapo_jax.run import experiment
   from bapo_jax.runtime.progress import PhaseTimer
-  from bapo_jax.training import build
+  from bapo_jax.training import build, inputs
   from benchmarks.training import rates
 
   os.makedirs(workdir, exist_ok=True)
   config = command_line.read_config('configs/aime.py', overrides)
   timer = PhaseTimer()
-  t, s = build.start(config, workdir, timer)
+  t, s = build.start(config, timer)
   write_problems(t, os.path.join(workdir, 'problems.jsonl'))
   if not config.model.path:
-    write_model(t, s.params, os.path.join(workdir, 'model'))
+    shutil.copytree(inputs.resolve(config), os.path.join(workdir, 'model'))
   try:
     steps, phases, rows, batches, compiles = steps_of(experiment.compiled(t, s), s)
   finally:
@@ -129,22 +130,6 @@ def write_problems(t: Any, path: str) -> None:
         ) or config.rewards.rule
         row = {'problem': problems.text[i], 'answer': problems.answer[i], 'rule': rule}
         file.write(json.dumps(row) + '\n')
-
-
-def write_model(t: Any, params: Any, path: str) -> None:
-  """Writes these weights to a directory that transformers can load."""
-  from bapo_jax.data import tokenizer
-  from bapo_jax.models import transformer
-  from bapo_jax.models.hf import weights as hf_weights
-  from bapo_jax.tools import export
-  from bapo_jax.training import inputs
-
-  os.makedirs(path, exist_ok=True)
-  get = transformer.flatten(params).__getitem__
-  hf_weights.save(path, get, t.spec, 'float32', 10**10)
-  model = inputs.open_model(t.config)
-  tokenizer.save(t.tokenizer, inputs.tokenizer_directory(t.config, ''), path)
-  export.write_configs(path, t.config, model, 'float32')
 
 
 def main() -> None:

@@ -17,10 +17,8 @@ both sides cost the same. Idle cores are needed. The last line is one JSON objec
 
 import argparse
 import contextlib
-import glob
 import json
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -48,14 +46,12 @@ class Run:
   """A run in processes of their own, of which it can stop and continue all."""
 
   def __init__(self, variant: str, folder: str, given: list[str]):
-    """Starts it; takes the warm start of another run in `folder`, if there is one."""
+    """Starts it."""
     cores, self.workdir = sorted(os.sched_getaffinity(0))[:2], f'{folder}/{variant}'
     apart = [[core] for core in cores]
     places = {'in_turn': apart[:1], 'beside': [cores], 'remote': apart}[variant]
     flags = f'--xla_force_host_platform_device_count={1 + (variant == "beside")}'
     flags += ' --xla_cpu_multi_thread_eigen=false'
-    for source in glob.glob(f'{glob.escape(folder)}/*/warmstart'):
-      shutil.copytree(source, f'{self.workdir}/warmstart', dirs_exist_ok=True)
     command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={self.workdir}']
     command += ['--config=configs/async.py' + ':beside' * (variant != 'in_turn')]
     command += [f'--config.{knob}' for knob in ('steps=9999', *QUIET)]

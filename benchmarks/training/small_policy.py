@@ -91,7 +91,7 @@ def measure(config: Config, folder: str) -> dict[str, Any]:
   """
   machine.hold_freed_memory()  # as a run does
   timer = PhaseTimer(time.process_time)
-  t, s = build.start(config, folder, timer)
+  t, s = build.start(config, timer)
   seconds, accuracy = list[dict[str, float]](), []
   try:
     t = experiment.compiled(t, s)

@@ -25,6 +25,7 @@ from bapo_jax.methods import METHODS, Method
 from bapo_jax.runtime import files, markdown
 from bapo_jax.training.config import Config, merged, parse
 from lab import claims
+from tests import making
 from tests.algorithms import test_published
 
 PAGE = pathlib.Path(__file__).parent / 'algorithms.md'
@@ -366,7 +367,7 @@ def parity() -> list[tuple[str, str, float, float]]:
   rows = []
   for name, wanted in test_published.FOUND['rules'].items():
     with jax.enable_x64(True):
-      value, weight_BT = test_published.applied(
+      value, weight_BT = making.applied(
         test_published.RULES[name], *test_published.recorded()
       )
     found_BT, wanted_BT = np.asarray(weight_BT), np.asarray(wanted['weight'])

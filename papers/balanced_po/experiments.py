@@ -11,6 +11,7 @@ from typing import Any
 from configs import base
 from lab.experiments import Experiment
 
+PAIRS = 'examples/pairs.py:pairs'
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
 NAMES = (
@@ -26,7 +27,7 @@ NAMES = (
 # Wrong to right length -> limit of a response in tokens; the solutions of `even` try
 # every candidate, so that right and wrong ones are equally long.
 IMBALANCE: dict[str, dict[str, Any]] = {
-  'even': {'problems.pair.stops': False, 'sampler.max_new_tokens': 56},
+  'even': {'problems.custom.stops': False, 'sampler.max_new_tokens': 56},
   'ratio1.5': {'sampler.max_new_tokens': 68},
   'ratio2': {'sampler.max_new_tokens': 120},
   'ratio3': {'sampler.max_new_tokens': 160},
@@ -88,8 +89,8 @@ def shared() -> dict[str, Any]:
   """What all runs have in common, as nested values."""
   config = base.get_config()
   config.steps = 40
-  config.problems.update(family='pair', level=3, train=1024, test=256)
-  config.problems.pair.hard = 0.3
+  config.problems.update(source=PAIRS, test_source=PAIRS)
+  config.problems.custom.update(train=1024, test=256, hard=0.3)
   config.prompts.update(count=32, max_prompt_tokens=21)
   config.sampler.group_size = 8
   config.sampler.max_new_tokens = 120  # as level ratio2

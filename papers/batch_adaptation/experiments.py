@@ -11,6 +11,7 @@ from configs import base
 from configs import countdown as countdown_config
 from lab.experiments import Experiment
 
+PAIRS = 'examples/pairs.py:pairs'
 TUNING = (100, 101, 102, 103)  # seeds that choose values
 TEST = (0, 1, 2, 3, 4, 5, 6, 7)  # seeds that are reported
 NAMES = (
@@ -46,7 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {
   'both': {'batch.rule': 'adapted', **BALANCED},
 }
 HARDNESS: dict[str, dict[str, Any]] = {
-  f'hard{share}': {'problems.pair.hard': share / 100} for share in (0, 60)
+  f'hard{share}': {'problems.custom.hard': share / 100} for share in (0, 60)
 }
 # v of the settings. m stays 2: with another number of re-evaluations a run of equal
 # responses would have another number of updates.
@@ -60,8 +61,8 @@ def shared() -> dict[str, Any]:
   config = base.get_config()
   config.steps = 120
   config.responses = 10_240.0  # 40 steps of GRPO; re-evaluations and extra rounds count
-  config.problems.update(family='pair', level=3, train=1024, test=128)
-  config.problems.pair.update(hard=0.6, answer='all')
+  config.problems.update(source=PAIRS, test_source=PAIRS)
+  config.problems.custom.update(train=1024, test=128, hard=0.6, answer='all')
   config.prompts.update(count=32, max_prompt_tokens=21)
   config.sampler.group_size = 8  # G, settings
   config.sampler.max_new_tokens = 84
@@ -122,7 +123,7 @@ def on_countdown() -> dict[str, Any]:
   config = countdown_config.embedded()
   config.steps = 200
   config.responses = 10_240.0  # re-evaluations and extra rounds count
-  config.problems.seed = 1  # tuning: 0
+  config.problems.custom.seed = 1  # tuning: 0
   config.prompts.count = 32
   config.sampler.update(group_size=8, max_num_seqs=256, prefill_batch_size=256)
   config.learner.minibatches = 4
@@ -149,7 +150,7 @@ def ablation(tuning: bool) -> Experiment:
       arm: {**knobs, 'optimizer.lr': TUNED_RATE[arm]} for arm, knobs in ABLATION.items()
     }
     return Experiment(values, arms, COUNTDOWN_TEST)
-  values['problems']['seed'] = 0
+  values['problems']['custom']['seed'] = 0
   rates = {f'lr{lr:g}': {'optimizer.lr': lr} for lr in RATES}
   return Experiment(values, ABLATION, TUNING[:2], {'rate': rates})
 

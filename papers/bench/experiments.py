@@ -23,6 +23,7 @@ from bapo_jax.methods import METHODS
 from configs import base
 from lab.experiments import Experiment, run_name
 
+PAIRS = 'examples/pairs.py:pairs'
 TUNING = (100, 101)  # seeds that choose values, with the problems of seed 0
 CONTROL = tuple(range(200, 216))
 TEST = tuple(range(300, 316))
@@ -117,9 +118,9 @@ def common() -> dict[str, Any]:
 def shared() -> dict[str, Any]:
   """Returns the policy of 0.1 M parameters and its problems, as nested values."""
   values = common()
-  values['problems'] |= {'family': 'pair', 'level': 3, 'train': 1024, 'test': 256}
-  values['problems']['pair']['hard'] = 0.3
-  values['problems']['seed'] = 1  # tuning: 0
+  values['problems'] |= {'source': PAIRS, 'test_source': PAIRS}
+  values['problems']['custom'] |= {'train': 1024, 'test': 256, 'hard': 0.3}
+  values['problems']['custom']['seed'] = 1  # tuning: 0
   values['prompts']['max_prompt_tokens'] = 21
   values['sampler'] |= {'max_num_seqs': 256, 'prefill_batch_size': 256}
   values['sft'] |= {'clean': 700, 'noisy': 80, 'batch': 64, 'slip': 0.5}
@@ -166,7 +167,7 @@ def with_experts() -> dict[str, Any]:
   """Returns S2 for 20 steps, with the policy of configs/experts.py."""
   values = control()
   values['steps'] = 20
-  values['model'] |= {'experts': 8, 'active': 2, 'ffn': 96}
+  values['sft'] |= {'experts': 8, 'active': 2, 'ffn': 96}
   values['optimizer']['lr'] = 6e-4
   values['evaluate']['every'] = 5
   return values
@@ -279,7 +280,7 @@ def partner(seed: int) -> int:
 
 def of_run(name: str, arm: str, levels: Mapping[str, str], seed: int) -> dict[str, Any]:
   """Returns the knobs of one run: its problems, the donor, and the coin."""
-  knobs: dict[str, Any] = {'problems.seed': seed}
+  knobs: dict[str, Any] = {'problems.custom.seed': seed}
   if arm == 'yoked':
     donor = 'balanced' if name == 'yoked_s1' else 'recipe'
     knobs['clip.results'] = f'papers/bench/results/{name}'
@@ -317,7 +318,7 @@ def get_experiment(name: str) -> Experiment:
   deep['optimizer']['lr'] = 6e-4
   depth = {x: DEPTHS[x] for x in ('depth4', 'depth16')}
   tuning = s1()
-  tuning['problems']['seed'] = 0
+  tuning['problems']['custom']['seed'] = 0
   return {
     'tuning': Experiment(tuning, two, TUNING),
     's1': Experiment(s1(), CLIPPING, TEST),
@@ -337,7 +338,7 @@ def get_experiment(name: str) -> Experiment:
       REPLAYED,
       ROUTES_SEEDS,
       {'precision': COMPUTED, 'staleness': STALENESS},
-      lambda arm, levels, seed: {'problems.seed': seed},
+      lambda arm, levels, seed: {'problems.custom.seed': seed},
     ),
     'routes_first': Experiment(
       with_experts(),
@@ -347,6 +348,6 @@ def get_experiment(name: str) -> Experiment:
         'precision': {'bfloat16': COMPUTED['bfloat16']},
         'staleness': {'updates64': STALENESS['updates64']},
       },
-      lambda arm, levels, seed: {'problems.seed': seed},
+      lambda arm, levels, seed: {'problems.custom.seed': seed},
     ),
   }[name]

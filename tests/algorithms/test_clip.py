@@ -137,6 +137,7 @@ def test_the_search_may_leave_reused_rows_out():
   bounds = compiled(target=0.6, **some)(*data)
   assert outcome(bounds)[2:] == (0, True)
   assert bounds.cap == np.float32(1.1) and bounds.high == np.float32(1.2)
+  assert compiled(sources=('reevaluated',))(*data).no_evidence
 
 
 @pytest.mark.parametrize('contribution', ['gradient', 'surrogate'])
@@ -150,9 +151,12 @@ def test_one_sided_and_empty_minibatches_have_bounds(
   batch = batch._replace(
     adv_BT=np.float32(adv)[:, None], loss_mask_BT=batch.loss_mask_BT & counted
   )
-  low, high, steps, met = balanced(
-    (ratio_BT, batch), contribution=contribution, resolution=resolution
-  )
+  search = compiled(contribution=contribution, resolution=resolution)
+  bounds = search(ratio_BT, batch)
+  low, high, steps, met = outcome(bounds)
+  known = counted and adv != (0, 0)
+  assert bounds.no_evidence == (not known)
+  assert bounds.negatives_only == (known and adv == (-1, -1))
   # Positive tokens alone meet any target; negative ones alone none. Without either
   # nothing is known, and nothing moves.
   if adv == (0, 0) or not counted or adv == (1, 1):

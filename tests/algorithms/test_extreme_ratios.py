@@ -235,15 +235,7 @@ def test_rows_without_an_advantage_move_no_other_row(loss_rule, clip_rule, mask_
   batch = batch._replace(adv_BT=np.where(np.arange(8)[:, None] < 2, 0, batch.adv_BT))
   far_BT = np.where(batch.adv_BT == 0, logp_BT - 200, batch.behavior_logp_BT)
 
-  def applied(batch):
-    find = loss.finder(rules, jnp.asarray(logp_BT), batch, jnp.ones(8))
-
-    def total(logp_BT):
-      return loss.gain(rules[0], logp_BT, batch, find)[0].sum()
-
-    return jax.value_and_grad(total)(jnp.asarray(logp_BT))
-
-  near = applied(batch)
-  far = applied(batch._replace(behavior_logp_BT=far_BT))
+  near = making.applied(rules, logp_BT, batch)
+  far = making.applied(rules, logp_BT, batch._replace(behavior_logp_BT=far_BT))
   assert np.isfinite(near[0]) and np.abs(near[1]).max() > 0
   jax.tree.map(np.testing.assert_array_equal, far, near)

@@ -170,6 +170,20 @@ def test_a_token_whose_probability_has_vanished_has_a_finite_reference():
   np.testing.assert_array_equal(slope_BT, 0)
 
 
+def check_objective(rule, logp_BT, batch, given, paper):
+  """Value and gradient are the paper's, as a mean over rows; returns the gradient."""
+
+  def ours(logp_BT):
+    gain_BT, _ = rule(logp_BT, batch, lambda _: given)
+    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
+
+  logp_BT = jnp.asarray(logp_BT)
+  value, slope_BT = jax.value_and_grad(ours)(logp_BT)
+  making.close(value, paper(logp_BT), count=logp_BT.size, terms=3)
+  making.close(slope_BT, jax.grad(paper)(logp_BT), count=64)
+  return slope_BT
+
+
 def test_sequence_is_the_gradient_of_the_papers_objective():
   # Eq. 5: mean over responses of min(s A, clip(s) A), s the geometric mean.
   logp_BT, batch = making.mixed_tokens()
@@ -184,13 +198,7 @@ def test_sequence_is_the_gradient_of_the_papers_objective():
     gain_B = jnp.minimum(s_B * adv_B, jnp.clip(s_B, 0.75, 1.5) * adv_B)
     return gain_B.mean()
 
-  def ours(logp_BT):
-    gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
-    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
-
-  logp_BT = jnp.asarray(logp_BT)
-  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
-  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+  check_objective(loss.SequenceRatio(), logp_BT, batch, bounds(), paper)
 
 
 def test_sequence_is_gspo_token_where_advantages_differ_by_token():
@@ -210,15 +218,9 @@ def test_sequence_is_gspo_token_where_advantages_differ_by_token():
     least_BT = jnp.minimum(s_BT * adv_BT, jnp.clip(s_BT, 0.75, 1.5) * adv_BT)
     return (jnp.where(mask_BT, least_BT, 0) / n_B1).sum(1).mean()
 
-  def ours(logp_BT):
-    gain_BT, _ = loss.SequenceRatio()(logp_BT, batch, lambda _: bounds())
-    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
-
-  logp_BT = jnp.asarray(logp_BT)
-  cut_BT = batch.loss_mask_BT & (np.asarray(jax.grad(ours)(logp_BT)) == 0)
+  slope_BT = check_objective(loss.SequenceRatio(), logp_BT, batch, bounds(), paper)
+  cut_BT = batch.loss_mask_BT & (np.asarray(slope_BT) == 0)
   assert (cut_BT.any(1) & (cut_BT < batch.loss_mask_BT).any(1)).any()  # parts of a row
-  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
-  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
 
 
 def test_gmpo_is_the_gradient_of_the_papers_objective():
@@ -234,16 +236,9 @@ def test_gmpo_is_the_gradient_of_the_papers_objective():
     mean_B = jnp.prod(least_BT, 1) ** (1 / mask_BT.sum(1))
     return (jnp.sign(batch.adv_BT[:, 0]) * mean_B).mean()
 
-  def ours(logp_BT):
-    gain_BT, _ = loss.Gmpo()(logp_BT, batch, lambda _: bounds(low, high))
-    return (gain_BT.sum(1) * loss.row_scale(batch.loss_mask_BT, 'sequence', 1)).sum()
-
-  logp_BT = jnp.asarray(logp_BT)
-  weight_BT = loss.weights(loss.Gmpo(), logp_BT, batch, bounds(low, high))
+  slope_BT = check_objective(loss.Gmpo(), logp_BT, batch, bounds(low, high), paper)
   teaches_BT = batch.loss_mask_BT & (batch.adv_BT != 0)
-  assert 0.1 < (np.asarray(weight_BT)[teaches_BT] == 0).mean() < 0.9
-  making.close(ours(logp_BT), paper(logp_BT), count=logp_BT.size, terms=3)
-  making.close(jax.grad(ours)(logp_BT), jax.grad(paper)(logp_BT), count=64)
+  assert 0.1 < (np.asarray(slope_BT)[teaches_BT] == 0).mean() < 0.9
 
 
 @pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])

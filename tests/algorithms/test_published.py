@@ -46,21 +46,10 @@ def recorded() -> tuple[jax.Array, Batch]:
   )
 
 
-def applied(rules, logp_BT, batch):
-  """Returns (sum of gains, weights) under a loss, a clip and a mask rule."""
-  scale_B = jnp.ones(len(batch.adv_BT))
-  find = loss.finder(rules, logp_BT, batch, scale_B)
-
-  def total(logp_BT):
-    return loss.gain(rules[0], logp_BT, batch, find)[0].sum()
-
-  return jax.value_and_grad(total)(logp_BT)
-
-
 @pytest.mark.parametrize('name', RULES)
 def test_rules_equal_their_published_code(name):
   with jax.enable_x64(True):
-    value, weight_BT = applied(RULES[name], *recorded())
+    value, weight_BT = making.applied(RULES[name], *recorded())
   wanted = FOUND['rules'][name]
   np.testing.assert_allclose(weight_BT, wanted['weight'], rtol=1e-6, atol=1e-9)
   np.testing.assert_allclose(value, wanted['gain'], rtol=1e-6)

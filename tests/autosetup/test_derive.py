@@ -1,5 +1,6 @@
 """What a run decides by itself: by which fact, with which reason, and only once."""
 
+import json
 import pathlib
 import re
 import types
@@ -61,9 +62,8 @@ def known(**changes) -> Facts:
   found = Facts(
     spec=SMALL,
     tokenizer=CHAT,
-    data=Data(SUMS[:60], SUMS[60:], {}),
-    training=SUMS[:60],
-    held_out=SUMS[60:],
+    data=Data(SUMS[:60], SUMS[60:]),
+    split=lambda: (SUMS[:60], SUMS[60:]),
     lengths=lambda template: ([len(template)] * 60, [len(template)] * 20),
     verified=lambda rule: Verified(80, 80),
     devices=jax.devices()[:1],
@@ -100,14 +100,15 @@ def test_a_small_model_is_not_asked_for_a_box_and_a_large_one_is():
   assert small['tokenizer.template'] == 'chat:{problem}'
   assert r'\boxed{}' in large['tokenizer.template']
   boxed = [row._replace(problem=row.problem + r' Use \boxed{}.') for row in SUMS]
-  found = values(training=boxed, held_out=boxed[:1])
+  found = values(split=lambda: (boxed, boxed[:1]))
   assert found['rewards.rule'] == 'aime', 'the problems ask for it'
   assert found['tokenizer.template'] == 'chat:{problem}', 'and once is enough'
 
 
 def test_rows_that_name_a_verifier_decide_and_a_base_model_has_a_plain_template():
   named = [row._replace(verifier='math') for row in SUMS]
-  assert values(training=named, held_out=named[:1])['rewards.rule'] == 'math'
+  found = values(split=lambda: (named, named[:1]))
+  assert found['rewards.rule'] == 'math'
   assert values(tokenizer=BASE)['tokenizer.template'] == '{problem}\n'
 
 
@@ -169,7 +170,8 @@ def test_a_run_takes_what_memory_there_is_and_no_more(gib):
   schedule = derive_sizes.schedule_of(config, facts_)
   assert schedule.remat == config.model.remat, 'a later start decides the same'
   mesh = sharding.make(devices=facts_.devices)
-  found = budget.count(config, derive_sizes.spec_of(config, facts_), schedule, mesh)
+  spec = derive_sizes.spec_of(config, facts_)
+  found = budget.count(budget.sizes_of(config, spec), spec, schedule, mesh)
   assert found.update <= gib * 2**30
 
 
@@ -208,12 +210,12 @@ def test_a_knob_is_judged_once_it_is_derived():
     asked(**{'prompts.count': 4, 'learner.minibatches': 3})
 
 
-def test_an_override_wins_and_the_screen_says_so():
+def test_an_override_wins_and_the_screen_has_the_others():
   config = asked(**{'optimizer.lr': 0.5, 'rewards.rule': 'exact'})
   decided, found = derive.derive(config, known())
   assert decided.optimizer.lr == 0.5 and decided.rewards.rule == 'exact'
-  lines = derive.screen(found)
-  assert 'optimizer.lr=0.5, GIVEN (derived: ' in lines
+  lines = derive.screen(decided, found)
+  assert 'optimizer.lr' not in lines and 'rewards.rule' not in lines
   assert 'nothing added for exact' in lines, 'what follows sees the override'
 
 
@@ -233,12 +235,15 @@ def test_a_run_that_has_begun_continues_with_its_derived_knobs(
   asked_for, work = begun
   config = derive.decide(asked_for, work)
   assert config.tokenizer.template == 'chat:{problem}'
-  experiment.claim(work, config)
+  experiment.claim(work, config, asked_for)
+  stored = json.loads((tmp_path / 'work' / 'config.json').read_text())
+  assert stored['steps'] == 1 and stored['optimizer']['lr'] is None, 'as it was given'
   (tmp_path / 'work' / 'metrics.jsonl').write_text('')
   capsys.readouterr()
   recordings.jsonl(tmp_path / 'a.jsonl', foreign.problems(24, 100))
   monkeypatch.setattr(facts, 'gather', lambda *args: pytest.fail('derived again'))
   assert derive.decide(asked_for, work) == config
+  assert config.model.attention is None, 'of the machine of the next start'
   assert 'Derived when this run began' in capsys.readouterr().out
 
 
@@ -253,7 +258,8 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(derive, 'derive', derived)
   monkeypatch.setattr(main, 'PLANNING', {})
-  work = tmp_path / main.WORKDIR  # has a run, of which nothing can be read
+  default = 'runs/default'  # has a run, of which nothing can be read
+  work = tmp_path / default
   work.mkdir(parents=True)
   (work / 'metrics.jsonl').write_text('')
   (work / 'config.json').write_text('no JSON')
@@ -261,7 +267,7 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
   with pytest.raises(ValueError, match='derived from model, problems and machine'):
     main.main(main.parse(['bapo_jax', *flags]))
-  named = refused([*flags, f'--workdir={main.WORKDIR}'])
+  named = refused([*flags, f'--workdir={default}'])
   assert 'runs/default/config.json' in named
 
 
@@ -283,6 +289,12 @@ def test_what_is_yours_is_asked_for():
 DAPO = {'batch.rule': 'learnable_only', 'clip.rule': 'fixed', 'clip.high': 1.28}
 
 
+def shown(**knobs):
+  """The lines of the first screen."""
+  config = parse(plain(**knobs))
+  return knob_lists.lines(config, config)
+
+
 def test_rules_are_shown_with_the_knobs_that_they_use():
   assert knob_lists.in_force(parse(plain(**DAPO))) == {
     'batch': 'learnable_only: weights.fresh 1.0, max_extra_rounds 2',
@@ -290,12 +302,12 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
     'clip': 'fixed: low 0.8, high 1.28, dual inf',
     'loss': 'clipped: aggregate token, kl 0.0, reference 0.0, limit inf',
   }
-  shown = knob_lists.in_force(parse(plain(**{'batch.rule': 'adapted'})))
-  assert shown['buffer'].startswith('capacity 256, max_off_policy_steps 3, max_reuse 3')
-  assert shown['buffer'].endswith(
+  found = knob_lists.in_force(parse(plain(**{'batch.rule': 'adapted'})))
+  assert found['buffer'].startswith('capacity 256, max_off_policy_steps 3, max_reuse 3')
+  assert found['buffer'].endswith(
     'thresholds.rule fixed, thresholds.hard 0.125, thresholds.reusable (0.125, 0.625)'
   )
-  assert shown['clip'].startswith(
+  assert found['clip'].startswith(
     'balanced: target 0.42, low (0.6, 0.9), high (1.2, 3.0), low_step 0.02'
   )
 
@@ -315,18 +327,18 @@ def test_rules_are_shown_with_the_knobs_that_they_use():
   ],
 )
 def test_the_first_screen_warns_of_an_epsilon_in_place_of_a_bound(knobs, warning):
-  lines = ' '.join(knob_lists.lines(parse(plain(**knobs))).split())
+  lines = ' '.join(shown(**knobs).split())
   assert re.search(f' warning {warning}', lines) if warning else 'warning' not in lines
 
 
 def test_the_first_screen_lists_changed_knobs_and_those_without_an_effect():
   knobs = {'lora.alpha': 8.0, 'steps': 3, 'tokenizer.template': 'x{problem}'}
-  lines = knob_lists.lines(parse(plain(**knobs)))
+  lines = shown(**knobs)
   *_, changed, idle = lines.splitlines()
   assert changed == (
     "  changed    steps=3, lora.alpha=8.0, tokenizer.template='x{problem}'"
   )
   assert idle == '  no effect  lora.alpha=8.0 (lora.rank=0)'
-  switched = knob_lists.lines(parse(plain(**knobs, **{'lora.rank': 2})))
+  switched = shown(**knobs, **{'lora.rank': 2})
   assert 'no effect' not in switched and 'lora.rank=2' in switched
-  assert 'changed' not in knob_lists.lines(parse(plain()))
+  assert 'changed' not in shown()

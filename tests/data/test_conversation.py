@@ -125,7 +125,7 @@ def test_a_special_token_in_a_message_is_text(chat, text):
 
 
 def test_without_a_chat_template_a_message_is_its_text():
-  tokenizer = tokenizer_lib.load('characters', '{problem}\n')
+  tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '{problem}\n')
   b = conversation.between(tokenizer, 'tool')
   assert b == Between(role='tool')
   ids = conversation.tokens_of(tokenizer, b, '=17\n', 1)

@@ -1,5 +1,6 @@
 """Countdown: every problem can be solved, and solutions are right in every step."""
 
+import json
 import operator as op
 import re
 
@@ -7,18 +8,12 @@ import numpy as np
 import oracles
 import pytest
 
-from bapo_jax.data.knobs import CountdownConfig, ProblemsConfig
-from bapo_jax.data.made import countdown
+from bapo_jax.data import layouts
 from bapo_jax.rewards import verifiers
+from examples import countdown
 
 KNOBS = {'numbers': (3, 4), 'largest': 99, 'target': 999}
 SMALL = {'numbers': (3, 4), 'largest': 7, 'target': 20}
-
-
-def generate(count, seed=0, **knobs):
-  made = CountdownConfig(**knobs)
-  problems = ProblemsConfig(seed=seed, train=count - 1, test=1, countdown=made)
-  return countdown.generate(problems)
 
 
 @pytest.mark.parametrize(
@@ -27,24 +22,28 @@ def generate(count, seed=0, **knobs):
 )
 def test_numbers_that_are_no_problem_are_refused(numbers, target):
   with pytest.raises(ValueError, match='give two or more integers'):
-    countdown.row(numbers, target, 'sentence')
+    layouts.read_rows([('', {'numbers': numbers, 'target': target})])
 
 
 def test_every_problem_can_be_solved():
-  found = generate(150, **KNOBS)
-  assert {len(p.numbers) for p in found} == {3, 4}
-  for p in found:
-    assert min(p.numbers) >= 1 and max(p.numbers) <= 99 and 1 <= p.answer <= 999
-    assert p.answer in oracles.reachable(p.numbers), p
+  rows = countdown.countdown('train', **KNOBS, wording='sentence', train=150, test=1)
+  assert {len(row['numbers']) for row in rows} == {3, 4}
+  for row in rows:
+    numbers, target = row['numbers'], row['target']
+    assert min(numbers) >= 1 and max(numbers) <= 99 and 1 <= target <= 999
+    assert target in oracles.reachable(numbers), row
+  (stated,) = layouts.read_rows([('', rows[0])])
+  assert stated.problem.startswith('Combine the numbers ')
 
 
-def solved(count=60, **noise):
-  """(problem, answer for the verifier, solution) of small problems."""
-  for i, problem in enumerate(generate(count, **SMALL, wording='short')):
-    rng = np.random.default_rng(i)
-    noise = {'slip': 0.0, 'repeat': 0.0} | noise
-    solution = countdown.solve(problem, rng, largest=SMALL['target'], **noise)
-    yield problem, problem.row.answer, solution
+def solved(count=60):
+  """(numbers, target, answer for the verifier, solution) of small problems."""
+  rows = countdown.countdown('train', **SMALL, train=count - 1, test=1)
+  rows.sort(key=lambda row: row['rank'])
+  for i, row in enumerate(layouts.read_rows(('', row) for row in rows)):
+    answer = json.loads(row.answer)
+    solution = row.solution(np.random.default_rng(i), 0.0, 0.0)
+    yield answer['numbers'], answer['target'], row.answer, solution
 
 
 def chains(solution):
@@ -65,16 +64,16 @@ RESULT = dict(zip('+-*/', (op.add, op.sub, op.mul, op.truediv), strict=True))
 
 def test_a_clean_solution_is_right_in_every_step():
   verdicts = []
-  for problem, answer, solution in solved():
+  for numbers, target, answer, solution in solved():
     tried = solution.split('\\')[0].split('|')
     assert len(set(tried)) == len(tried) or len(tried) == countdown.CHAINS
-    for numbers, made in chains(solution):
-      assert sorted(numbers) == sorted(problem.numbers)
+    for used, made in chains(solution):
+      assert sorted(used) == sorted(numbers)
       for a, sign, b, result in made:
         assert RESULT[sign](a, b) == result and 1 <= result <= SMALL['target']
     *before, (_, last) = chains(solution)
-    assert all(made[-1][-1] != problem.answer for _, made in before)
-    reached = last[-1][-1] == problem.answer
+    assert all(made[-1][-1] != target for _, made in before)
+    reached = last[-1][-1] == target
     assert verifiers.countdown(answer, solution).right == reached
     verdicts.append(reached)
   # Twelve chains miss some, and (a+b)*(c+d) is none: 0.82 here, 0.74 over 300 problems.

@@ -8,21 +8,18 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import drawn
-from bapo_jax.data.made.problem import Problem
-from bapo_jax.data.row import Row
+from examples import drawn
 
 KINDS = sorted(drawn.KINDS.keys() - {'blank'})
 
 
-def made(count=200, seed=0, **knobs):
-  problems = ProblemsConfig(seed=seed, train=count - 1, test=1, drawn=knobs)
-  return drawn.generate(problems)
+def made(count=200, **knobs):
+  return drawn.drawn('train', train=count, test=0, **knobs)
 
 
-def picture(problem):
-  return problem.row.pictures[0]
+def numbers(row):
+  """The quantities of a problem."""
+  return row['solutions'].args[0]
 
 
 def dark_HW(data):
@@ -70,32 +67,30 @@ READ |= {'lengths': read_lengths, 'dials': read_dials}
 @pytest.mark.parametrize('shown', [2, 3, 4])
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_picture_shows_its_quantities(kind, shown):
-  for problem in made(80, kind=kind, shown=shown, sides=(56, 112)):
-    found = READ[kind](dark_HW(picture(problem)), shown)
-    assert tuple(found) == problem.numbers
-
-
-PROBLEM = Problem(Row('<image>x1-x3+x2 mod 10', '6'), 6, (4, 9, 7), (1, -3, 2))
+  for row in made(80, kind=kind, shown=shown, sides=(56, 112)):
+    found = READ[kind](dark_HW(row['images'][0]), shown)
+    assert tuple(found) == numbers(row)
 
 
 def test_the_answer_is_what_the_text_asks_for():
-  problem, rng = PROBLEM, np.random.default_rng(0)
-  assert drawn.solve(problem, rng, 0, 0) == r'4-7+9=6\boxed{6}'
-  assert drawn.solve(problem, rng, 0, 1) == r'4-7+9=6|4-7+9=6\boxed{6}'
-  for problem in made(100, shown=4, terms=3):
-    asked = problem.text.removeprefix('<image>').removesuffix(' mod 10')
-    for i, n in enumerate(problem.numbers, 1):
+  rng = np.random.default_rng(0)
+  terms = (4, 9, 7), (1, -3, 2)
+  assert drawn.solve(*terms, rng, 0, 0) == r'4-7+9=6\boxed{6}'
+  assert drawn.solve(*terms, rng, 0, 1) == r'4-7+9=6|4-7+9=6\boxed{6}'
+  for row in made(100, shown=4, terms=3):
+    asked = row['problem'].removeprefix('<image>').removesuffix(' mod 10')
+    for i, n in enumerate(numbers(row), 1):
       asked = asked.replace(f'x{i}', str(n))
     answer = eval(asked) % 10
-    assert answer == problem.answer
-    assert drawn.solve(problem, rng, 0, 0) == rf'{asked}={answer}\boxed{{{answer}}}'
+    assert answer == row['answer']
+    assert row['solutions'](rng, 0, 0) == rf'{asked}={answer}\boxed{{{answer}}}'
 
 
 def test_without_the_picture_every_answer_is_as_likely():
   problems = made(4000, kind='blank')  # quickly drawn; the kind changes no quantity
   by_text = collections.defaultdict(collections.Counter)
-  for problem in problems:
-    by_text[problem.text][problem.answer] += 1
+  for row in problems:
+    by_text[row['problem']][row['answer']] += 1
   assert len(by_text) == 12  # six pairs, added or subtracted
   for counts in [*by_text.values(), sum(by_text.values(), collections.Counter())]:
     n = counts.total()
@@ -106,12 +101,14 @@ def test_without_the_picture_every_answer_is_as_likely():
 
 def test_no_two_problems_have_the_same_quantities_and_text():
   problems = made(3000, kind='blank')
-  assert len({(p.text, p.numbers) for p in problems}) == 3000
-  assert made(50) == made(50) == made(80)[:50]
-  assert made(50, seed=1) != made(50)
+  assert len({(row['problem'], numbers(row)) for row in problems}) == 3000
+
+  def shown(rows):
+    return [(row['problem'], row['answer'], numbers(row)) for row in rows]
+
+  assert shown(made(50)) == shown(made(80))[:50] != shown(made(50, seed=1))
   # The kind changes what is seen, and nothing else.
-  for problem, other in zip(made(50, kind='mixed'), made(50), strict=True):
-    same = problem.row._replace(pictures=other.row.pictures)
-    assert problem._replace(row=same) == other
+  mixed = made(50, kind='mixed')
+  assert shown(mixed) == shown(made(50)) and mixed[0]['images'] != made(1)[0]['images']
   with pytest.raises(ValueError, match=r'about 200 different .* train \+ test = 300'):
     made(300, shown=2, terms=1)

@@ -15,8 +15,6 @@ from bapo_jax import knobs
 from bapo_jax.data import hub as hub_lib
 from bapo_jax.data import sources
 from bapo_jax.data.knobs import (
-  CountdownConfig,
-  DrawnConfig,
   ProblemsConfig,
   TokenizerConfig,
 )
@@ -245,12 +243,9 @@ def test_a_name_of_no_form_is_refused(source):
 
 
 BAD = [  # section, its name, values, start of the error
-  (ProblemsConfig, 'problems', {'family': 'maze'}, "family='maze'"),
+  (ProblemsConfig, 'problems', {'custom': {'level': 'x'}}, "custom.level='x'"),
   (ProblemsConfig, 'problems', {'source': 'x.jsonl'}, "test_source='synthetic'"),
   (TokenizerConfig, 'tokenizer', {'template': 'Answer!'}, "template='Answer!'"),
-  (CountdownConfig, 'problems.countdown', {'numbers': (1, 3)}, 'numbers=(1, 3)'),
-  (CountdownConfig, 'problems.countdown', {'largest': 4}, 'largest=4'),
-  (DrawnConfig, 'problems.drawn', {'terms': 4}, 'terms=4'),
 ]
 
 

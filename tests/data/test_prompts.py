@@ -99,7 +99,7 @@ def test_the_fingerprint_of_prompts_is_that_of_their_tokens(problems):
   assert len({first, other, shorter}) == 3 and first == padded
 
 
-TOKENIZER = tokenizer.load('characters', '{problem}\n')
+TOKENIZER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 TRAIN = [('1+1', 2), ('2+2', 4), ('1+1', 2), ('3+3', 6), ('10+100+1000', 1110)]
 TEST = [('2+2', 4), ('5+5', 10), ('5+5', 11)]
 

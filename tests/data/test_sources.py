@@ -2,25 +2,27 @@
 
 import hashlib
 import json
+import pathlib
 import re
 
 import numpy as np
 import pytest
+import recordings
 from pictured import ONE_LAYER, READER, png
 from runs import tiny
 
 from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made import drawn, synthetic
 from bapo_jax.training import inputs, refusals
 
-SHORT = {'wording': 'short'}
+FOLDER = pathlib.Path(__file__).parents[2]
+PAIRS, COUNTDOWN, DRAWN = (
+  f'{FOLDER}/examples/{name}.py:{name}' for name in ('pairs', 'countdown', 'drawn')
+)
 
 
-def problems(source='synthetic', **knobs):
-  return ProblemsConfig(
-    **{'source': source, 'test_source': source, 'train': 20, 'test': 10} | knobs
-  )
+def problems(source='synthetic', **custom):
+  return ProblemsConfig(source=source, test_source=source, custom=custom)
 
 
 def load(knobs, knob='source', **options):
@@ -37,27 +39,27 @@ def write(tmp_path, name, *pairs):
 # Fingerprints of training and held-out problems, ids and order included: runs were
 # recorded and are resumed with these. Pictures are left out: their compression changes
 # with versions of Pillow, their pixels are tested in test_drawn.py.
-CHAIN = {'family': 'chain', 'level': 2}
-COUNTDOWN = {'source': 'countdown', 'countdown': SHORT}
-FEW = {'countdown': SHORT | {'numbers': (2, 4, 6)}, 'seed': 7}
-MIXED = {'source': 'drawn', 'drawn': {'kind': 'mixed'}, 'seed': 5}
-ALL = {'family': 'pair', 'pair': {'hard': 0.3, 'answer': 'all'}}
-RECORDED = [  # knobs, their number, fingerprints
-  ({}, (200, 50), '442e88803ecb6e8a 0be538f4f023f1be'),
-  ({}, (2048, 512), '6cd6fbc115722a39 20dd37ef74ec9b7b'),
-  (CHAIN | {'seed': 3}, (200, 50), '363ea9ac4e32d732 44f63528e00dd40a'),
-  ({'family': 'pair', 'level': 4}, (2048, 512), '940bbe565812b603 ef8a44878cb59b48'),
-  (ALL, (500, 100), 'ccec92b1b68e3fdc b9cb3c792fa7f43d'),
-  (COUNTDOWN, (2048, 512), 'bb54020628f5a962 dbe80a31c978b11f'),
-  (COUNTDOWN | FEW, (20, 10), '541fd3fafd3cdfbd 44fb2e3931f2840d'),
-  ({'source': 'drawn'}, (40, 8), '634877f9b907fa1c 3c103d0c4031950a'),
-  (MIXED, (100, 10), '1e141565a41ff876 2f352f16e1d37bf0'),
+FOUR = {'largest': 99, 'target': 999, 'numbers': (3, 4)}
+SIX = FOUR | {'numbers': (2, 4, 6), 'seed': 7}
+ALL = {'hard': 0.3, 'answer': 'all'}
+MIXED = {'kind': 'mixed', 'seed': 5}
+RECORDED = [  # source, its knobs, their number, fingerprints
+  ('synthetic', {}, (200, 50), '442e88803ecb6e8a 0be538f4f023f1be'),
+  ('synthetic', {}, (2048, 512), '6cd6fbc115722a39 20dd37ef74ec9b7b'),
+  (PAIRS, {'level': 4}, (2048, 512), '940bbe565812b603 ef8a44878cb59b48'),
+  (PAIRS, ALL, (500, 100), 'ccec92b1b68e3fdc b9cb3c792fa7f43d'),
+  (COUNTDOWN, FOUR, (2048, 512), 'bb54020628f5a962 dbe80a31c978b11f'),
+  (COUNTDOWN, SIX, (20, 10), '541fd3fafd3cdfbd 44fb2e3931f2840d'),
+  (DRAWN, {}, (40, 8), '634877f9b907fa1c 3c103d0c4031950a'),
+  (DRAWN, MIXED, (100, 10), '1e141565a41ff876 2f352f16e1d37bf0'),
 ]
 
 
-@pytest.mark.parametrize(('knobs', 'count', 'recorded'), RECORDED)
-def test_made_problems_come_in_the_order_of_recorded_runs(knobs, count, recorded):
-  knobs = problems(**knobs | {'train': count[0], 'test': count[1]})
+@pytest.mark.parametrize(('source', 'knobs', 'count', 'recorded'), RECORDED)
+def test_made_problems_come_in_the_order_of_recorded_runs(
+  source, knobs, count, recorded
+):
+  knobs = problems(source, **knobs, train=count[0], test=count[1])
   found = []
   for knob in sources.SPLITS:
     rows = load(knobs, knob)
@@ -67,24 +69,22 @@ def test_made_problems_come_in_the_order_of_recorded_runs(knobs, count, recorded
   assert ' '.join(found) == recorded
 
 
-SOLVED = [  # knobs, the digest of 20 problems and noisy solutions
-  ({}, 'adfd46221d5fa9a1'),
-  ({'family': 'chain', 'level': 4}, '9c0d5835a284e6d3'),
-  ({'family': 'pair', 'pair': {'hard': 0.4}}, '9c7be673877744b7'),
-  ({'family': 'pair', 'pair': {'stops': False, 'answer': 'all'}}, '40f86d10f33c870e'),
-  (COUNTDOWN, '6ad4afad5b792819'),
-  ({'source': 'drawn'}, '78325735cf64ad1a'),
+SOLVED = [  # source, its knobs, the digest of 20 problems and noisy solutions
+  ('synthetic', {}, 'adfd46221d5fa9a1'),
+  (PAIRS, {'hard': 0.4}, '9c7be673877744b7'),
+  (PAIRS, {'stops': False, 'answer': 'all'}, '40f86d10f33c870e'),
+  (COUNTDOWN, FOUR, '6ad4afad5b792819'),
+  (DRAWN, {}, '78325735cf64ad1a'),
 ]
 
 
-@pytest.mark.parametrize(('knobs', 'recorded'), SOLVED)
-def test_worked_solutions_are_those_of_recorded_runs(knobs, recorded):
-  knobs = problems(**knobs)
-  imitated, solve = sources.sft_problems(knobs, sources.read(knobs))
+@pytest.mark.parametrize(('source', 'knobs', 'recorded'), SOLVED)
+def test_worked_solutions_are_those_of_recorded_runs(source, knobs, recorded):
+  knobs = problems(source, **knobs, train=20, test=10)
   digest = hashlib.sha256()
-  for i, problem in enumerate(imitated):
-    solution = solve(problem, np.random.default_rng(i), 0.3, 0.3)
-    digest.update(f'{problem.text} -> {solution}\n'.encode())
+  for i, row in enumerate(sources.imitated(knobs, sources.read(knobs))):
+    solution = row.solution(np.random.default_rng(i), 0.3, 0.3)
+    digest.update(f'{row.problem} -> {solution}\n'.encode())
   assert digest.hexdigest()[:16] == recorded
 
 
@@ -105,7 +105,7 @@ def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
   bad = write(tmp_path, 'b.jsonl', ('1+1', None))
   with pytest.raises(ValueError, match=r"b\.jsonl, line 1: field 'answer'"):
     sources.read(problems(f'{good},{bad}'))
-  with pytest.raises(ValueError, match=r'fewer than train \+ test = 510'):
+  with pytest.raises(ValueError, match=r'fewer than train \+ test = 1012'):
     sources.read(problems(level=1, train=500))
 
   def check(row):
@@ -122,28 +122,51 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
   source = str(tmp_path / 'a.jsonl')
 
   def refused(source, layers):
-    sizes = {'model.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
+    sizes = {'sft.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
     names = {'problems.source': source, 'problems.test_source': source}
     config = tiny(**sizes, **names)
-    return ' '.join(refusals.of_inputs(config, inputs.read(config)))
+    found = refusals.of_inputs(config, inputs.read(config))
+    return ' '.join(refusal.text for refusal in found)
 
-  for source_, place in ((source, 'line 1: '), ('drawn', '')):
+  for source_, place in ((source, 'line 1: '), (DRAWN, 'row 1: ')):
     assert refused(source_, 1) == ''
     assert re.search(place + '.*text-only', refused(source_, 0))
   (tmp_path / 'a.jsonl').write_text(json.dumps(row | {'problem': '1'}))
   assert 'has 0 <image> for 1 pictures' in refused(source, 1)
 
 
-def test_the_warm_start_imitates_training_problems_that_the_policy_can_read():
-  for source, made in (('drawn', drawn), ('own.jsonl', synthetic)):
+def test_the_warm_start_imitates_the_solutions_of_every_source(tmp_path):
+  rows = [{'problem': f'1+{i}', 'answer': 1 + i} for i in range(3)]
+  rows[1]['solutions'] = ['2', ['1+1=', '2\n', 'so 2']]
+  own = tmp_path / 'own.py'
+  own.write_text(f'def f(split):\n  return {rows}\n')
+  for source in (recordings.jsonl(tmp_path / 'a.jsonl', rows), f'{own}:f'):
     knobs = problems(source)
-    generated = {source: made.generate(knobs)}
-    imitated, _ = sources.sft_problems(knobs, sources.Data([], [], generated))
-    assert imitated == made.generate(knobs)[:20]
-  for source in ('countdown', 'drawn'):
-    with pytest.raises(ValueError, match=f'problems.{source}.wording'):
-      knobs = problems(source, **{source: {'wording': 'sentence'}})
-      sources.sft_problems(knobs, sources.read(knobs))
+    data = sources.read(knobs)
+    (row,) = sources.imitated(knobs, data)
+    rng = np.random.default_rng(0)
+    found = {row.solution(rng, 0.0, 0.0) for _ in range(20)}
+    assert row.problem == '1+1' and found == {'2', ('1+1=', '2\n', 'so 2')}
+    bad = data.training[0]._replace(solutions='2')
+    with pytest.raises(ValueError, match="'1\\+0' has the solutions '2'; give a list"):
+      sources.imitated(knobs, data._replace(training=[bad]))
+  without = data._replace(training=data.training[:1])
+  default = sources.read(ProblemsConfig()).training
+  assert len(sources.imitated(knobs, without)) == len(default)
+
+
+def test_rows_without_a_rank_keep_their_order(tmp_path):
+  rows = [{'problem': x, 'answer': 1, 'solutions': [x], 'rank': 9} for x in 'cab']
+  knobs = problems(recordings.jsonl(tmp_path / 'a.jsonl', rows))
+  imitated = sources.imitated(knobs, sources.read(knobs))
+  assert [row.problem for row in imitated] == [*'cab']
+
+
+def test_a_changed_file_is_another_source_of_solutions(tmp_path):
+  path = pathlib.Path(write(tmp_path, 'a.jsonl', ('1+1', 2)))
+  before = sources.file_digests(problems(str(path)))
+  path.write_text(path.read_text().replace('2', '3'))
+  assert len(before) == 1 and before != sources.file_digests(problems(str(path)))
 
 
 def test_a_comma_may_be_in_the_name_of_a_file(tmp_path):

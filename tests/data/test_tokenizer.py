@@ -4,6 +4,7 @@ import functools
 import json
 
 import foreign
+import making
 import numpy as np
 import pytest
 import tokenizers
@@ -12,8 +13,8 @@ import transformers
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 
-TOKENIZER = tokenizer_lib.load('characters', '{problem}\n')
-WRITTEN = tokenizer_lib.CHARACTERS[2:]  # each stands for itself
+TOKENIZER = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '{problem}\n')
+WRITTEN = making.CHARACTERS[2:]  # each stands for itself
 
 
 def rows_of(*problems):
@@ -28,7 +29,7 @@ def texts(tokenizer, rows):
 
 def chat(template, prompt='chat:{problem}'):
   """The embedded tokenizer with this chat template."""
-  backend = tokenizer_lib.characters()
+  backend = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   backend.chat_template = template
   return tokenizer_lib.Tokenizer(backend, (1,), prompt)
 
@@ -40,7 +41,7 @@ def test_one_token_per_character_and_one_for_the_box():
     [],
   ]
   assert TOKENIZER.eos == (1,)
-  assert len(TOKENIZER.backend) == len(tokenizer_lib.CHARACTERS)
+  assert len(TOKENIZER.backend) == len(making.CHARACTERS)
 
 
 @pytest.mark.parametrize('kind', ['', 'qwen2', 'llama'])
@@ -49,7 +50,7 @@ def test_it_is_a_tokenizer_like_any_other_with_any_model(kind, tmp_path):
   if kind:
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': kind}))
   loaded = tokenizer_lib.load(str(tmp_path), '{problem}\n')
-  assert len(loaded.backend) == len(tokenizer_lib.CHARACTERS)
+  assert len(loaded.backend) == len(making.CHARACTERS)
   strings = [''.join(WRITTEN), r'  7 * 8 = \boxed{56}' + '\n\n']
   ids = tokenizer_lib.encode(loaded, strings)
   assert ids == tokenizer_lib.encode(TOKENIZER, strings)
@@ -78,7 +79,7 @@ def test_a_chat_template_of_a_file_of_its_own_is_used(tmp_path):
   ],
 )
 def test_a_tokenizer_that_lacks_a_part_is_refused(part, template, message, tmp_path):
-  tokenizer = tokenizer_lib.characters()
+  tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   setattr(tokenizer, part, None)
   tokenizer.save_pretrained(tmp_path)
   with pytest.raises(ValueError, match=message):
@@ -118,7 +119,7 @@ def test_an_unknown_character_is_named_behind_a_special_token():
   ],
 )
 def test_the_ends_are_named_by_the_first_file(tmp_path, own, generation, config, ends):
-  backend = tokenizer_lib.characters()
+  backend = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   if not own:
     backend.eos_token = None
   backend.save_pretrained(tmp_path)

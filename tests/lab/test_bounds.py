@@ -1,11 +1,8 @@
 """The clip rules of protocol 3: a run yoked to itself is the run, bit for bit."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import processes
 import pytest
 import runs
 
@@ -65,33 +62,6 @@ def test_a_run_yoked_to_itself_is_bit_identical_also_resumed(donor, tmp_path):
     assert repr(mine) == repr(theirs)  # nan != nan
 
 
-def test_a_run_yoked_to_another_differs(donor, tmp_path):
-  searching, results = donor
-  other = json.loads((results / 'recipe-seed3.json').read_text())
-  updates = other['updates']
-  other['updates'] = updates | {'low': updates['low'][::-1], 'high': [1.2] * 24}
-  experiments.write(str(tmp_path / 'results'), 'recipe-seed3', other)
-  train(tmp_path / 'run', **yoked_to(tmp_path / 'results'))
-  mine, theirs = runs.last_run(tmp_path / 'run'), runs.last_run(searching)
-  assert not runs.same(mine.arrays, theirs.arrays)
-  rows = metrics.read(tmp_path / 'run', metrics.UPDATES)
-  low_U, high_U = bounds.sequence(str(tmp_path / 'results'), 'recipe-seed3')
-  applied = np.float32([(row['clip/low'], row['clip/high']) for row in rows])
-  assert np.array_equal(applied, np.stack([low_U, high_U], 1))
-
-
-@pytest.mark.nightly
-def test_two_processes_apply_the_bounds_of_the_donor(donor, tmp_path):
-  _, results = donor
-  knobs = SEARCHING | yoked_to(results) | {'mesh.data': 2}
-  for process in processes.trainings(tmp_path, 2, **knobs):
-    assert process.wait() == 0
-  rows = metrics.read(tmp_path, metrics.UPDATES)
-  low_U, high_U = bounds.sequence(str(results), 'recipe-seed3')
-  applied = np.float32([(row['clip/low'], row['clip/high']) for row in rows])
-  assert np.array_equal(applied, np.stack([low_U, high_U], 1))
-
-
 def test_updates_without_evidence_have_the_next_bounds_with_evidence(tmp_path):
   # Update 1 was not needed, 2 and 5 had no evidence; worked out by hand.
   updates = {
@@ -147,7 +117,7 @@ def test_every_arm_has_the_protocol_s_search_and_a_partner_as_donor():
   run = experiments.runs(made)
   assert run['balanced-seed640'].config.clip == bounds.SEARCHES['balanced']
   assert of_run('yoked', 'yoked', {'rate': 'lr0.0006'}, 601) == {
-    'problems.seed': 601,
+    'problems.custom.seed': 601,
     'clip.results': 'papers/bench/results/yoked',
     'clip.donor': 'recipe-lr0.0006-seed600',
   }

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import recordings
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
 from bapo_jax.training.config import Config
-from lab import counterfactual, token_pages
+from lab import counterfactual
 from lab.counterfactual import Applied, Recorded
 
 NOTEBOOKS = pathlib.Path(__file__).parents[2] / 'notebooks'
@@ -277,23 +276,6 @@ def test_tokens_inside_all_bounds_are_counted_from_the_record():
   assert staler['1'] == grpo and staler['8']['inside'] < found['inside'] < 1
 
 
-# --------------------------------- hTML of tokens by hand, and the slider in a browser
-
-
-BLUE, ORANGE = 'rgba(0,114,178,', 'rgba(213,94,0,'
-
-
-def two_rows(tmp_path):
-  """Two responses: '<b>', a masked 'tool', and 'c'; then 'd' and a line break."""
-  logp = {'behavior_logp': [np.log(0.25)] * 3, 'logp': [np.log(0.5)] * 3}
-  both = {'group': 0, 'tokens': [1, 1, 1]} | logp
-  rows = [
-    both | {'reward': 1, 'pieces': ['<b>', 'tool', 'c'], 'mask': [1, 0, 1]},
-    both | {'reward': 0, 'pieces': ['d', '\n', ''], 'mask': [1, 1, 0]},
-  ]
-  return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', rows))
-
-
 def test_the_part_of_an_advantage_that_is_not_of_the_response_stays(tmp_path):
   # GRPO gives +1 and -1; the recorded advantages of the first response have .5 more on
   # its first token. Without the division by the deviation, .5, that is .5 + .5.
@@ -306,29 +288,3 @@ def test_the_part_of_an_advantage_that_is_not_of_the_response_stays(tmp_path):
     adv_BT = by(found, GRPO | knobs).adv_BT
     expected = [[first + 0.5, first], [-first, -first]]
     assert adv_BT == pytest.approx(np.asarray(expected), abs=1e-4)
-
-
-def by_rule(weight_BT, cut_BT):
-  adv_BT = np.repeat([[1.0], [-1.0]], 3, axis=1)
-  weight_BT, cut_BT = np.asarray(weight_BT, np.float32), np.asarray(cut_BT)
-  return Applied(None, np.full((2, 3), 2.0), adv_BT, weight_BT, cut_BT, weight_BT)
-
-
-def spans(text):
-  return re.findall(r'<span (?:title="([^"]*)" )?style="([^"]*)">([^<]*)', text)
-
-
-def test_tokens_have_the_colour_of_their_weight_under_each_rule(tmp_path):
-  one = by_rule([[4, 0, 2], [-4, -1, 0]], [[0, 0, 0], [0, 0, 0]])
-  other = by_rule([[0, 0, 1], [-4, 0, 0]], [[1, 0, 0], [0, 2, 0]])
-  page = token_pages.coloured(two_rows(tmp_path), {'A & B': one, 'C': other}, [0, 1])
-  _, first, second, third, _ = page.split('<div style=')
-  (b, tool, c) = spans(first)[1:]  # after the span around the response
-  assert b[1:] == (f'background:{BLUE}1.00)', '&lt;b&gt;')
-  assert b[0] == 'sampled at 0.250, now 0.500, ratio 2.00, weight 100% of the largest'
-  assert tool == ('', 'color:#999', 'tool')
-  assert c[1] == f'background:{BLUE}0.56)'  # .12 + .88 / 2
-  (b, _, c) = spans(second)[1:]
-  assert b[0].endswith('cut') and '1 cut' in second
-  _, newline = spans(third)[1:]
-  assert newline[1:] == (f'background:{ORANGE}0.34)', '↵')

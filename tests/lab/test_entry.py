@@ -95,7 +95,9 @@ def test_missing_seeds_and_a_best_rate_at_an_edge_fail(tmp_path):
   assert 'a field is missing' in problem
 
 
-@pytest.mark.parametrize('knob', ['model.width', 'seed', 'problems.level', 'steps'])
+@pytest.mark.parametrize(
+  'knob', ['sft.width', 'seed', 'problems.custom.level', 'steps']
+)
 def test_an_entry_may_not_change_the_track(knob):
   with pytest.raises(ValueError, match=f'{knob}: the track fixes this knob'):
     entry.refuse({knob: 1})

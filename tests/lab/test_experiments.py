@@ -20,7 +20,7 @@ FACTORS = {'updates': {'k4': {'learner.minibatches': 4}, 'k8': {}}}
 
 def experiment(arms=ARMS, factors=FACTORS, seeds=(0, 1)):
   values = Config().model_dump()
-  values['problems']['family'] = 'chain'
+  values['problems']['custom'] |= {'level': 2}
   return Experiment(values, arms, seeds, factors)
 
 
@@ -31,9 +31,9 @@ def test_every_arm_runs_at_every_level_with_every_seed():
   run = runs['wide-k4-seed1']
   assert (run.arm, run.levels, run.seed) == ('wide', {'updates': 'k4'}, 1)
   assert run.config.learner.minibatches == 4 and run.config.seed == 1
-  assert run.config.sft.seed == 1 and run.config.cache == ''
+  assert run.config.sft.seed == 1
   assert run.config.clip.low == 0.6 and run.config.clip.high == 1.2
-  assert run.config.problems.family == 'chain'
+  assert run.config.problems.custom.level == 2
   assert runs['grpo-k4-seed1'].config.clip.low == 0.8, 'arms are independent'
 
 

@@ -13,6 +13,9 @@ from bapo_jax.algorithms import clip, loss, masks
 from lab import microscope
 from lab.microscope import GRPO, PROMPTS, Rule, Tables
 
+# Its weights take a minute and a half of processor time, and only a page has them.
+pytestmark = pytest.mark.nightly
+
 
 @functools.cache
 def task():
@@ -143,7 +146,7 @@ RULES = {
   ('name', 'minibatches', 'allowed'),
   [
     ('GRPO', 500, 4),  # of six gaps, one in 2600 draws is beyond 4
-    *(pytest.param(x, 20_000, 3, marks=pytest.mark.nightly) for x in RULES),
+    *((name, 20_000, 3) for name in RULES),
   ],
 )
 def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
@@ -164,18 +167,3 @@ def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   np.testing.assert_allclose(
     along(drawn.weight_NT), drawn.along_MV.mean(0), rtol=1e-3, atol=1e-5
   )
-
-
-@pytest.mark.nightly
-def test_moments_agree_with_the_expected_update_and_with_sampling():
-  names, minibatches = ['GSPO', 'SAPO'], 8000
-  rules, found = [RULES[name] for name in names], tables()
-  exact = microscope.moments(rules, task(), found, slopes())
-  chosen = jnp.stack([*directions(1)])
-  drawn = microscope.sampled(rules, task(), found, slopes(), chosen, 8, minibatches)
-  for rule, update_P, square, each in zip(rules, *exact, drawn, strict=True):
-    wanted_P = microscope.gradient(slopes(), task(), expected(rule, task(), found))
-    np.testing.assert_allclose(update_P, wanted_P, atol=1e-4 * np.abs(wanted_P).max())
-    error = each.square_M.std(ddof=1) / minibatches**0.5
-    assert error < 0.05 * square
-    assert abs(each.square_M.mean() - square) < 4 * error

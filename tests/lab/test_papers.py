@@ -1,6 +1,5 @@
 """The pages of the two papers: protocol first, seeds apart, numbers from results."""
 
-import csv
 import json
 import math
 import pathlib
@@ -42,24 +41,9 @@ def test_every_number_of_a_page_comes_from_its_results(folder):
   assert claims.main([str(PAPERS / folder), '--check']) == 0
 
 
-def test_the_table_of_all_runs_has_a_row_per_line_of_the_results():
+def test_the_table_of_all_runs_is_current():
   text = (PAPERS / 'results.csv').read_text()
   assert text == outcomes.results_csv(PAPERS), 'run python -m lab.outcomes'
-  rows = {
-    (x['paper'], x['experiment'], x['run']): x
-    for x in csv.DictReader(text.splitlines())
-  }
-  lines = 0
-  for path in PAPERS.glob('*/results/*.jsonl'):
-    for result in map(json.loads, path.read_text().splitlines()):
-      if 'evaluations' not in result:
-        continue
-      row = rows[path.parts[-3], path.stem, result['run']]
-      lines += 1
-      assert (row['arm'], int(row['seed'])) == (result['arm'], result['seed'])
-      last = 0.0 if result['diverged'] else result['evaluations'][-1][1]
-      assert float(row['final']) == last
-  assert lines == len(rows) > 1000
 
 
 @EVERY
@@ -87,7 +71,8 @@ def test_protocol_2_keeps_its_seeds_and_problems_apart():
   used = {name: module.get_experiment(name) for name in PROTOCOL_2}
   seeds = [seed for made in used.values() for seed in made.seeds]
   assert len(seeds) == len(set(seeds))
-  problems = {name: made.values['problems']['seed'] for name, made in used.items()}
+  custom = {name: made.values['problems']['custom'] for name, made in used.items()}
+  problems = {name: knobs.get('seed', 0) for name, knobs in custom.items()}
   assert problems.pop('tuning') == 0 and set(problems.values()) == {1}
 
 
@@ -188,8 +173,6 @@ def test_the_runs_of_the_smallest_figure_train_again_as_the_stored_ones(
   made = claims.load(str(paper)).get_experiment(name)
   stored = experiments.read(made, str(paper / 'results' / name))
   for run in (run for run in stored if run.endswith(f'seed{made.seeds[0]}')):
-    start = sweep.runner.warm_start(experiments.runs(made)[run].config)
-    sweep.runner.share(f'{tmp_path}/{name}/{run}', start, tmp_path.glob('*/*'))
     command = [sys.executable, '-m', 'lab.sweep', f'{paper}/experiments.py:{name}']
     command += [f'--only={run}', f'--results={tmp_path}/results', f'--runs={tmp_path}']
     # One device, and the programs of a user: XLA_FLAGS of the tests ask for eight.

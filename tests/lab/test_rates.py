@@ -35,7 +35,7 @@ def test_every_arm_is_a_valid_run_that_differs_in_its_rule_and_rate_alone():
   }
   specs = experiments.runs(made._replace(arms=arms))
   assert len(specs) == len(rates.ARMS) == 12
-  assert {spec.config.problems.seed for spec in specs.values()} == {800}
+  assert {spec.config.problems.custom.seed for spec in specs.values()} == {800}
 
 
 def test_the_mean_of_a_rate_needs_all_of_its_seeds(monkeypatch):

@@ -97,35 +97,3 @@ def test_the_region_is_where_a_token_of_that_sign_would_be_cut(tmp_path):
   assert cut(dcpo, 1, '2') and not cut(dcpo, 1, '2', column=40)
   gspo = {'loss.rule': 'sequence', 'clip.rule': 'fixed', 'loss.aggregate': 'sequence'}
   assert rule_maps.cut_regions(*of(found, gspo)) == {}
-
-
-def test_the_figure_has_a_panel_per_rule_and_its_shares(tmp_path):
-  found = recorded(tmp_path)
-  knobs = {'GRPO': {'clip.rule': 'fixed'}, 'free': {'clip.rule': 'unclipped'}}
-  rules = {name: of(found, k) for name, k in knobs.items()}
-  figure = rule_maps.draw_recorded(
-    found, {n: x[1] for n, x in rules.items()}, {n: x[0] for n, x in rules.items()}
-  )
-  titles = [ax.get_title() for ax in figure.axes]
-  assert titles[:2] == [
-    'GRPO\ncut + 66.7% (80.0%),  - 50.0% (28.2%)',
-    'free\ncut + 0.0% (0.0%),  - 0.0% (0.0%)',
-  ]
-
-
-def test_tokens_beyond_the_axes_are_drawn_at_their_edge(tmp_path):
-  found = counterfactual.staler(recorded(tmp_path), 5)  # ratios 97 and .01 of 7
-  config, applied = of(found, {'clip.rule': 'fixed'})
-  names = ('a', 'b', 'c')  # two columns: nothing is below `b`
-  figure = rule_maps.draw_recorded(
-    found, dict.fromkeys(names, applied), dict.fromkeys(names, config), columns=2
-  )
-  kept = figure.axes[0].lines[0].get_ydata()
-  assert (min(kept), max(kept), len(kept)) == pytest.approx((1 / 8, 8, 7))
-  labelled = [ax.xaxis.get_tick_params()['labelbottom'] for ax in figure.axes]
-  assert labelled[:3] == [False, True, True]
-
-
-def test_the_area_of_a_dot_counts_its_responses(two):
-  right, wrong = run_plots.lengths(two).axes[0].collections  # two equal responses
-  assert set(right.get_sizes()) == {28} and not len(wrong.get_sizes())

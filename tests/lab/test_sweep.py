@@ -1,6 +1,7 @@
 """The runner: order of runs, shared warm starts, signals, results and the table."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -45,27 +46,12 @@ def write_results(folder, arms, accuracies):
   return f'{file}:main'
 
 
-def test_a_warm_start_is_copied_from_another_run(tmp_path):
-  folder = tmp_path / 'main'
-  workdirs = [tmp_path / 'staleness' / 'one', folder / 'two']
-  assert not sweep.share(str(folder / 'two'), 'abc', workdirs)
-  source = tmp_path / 'staleness' / 'one' / 'warmstart' / 'abc'
-  source.mkdir(parents=True)
-  (source / 'weights').write_text('1 2 3')
-  torn = folder / 'two' / 'warmstart' / 'abc.tmp'
-  torn.mkdir(parents=True)
-  (torn / 'torn').write_text('')
-  assert sweep.share(str(folder / 'two'), 'abc', workdirs)
-  copy = folder / 'two' / 'warmstart' / 'abc'
-  assert [p.name for p in copy.iterdir()] == ['weights']
-  assert sweep.share(str(folder / 'two'), '', ()), 'a model read from files needs none'
-
-
 def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   accuracies = {'a': (0.4, 0.6), 'b': (0.5,)}
   description = write_results(tmp_path, 'ab', accuracies)
   monkeypatch.setattr(sweep, 'commit', lambda *_: 'c0ffee')
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', '')  # restored at the end
+  monkeypatch.setenv('XDG_CACHE_HOME', os.environ['XDG_CACHE_HOME'])
   monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '')
   commands = []
 
@@ -101,5 +87,4 @@ def test_a_run_writes_its_result(tmp_path, monkeypatch, whole_run):
   stored = json.loads((tmp_path / 'results' / 'name.json').read_text())
   # The accuracy of the last evaluation is that of its verdicts.
   assert stored['evaluations'][-1][1] == sum(stored['right']['4']) / 16
-  start = sweep.runner.warm_start(whole_run.config)
-  assert (tmp_path / 'runs' / 'name' / 'warmstart' / start).is_dir()
+  assert (tmp_path / 'runs' / 'name' / 'checkpoints').is_dir()

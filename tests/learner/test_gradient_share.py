@@ -29,8 +29,6 @@ LOSSES = loss.LossRule.rules.at_defaults()
 T = 8
 # So long a step that where the parameters started is rounded away: it is the gradient.
 LONG = optax.sgd(2.0**24)
-START = np.float32([0.6, 1.2]).tolist()
-LAST = np.float32([0.9, 3.0]).tolist()
 
 
 class Direct(objective_lib.Objective):
@@ -205,37 +203,3 @@ def test_the_search_ends_at_the_first_bounds_whose_gradient_has_the_share(
     assert (metrics['clip/low'], metrics['clip/high']) == path[first]
     outcomes.add((first > 0, len(enough) > 0))
   assert outcomes == {(False, True), (True, True), (True, False)}
-
-
-def outcome(*rows, **values):
-  """Metrics of one-token rows (A, pi / mu, source) under `balanced`."""
-  adv_B, ratio_B, source_B = np.float32(rows).T
-  old_B1 = np.full((len(rows), 1), -3, np.float32)
-  batch = making.batch(adv_B, old_B1 < 0, old_B1, source_B=source_B)
-  data = placed(old_B1 + np.log(ratio_B)[:, None], batch)
-  return compiled(objective(**values))(*data)[1]
-
-
-@pytest.mark.parametrize(
-  ('rows', 'values'),
-  [
-    # No advantage; no row of the searched sources; all that counts is cut for good.
-    (((0, 1, 0), (0, 2, 0)), {'learner.grad_accum_steps': 2}),
-    (((1, 1, 2), (-1, 1, 2)), {'clip.sources': ('fresh',)}),
-    (((-1, 4, 0), (-1, 5, 0)), {'clip.dual': 3.0}),
-  ],
-)
-def test_without_evidence_the_bounds_stay_at_their_start(rows, values):
-  metrics = outcome(*rows, **values)
-  assert [metrics['clip/low'], metrics['clip/high']] == START
-  for name in ('search_steps', 'target_met', 'negatives_only'):
-    assert metrics[f'clip/{name}'] == 0, name
-  assert metrics['clip/no_evidence'] == 1
-
-
-def test_negatives_alone_run_to_the_last_bounds_and_are_reported():
-  metrics = outcome((-1, 1, 0), (-1, 2, 0))
-  assert [metrics['clip/low'], metrics['clip/high']] == LAST
-  assert metrics['clip/negatives_only'] == 1 and metrics['clip/no_evidence'] == 0
-  metrics = outcome((1, 1, 0), (-1, 2, 0))
-  assert metrics['clip/negatives_only'] == metrics['clip/no_evidence'] == 0

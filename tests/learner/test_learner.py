@@ -13,10 +13,11 @@ import pytest
 import runs
 
 from bapo_jax import sharding
-from bapo_jax.algorithms import advantage, clip, diagnostics
+from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import logprobs, transformer
+from bapo_jax.runtime import glossary
 
 P = 4
 G = 4
@@ -134,9 +135,8 @@ def updated(groups, source_P, key, train_step, params=None, **knobs):
   """(counter, updates) of `update`; a call of train_step counts one up."""
   step = lambda params, opt, batch: (params, opt + 1, {}, train_step(batch))  # noqa: E731
   knobs = {'advantage_rule': advantage.GroupRelative()} | knobs
-  _, count, updates = learner.update(
-    params, 0, groups, source_P, key, train_step=step, **knobs
-  )
+  rules = learner.Rules(step, **knobs)
+  _, count, updates = learner.update(params, 0, groups, source_P, key, rules)
   return count, updates
 
 
@@ -164,8 +164,15 @@ def test_without_a_group_nothing_changes(params):
   nothing = batch._replace(loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
   after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, nothing)
   assert runs.same(after, params) and runs.same(opt_after, opt)
+  measured = {
+    name: metric
+    for name, metric in glossary.OF_UPDATES.items()
+    if not metric.of and not metric.optional
+  }
+  assert metrics.keys() == measured.keys()  # each has declared its reduction
   lost = {name for name, value in metrics.items() if not np.isfinite(value)}
-  assert lost == diagnostics.OF_SOME | {'rollout/logp_diff', 'rollout/logp_diff_max'}
+  skip_nan = glossary.nanmean, glossary.largest, glossary.first
+  assert lost == {name for name, x in measured.items() if x.reduce in skip_nan}
   assert metrics['loss/value'] == 0 and metrics['learner/grad_norm'] == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, optimizer, scoring
-from bapo_jax.types import Groups, Prompts
+from bapo_jax.types import Groups
 
 P = 8
 G = 8
@@ -27,32 +27,9 @@ def params():
 @pytest.fixture(scope='module')
 def sampled(params) -> Groups:
   """Groups that these weights sampled, as learner step 5."""
-  rng = np.random.default_rng(0)
-  prompts = Prompts(
-    np.arange(P, dtype=np.int32),
-    rng.integers(2, 11, (P, 4)).astype(np.int32),
-    np.full(P, 4, np.int32),
-  )
-  rows = making.generate(
-    jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
-    prompts,
-    np.arange(P * G, dtype=np.uint32),
-    jax.random.key(1),
-    spec=SPEC,
-    group_size=G,
-    max_new_tokens=T - 4,
-    temperature=1.0,
-    eos=(1,),
-    max_num_seqs=P * G,
-    prefill_batch_size=P * G,
-    tokens_per_dispatch=T - 4,
-  )
-  made = making.groups(range(P), rng.integers(1, G, P), [5] * P, G, T)
-  return made._replace(
-    tokens_PGT=rows.tokens_BT.reshape(P, G, T),
-    response_mask_PGT=rows.response_mask_BT.reshape(P, G, T),
-    behavior_logp_PGT=rows.logp_BT.reshape(P, G, T),
-  )
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  right = np.random.default_rng(0).integers(1, G, P)
+  return making.sampled(half, SPEC, P, G, T, right)
 
 
 score = functools.partial(scoring.score, rows=P * G, spec=SPEC, temperature=1.0)

@@ -80,6 +80,17 @@ def test_a_kernel_equals_the_oracle(kernel, packed, is_causal):
   np.testing.assert_allclose(found, expected, atol=32 * EPS * np.abs(expected).max())
 
 
+def with_gradients(kernel, args, seed):
+  """Returns what a kernel gives, and the gradients of its sum with random weights."""
+  weight_BTHC = np.random.default_rng(seed).standard_normal(args[0].shape, np.float32)
+
+  def total(*args):
+    return (kernel(*args).astype(jnp.float32) * weight_BTHC).sum()
+
+  gradient = jax.grad(total, argnums=(0, 1, 2))
+  return jax.jit(lambda *args: (kernel(*args), *gradient(*args)))(*args)
+
+
 @pytest.mark.parametrize(
   ('compute', 'packed', 'is_causal'),
   [('float32', True, True), ('float32', True, False), ('bfloat16', False, True)],
@@ -88,7 +99,6 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
   # Values and gradients of three blocks of queries, the last one shorter.
   T = 200
   args = example(B=4, T=T, H=6, dtype=compute, seed=3)
-  weight_BTHC = np.random.default_rng(4).standard_normal(args[0].shape, np.float32)
   segment_BT = segments(T) if packed else None
 
   def xla(*args):
@@ -103,16 +113,10 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
     KERNELS['plain'], segment_BT=segment_BT, is_causal=is_causal
   )
 
-  def both(kernel):
-    def total(*args):
-      return (kernel(*args).astype(jnp.float32) * weight_BTHC).sum()
-
-    gradient = jax.grad(total, argnums=(0, 1, 2))
-    return jax.jit(lambda *args: (kernel(*args), *gradient(*args)))(*args)
-
+  pairs = zip(with_gradients(plain, args, 4), with_gradients(xla, args, 4), strict=True)
   # Some ten roundings of the largest term, in the dtype of the products.
   rounding = 32 * EPS if compute == 'float32' else 8 * 2.0**-8
-  for found, expected in zip(both(plain), both(xla), strict=True):
+  for found, expected in pairs:
     assert found.dtype == expected.dtype
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     np.testing.assert_allclose(found, expected, atol=rounding * np.abs(expected).max())
@@ -126,18 +130,11 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
 def test_a_fused_kernel_has_the_gradient_of_plain(kernel, T, packed, is_causal):
   # 300 columns are three blocks of keys and three of queries; two heads share a key.
   args = example(B=4 if packed else 1, T=T, H=4 if packed else 2, kv_heads=1, seed=2)
-  weight_BTHC = np.random.default_rng(1).standard_normal(args[0].shape, np.float32)
-  segment_BT = segments() if packed else None
-
-  def gradient(kernel):
-    def total(*args):
-      out_BTHC = kernel(*args, segment_BT=segment_BT, is_causal=is_causal)
-      return (out_BTHC * weight_BTHC).sum()
-
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*args)
-
-  found = gradient(KERNELS[kernel])
-  expected = gradient(KERNELS['plain'])
+  knobs = {'segment_BT': segments() if packed else None, 'is_causal': is_causal}
+  (_, *found), (_, *expected) = (
+    with_gradients(functools.partial(KERNELS[kind], **knobs), args, 1)
+    for kind in (kernel, 'plain')
+  )
   for a, b in zip(found, expected, strict=True):
     assert np.abs(b).max() > 0.1
     # The gradient of a key is a sum over up to T queries.
@@ -184,7 +181,7 @@ def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
     jax.ShapeDtypeStruct((1, T, heads, 128), jnp.bfloat16) for heads in (28, 4, 28)
   )
   segment_BT = jax.ShapeDtypeStruct((1, T), jnp.int32)
-  kind = attention.resolve('auto', 'gpu', jnp.bfloat16, 128)
+  kind = attention.resolve(None, 'gpu', jnp.bfloat16, 128)
 
   def gradient(q, k, v, segment_BT, out):
     run = functools.partial(attention.attend, kind=kind, segment_BT=segment_BT)
@@ -203,7 +200,7 @@ def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
   code = """if True:
     import jax, jax.numpy as jnp
     from bapo_jax.models import attention
-    attention.resolve('auto', 'gpu', 'bfloat16', 64)
+    attention.resolve(None, 'gpu', 'bfloat16', 64)
     traces = []
     f = jax.jit(lambda x: traces.append(x) or x)
     f(1)
@@ -226,11 +223,11 @@ def test_auto_chooses_the_kernel_of_the_platform():
     ('gpu', 'float32'): 'plain',
   }
   for (platform, compute), kind in wanted.items():
-    for given in ('auto', kind):
+    for given in (None, kind):
       assert attention.resolve(given, platform, compute, 64) == kind
   # The shared memory of a GPU bounds the heads; the compiler takes 256, see below.
-  assert attention.resolve('auto', 'gpu', 'bfloat16', 256) == 'flash'
-  assert attention.resolve('auto', 'gpu', 'bfloat16', 260) == 'plain'
+  assert attention.resolve(None, 'gpu', 'bfloat16', 256) == 'flash'
+  assert attention.resolve(None, 'gpu', 'bfloat16', 260) == 'plain'
   for lacking in (
     ('splash', 'cpu', 'float32', 64),
     ('flash', 'gpu', 'float32', 64),

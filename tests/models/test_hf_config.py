@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import making
 import numpy as np
 import pytest
 import transformers
+from refusals import sentence_of
 
 from bapo_jax.models import rope, transformer
 from bapo_jax.models.hf import config as hf_config
@@ -26,44 +28,8 @@ LLAMA3 = {
   'original_max_position_embeddings': 8192,
 }
 # Qwen2.5-VL-3B-Instruct, as published.
-PUBLISHED = {
-  'architectures': ['Qwen2_5_VLForConditionalGeneration'],
-  'attention_dropout': 0.0,
-  'hidden_act': 'silu',
-  'hidden_size': 2048,
-  'image_token_id': 151655,
-  'intermediate_size': 11008,
-  'max_position_embeddings': 128000,
-  'max_window_layers': 70,
-  'model_type': 'qwen2_5_vl',
-  'num_attention_heads': 16,
-  'num_hidden_layers': 36,
-  'num_key_value_heads': 2,
-  'rms_norm_eps': 1e-06,
-  'rope_scaling': {'mrope_section': [16, 24, 24], 'type': 'mrope'},
-  'rope_theta': 1000000.0,
-  'sliding_window': 32768,
-  'tie_word_embeddings': True,
-  'torch_dtype': 'bfloat16',
-  'use_sliding_window': False,
-  'vision_config': {
-    'depth': 32,
-    'fullatt_block_indexes': [7, 15, 23, 31],
-    'hidden_act': 'silu',
-    'hidden_size': 1280,
-    'in_chans': 3,
-    'intermediate_size': 3420,
-    'num_heads': 16,
-    'out_hidden_size': 2048,
-    'patch_size': 14,
-    'spatial_merge_size': 2,
-    'spatial_patch_size': 14,
-    'temporal_patch_size': 2,
-    'tokens_per_second': 2,
-    'window_size': 112,
-  },
-  'vocab_size': 151936,
-}
+HERE = pathlib.Path(__file__).parent
+PUBLISHED = json.loads((HERE / 'qwen2_5_vl_3b.json').read_text())
 PIXELS = {
   'image_mean': [0.5, 0.4, 0.3],
   'image_std': [0.2, 0.25, 0.3],
@@ -293,9 +259,7 @@ def test_a_rope_theta_that_is_no_positive_number_is_refused(theta):
   ids=lambda value: getattr(value, '__name__', str(value)),
 )
 def test_an_unsupported_option_is_named(make, name, changes):
-  with pytest.raises(ValueError) as error:
-    make(**changes)
-  assert name in str(error.value) and '\n' not in str(error.value)
+  assert name in sentence_of(make, **changes)
 
 
 # --------------- rotary frequencies by hand; every rule of transformers: test_parity.py

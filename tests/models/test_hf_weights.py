@@ -51,16 +51,9 @@ def by_hand(params):
   return tensors
 
 
-@pytest.mark.parametrize(
-  ('shape', 'block'),
-  [((1, 1, 1), 300), ((2, 2, 2), 1), ((2, 2, 2), 1 << 20), ((1, 2, 4), 300)],
-)
-def test_any_devices_read_each_byte_once_in_any_blocks(
-  tmp_path, monkeypatch, shape, block
-):
+def check_reads(path, monkeypatch, tensors, spec, params, shape, block):
+  """Loads tensors on a mesh of this shape, in blocks; each byte is read once."""
   mesh = sharding.make(*shape, devices=jax.devices()[: math.prod(shape)])
-  spec = dataclasses.replace(SPEC, tied=False, heads=8)
-  params = oracles.noisy(spec, 0)
   read = safetensors_io.read
   sizes = []
 
@@ -71,13 +64,24 @@ def test_any_devices_read_each_byte_once_in_any_blocks(
 
   monkeypatch.setattr(safetensors_io, 'read', counting)
   monkeypatch.setattr(hf_weights, 'BLOCK', block)
-  tensors = by_hand(params)
-  save_file(tensors, tmp_path / 'model.safetensors')
-  found = hf_weights.load(str(tmp_path), spec, mesh)
+  save_file(tensors, path / 'model.safetensors')
+  found = hf_weights.load(str(path), spec, mesh)
   jax.tree.map(np.testing.assert_array_equal, found, params)
   layout = sharding.shardings(params, mesh)
   assert jax.tree.map(lambda x: x.sharding, found) == layout
   assert sum(sizes) == sum(x.nbytes for x in tensors.values())
+
+
+@pytest.mark.parametrize(
+  ('shape', 'block'),
+  [((1, 1, 1), 300), ((2, 2, 2), 1), ((2, 2, 2), 1 << 20), ((1, 2, 4), 300)],
+)
+def test_any_devices_read_each_byte_once_in_any_blocks(
+  tmp_path, monkeypatch, shape, block
+):
+  spec = dataclasses.replace(SPEC, tied=False, heads=8)
+  params = oracles.noisy(spec, 0)
+  check_reads(tmp_path, monkeypatch, by_hand(params), spec, params, shape, block)
 
 
 def random_checkpoint(path, spec, kind, files):

@@ -126,33 +126,6 @@ def test_the_widest_bin_by_hand():
   assert packing.widest(spec) == 7
 
 
-@pytest.mark.parametrize('variant', ['jitted', 'sharded'], indirect=True)
-@pytest.mark.parametrize(('micro_batches', 'packed'), [(3, True), (1, False)])
-def test_statistics_equal_those_of_whole_rows(variant, micro_batches, packed):
-  params = making.params()
-  rng = np.random.default_rng(0)
-  B = 16
-  T = 21
-  first_B = rng.integers(1, 9, B)
-  last_B = rng.integers(5, T + 1, B)
-  wanted_BT = wanted_of(zip(first_B, last_B, strict=True), T)
-  wanted_BT &= (rng.random(B) < 0.7)[:, None]
-  tokens_BT = rng.integers(0, making.SPEC.vocab, (B, T), np.int32)
-  whole = logprobs.sequence_stats(params, jnp.asarray(tokens_BT), making.SPEC, 0.8)
-
-  def all_of(tokens_BT, wanted_BT):
-    rows = packing.pack(tokens_BT, wanted_BT, micro_batches, width=64, packed=packed)
-    total = [jnp.zeros((B, T))] * 3
-    for n in range(rows.shape.micro_batches):
-      found = logprobs.packed_stats(params, rows.cells(n), making.SPEC, 0.8)
-      total = [a + rows.unpack(b, n) for a, b in zip(total, found[:3], strict=True)]
-    return total
-
-  found = variant(all_of, jnp.asarray(tokens_BT), jnp.asarray(wanted_BT))
-  shown_BT = wanted_BT if packed else np.ones_like(wanted_BT)
-  oracles.close(found, [np.where(shown_BT, x_BT, 0) for x_BT in whole[:3]], 128)
-
-
 def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
   rng = np.random.default_rng(2)
   hidden_BTD = rng.standard_normal((2, 12, 8), np.float32)

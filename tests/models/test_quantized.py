@@ -152,9 +152,9 @@ RUN = runs.PARTIAL | {
 
 
 @pytest.mark.parametrize('dtype', ['int8', 'float8_e4m3fn'])
-def test_a_run_learns_and_resumes_to_the_bit(dtype, warm, tmp_path):
+def test_a_run_learns_and_resumes_to_the_bit(dtype, tmp_path):
   config = tiny(**RUN, **{'sampler.actor_dtype': dtype})
-  whole = runs.Recorded(config, warm('whole'))
+  whole = runs.Recorded(config, tmp_path / 'whole')
   assert runs.train(config, whole.workdir, OddVerifier) == 0
   first, last = (runs.last_run(whole.workdir, step) for step in (1, 2))
   # Step 1 saves the actor of step 0, which samples once more, as it is in memory.

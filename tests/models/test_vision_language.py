@@ -5,6 +5,7 @@ Needs torch (`pip install -r requirements/parity.txt`); without it the file is s
 
 import dataclasses
 import io
+import json
 
 import jax
 import jax.numpy as jnp
@@ -265,7 +266,11 @@ def test_what_is_exported_is_what_was_read(trio, tmp_path):
   spec = dataclasses.replace(spec, vision=vision)
   flat = transformer.flatten(params)
   hf_weights.save(str(tmp_path), flat.__getitem__, spec, shard_bytes=20_000)
-  export.write_configs(str(tmp_path), tiny(), Model('', reader(), spec), 'float32')
+  source = tmp_path / 'source'
+  source.mkdir()
+  (source / 'config.json').write_text(json.dumps(hf_config.config_of(spec)))
+  model = Model(str(source), reader(), spec)
+  export.write_configs(str(tmp_path), tiny(), model, 'float32')
   assert hf_config.read_spec(str(tmp_path), 'float32') == spec
   loaded = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
   jax.tree.map(np.testing.assert_array_equal, loaded, params)

@@ -79,31 +79,44 @@ def test_the_verdict_is_a_readers(verify, case):
 
 
 # Endings of worked solutions, as models write them; N is the number.
-ENDINGS = [
-  *[
-    '#### N',
-    '#### $N',
-    '#### N apples',
-    '#### **N** cookies',
-    '#### N miles per hour',
-  ],
-  *['#### $N/day', '#### N T-shirts', '#### Total cost: $N', '#### N% of the class'],
-  *['#### She has N apples left.', '#### Average score: N', '#### N (cookies)'],
-  *[
-    'Answer: N people',
-    'Answer: $N.00 per week',
-    '**Answer:** N',
-    'Answer: **N** days',
-  ],
-  *[r'\boxed{N}', r'\boxed{N \text{ cookies}}', r'$\boxed{N\text{ km/h}}$'],
-  *[r'\[ \boxed{N \, \mathrm{kg}} \]', r'\boxed{\text{Total: } N \text{ dollars}}'],
-  *['The answer is N.', 'The answer is **N**.', 'So it costs N dollars.'],
-  *['Therefore, she has N cookies left.', 'So he needs N more apples.', '**N hours**'],
-  *['So it will take N minutes to fill the tank.', 'There are $N$ ways.'],
-  *["Thus, Janet makes $N every day at the farmers' market.", 'He ran N times.'],
-  *['So there are N boys and girls in the class.', 'It adds up to N cups of flour.'],
-  *['The number of students who did not pass is N.', '16 - 3 = N eggs', r'It is \$N.'],
-]
+ENDINGS = r"""
+#### N
+#### $N
+#### N apples
+#### **N** cookies
+#### N miles per hour
+#### $N/day
+#### N T-shirts
+#### Total cost: $N
+#### N% of the class
+#### She has N apples left.
+#### Average score: N
+#### N (cookies)
+Answer: N people
+Answer: $N.00 per week
+**Answer:** N
+Answer: **N** days
+\boxed{N}
+\boxed{N \text{ cookies}}
+$\boxed{N\text{ km/h}}$
+\[ \boxed{N \, \mathrm{kg}} \]
+\boxed{\text{Total: } N \text{ dollars}}
+The answer is N.
+The answer is **N**.
+So it costs N dollars.
+Therefore, she has N cookies left.
+So he needs N more apples.
+**N hours**
+So it will take N minutes to fill the tank.
+There are $N$ ways.
+Thus, Janet makes $N every day at the farmers' market.
+He ran N times.
+So there are N boys and girls in the class.
+It adds up to N cups of flour.
+The number of students who did not pass is N.
+16 - 3 = N eggs
+It is \$N.
+""".strip().splitlines()
 
 
 @pytest.mark.parametrize('ending', ENDINGS)
@@ -119,21 +132,6 @@ def test_the_words_beside_a_number_are_a_label_or_a_unit(ending):
     assert verifiers.gsm8k(gold, response).right is True
     other = '9' + number.replace(',', '')
     assert verifiers.gsm8k(other, response).right is False
-
-
-@pytest.mark.parametrize(
-  'box',
-  [r'42\text{ ways}', r'42 \text{ square units}', '42 apples', r'42\,\mathrm{cm}'],
-)
-def test_words_in_the_box_of_an_integer_are_a_unit(box):
-  assert verifiers.aime('42', rf'\boxed{{{box}}}').right is True
-  assert verifiers.aime('43', rf'\boxed{{{box}}}').right is False
-
-
-def test_plain_digits_need_no_parser(monkeypatch):
-  monkeypatch.setattr(trees, '_Parser', None)
-  for n in range(1000, 1100):  # numbers that no other test has parsed
-    assert trees.parse(f'{n}77') == ('num', n * 100 + 77)
 
 
 @pytest.mark.parametrize(

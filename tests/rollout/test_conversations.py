@@ -9,6 +9,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import pytest
 from three_problems import ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
@@ -153,7 +154,7 @@ def by_hand(uid, prompt, answer):
     logp += found.logp_BT[len(row) :][:n].tolist()
     row += part
     mask += [True] * n
-    text = ''.join(tokenizer.CHARACTERS[i] for i in part if i != EOS)
+    text = ''.join(making.CHARACTERS[i] for i in part if i != EOS)
     left = len(prompt) + NEW - len(row)
     if part[-1] != EOS or turn == TURNS or left < 2:
       break
@@ -219,14 +220,15 @@ def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
   widths = []
 
   class Watched(type(LONG)):
-    def resume(self, *args, columns):
+    def resume(self, params, slots, rows, id_A, entering, message_AT, *, columns):
       widths.append(columns)
-      _, slots, _, _, numbers_6A, _ = args
-      slot_A, _, _, _, position_A, _ = numbers_6A
+      position_A = entering.position_A
       assert (position_A <= columns).all()
-      taken = position_A[slot_A < len(slots.row_S)]
+      taken = position_A[entering.slot_A < len(slots.row_S)]
       assert (taken > columns // 2).all() or columns == 8
-      return super().resume(*args, columns=columns)
+      return super().resume(
+        params, slots, rows, id_A, entering, message_AT, columns=columns
+      )
 
   monkeypatch.setattr(shapes, 'SHORTEST', 8)
   engine = Watched(**vars(LONG))
@@ -255,10 +257,10 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
     params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
     if step == save_at:
       state = jax.tree.map(np.array, rollouts.state())
-      waits = {row for row, _ in rollouts.answered}
+      waits = set(rollouts.queue.answered)
       rollouts = PartialRollouts(engine, 4 * 8)
       rollouts.restore(jax.tree.map(jnp.asarray, state))
-      assert rollouts.asked == waits
+      assert rollouts.queue.asked == waits
       assert waits or not engine.done_check_lag  # or nothing is tested
     sampled = sample(
       environment,

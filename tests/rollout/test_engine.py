@@ -162,7 +162,7 @@ def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
   after = partial_rollouts()
   after.restore(state)
   assert after.cache_lost
-  assert list(after.waiting) == list(before.waiting) != []
+  assert list(after.queue.waiting) == list(before.queue.waiting) != []
   if refreshed:
     after.refresh(ACTOR)
     assert not after.cache_lost

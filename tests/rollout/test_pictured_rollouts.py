@@ -22,7 +22,7 @@ from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import ahead, metrics
 from bapo_jax.tools import eval_checkpoint, export
-from bapo_jax.training import build, checkpoint, policy
+from bapo_jax.training import build, inputs
 from bapo_jax.types import Pictures
 
 G, NEW, TEMPERATURE, EOS = 2, 7, 0.7, (3, 7)
@@ -163,7 +163,7 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   monkeypatch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
   config, workdir, _ = pictured_run
   before = json.loads((workdir / 'eval' / '4.json').read_text())['samples']
-  blank = tiny(**runs.RECORDED['pictures'], **{'problems.drawn.kind': 'blank'})
+  blank = tiny(**runs.RECORDED['pictures'], **{'problems.custom.kind': 'blank'})
   samples = []
   for name, made in (('same', config), ('blank', blank)):
     to = str(tmp_path / name)
@@ -179,11 +179,11 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
 def assert_exported(run, to):
   """The exported weights are those of the checkpoint; a frozen tower's of the start."""
   made, path, _ = run
-  assert export.export(made, str(path), str(to), 'float32', 10**9) == 0
+  assert export.export(made, str(path), str(to), 'float32') == 0
   spec = hf_config.read_spec(str(to), 'float32')
   found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
   assert set(found) == set(transformer.describe(spec))
-  start = checkpoint.read_saved(policy.warm_start_path(made, str(path)))
+  start = hf_weights.reader(inputs.resolve(made), spec)
   saved = last_run(path).arrays
   part = 'params' if made.model.dtype == 'float32' else 'opt/master'
   for name, array in found.items():

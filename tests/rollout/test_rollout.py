@@ -104,7 +104,7 @@ def test_the_verdict_is_on_the_response_alone(sampled):
     row, n = np.asarray(groups.tokens_PGT[p, g]), len(prompt)
     assert row[:n].tolist() == tokenizer.encode(TOKENIZER, [prompt])[0]
     ids = row[n : n + int(groups.response_mask_PGT[p, g].sum())]
-    assert text == ''.join(tokenizer.CHARACTERS[i] for i in ids if i != 1)
+    assert text == ''.join(making.CHARACTERS[i] for i in ids if i != 1)
   assert 0 < sum(correct) < 2 * GROUP  # or nothing was tested
   assert [verdict.right for verdict in sampled.verdicts] == correct
   np.testing.assert_array_equal(np.ravel(groups.correct_PG), correct)

@@ -18,7 +18,7 @@ import making
 import numpy as np
 import pytest
 import runs
-from runs import PARTIAL, command, copied, last_run, same, tiny
+from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
 import bapo_jax
@@ -28,6 +28,7 @@ from bapo_jax.runtime import jax_options, metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.tools import sweep
 from bapo_jax.training import checkpoint, evaluate
+from bapo_jax.training import config as config_lib
 from lab import counterfactual
 
 
@@ -72,7 +73,7 @@ def test_a_recorded_run_learned_and_reports(recorded):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('partial', [False, True], ids=['whole', 'partial'])
-def test_no_step_after_the_second_compiles_a_program(warm, monkeypatch, partial):
+def test_no_step_after_the_second_compiles_a_program(tmp_path, monkeypatch, partial):
   compiled, step, steps_of = collections.defaultdict(list), 0, experiment.train_loop
 
   def count(event, seconds, *, fun_name='', **_):
@@ -93,7 +94,7 @@ def test_no_step_after_the_second_compiles_a_program(warm, monkeypatch, partial)
   knobs = {'steps': 4, 'evaluate.every': 99, 'batch.rule': 'adapted', 'mesh.data': 2}
   knobs |= {'buffer.reevaluate': 4} | (PARTIAL if partial else {})
   try:
-    assert experiment.train(tiny(**knobs), str(warm('compiled'))) == 0
+    assert experiment.train(tiny(**knobs), str(tmp_path / 'compiled')) == 0
   finally:
     jax.monitoring.unregister_event_duration_listener(count)
   assert compiled[0]  # before the first step
@@ -104,12 +105,12 @@ def test_no_step_after_the_second_compiles_a_program(warm, monkeypatch, partial)
 
 @pytest.mark.nightly
 def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
-  warm, compiled, capsys
+  tmp_path, compiled, capsys
 ):
   jax.clear_caches()
   knobs = {'steps': 2, 'evaluate.group_size': 4}  # that of training
   knobs |= {'learner.recompute_logprobs': 'on', 'batch.rule': 'fresh_only'}
-  assert runs.train(tiny(**knobs), warm('once')) == 0
+  assert runs.train(tiny(**knobs), tmp_path / 'once') == 0
   count = collections.Counter(name[4:-1] for name in compiled)
   large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest', 'recompute')
   ahead = sum(count[name] for name in large)  # and none of them once more
@@ -191,7 +192,7 @@ def test_evaluations_of_other_settings_are_compared_nowhere(
 def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeypatch):
   workdir = runs.copied(whole_run.workdir, tmp_path / 'run')
   (workdir / 'report.html').unlink()
-  names = ('metrics.jsonl', 'config.json')
+  names = ('metrics.jsonl', 'config.json', 'resolved.json')
   stored, write = [(workdir / name).read_bytes() for name in names], report.write
 
   def interrupted(*args):
@@ -240,14 +241,14 @@ def test_a_resumed_and_interrupted_run_is_the_unbroken_one(partial_run, tmp_path
   ('phase', 'saved'),
   [
     ('results ', 'no step is saved yet'),  # the first screen: the warm start follows
-    ('Compiling', 'the warm start is saved, but no step yet'),
+    ('Compiling', 'no step is saved yet'),
     ('Resuming after', 'step 3 is saved'),
   ],
 )
 def test_sigterm_outside_the_steps_says_what_is_saved(phase, saved, request, tmp_path):
   workdir, knobs = tmp_path / 'run', {'sft.clean': 10**6}  # a warm start of minutes
   if phase == 'Compiling':
-    workdir, knobs = request.getfixturevalue('warm')(), {}
+    workdir, knobs = tmp_path / 'run', {}
   elif phase == 'Resuming after':
     run = request.getfixturevalue('partial_run')
     workdir, knobs = runs.truncated(run, workdir, 3), KILLED
@@ -263,10 +264,10 @@ def test_sigterm_outside_the_steps_says_what_is_saved(phase, saved, request, tmp
   )
 
 
-def test_a_second_signal_stops_at_once(warm):
+def test_a_second_signal_stops_at_once(tmp_path):
   # Two hundred epochs: seconds in which a step can be interrupted.
-  workdir = warm()
-  call, log = command(workdir, **{'learner.epochs': 200}), workdir / 'log'
+  workdir = tmp_path / 'run'
+  call, log = command(workdir, **{'learner.epochs': 200}), tmp_path / 'log'
   with open(log, 'w') as file:
     process = subprocess.Popen(**call, stdout=file, stderr=subprocess.PIPE, text=True)
   wait_for(process, lambda: workdir_lib.checkpoint_steps(str(workdir)))
@@ -299,12 +300,8 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(partial_run, tmp_path):
 @pytest.mark.parametrize(
   ('kills', 'more'), [(30, {}), (10, runs.TALK), (6, runs.ROUTED)], ids=str
 )
-def test_killed_often_a_run_ends_where_an_unbroken_one_does(
-  warm, tmp_path, kills, more
-):
+def test_killed_often_a_run_ends_where_an_unbroken_one_does(tmp_path, kills, more):
   knobs, broken, whole = KILLED | more | {'steps': 120}, tmp_path / 'a', tmp_path / 'b'
-  if more != runs.ROUTED:  # with experts, both compute a warm start of their own
-    broken, whole = warm('broken'), warm()
   assert runs.train(tiny(**knobs), whole) == 0
   inside, rng = 0, random.Random(7)
   for kill in range(kills):
@@ -354,19 +351,32 @@ def wait_for(
 # ----------------- a run whose weights are lost stops, saved, with its own exit status
 
 
-def beyond(config, **sections):
-  """Returns the config with values that no config of a user can have."""
-  for name, values in sections.items():
-    section = getattr(config, name).model_copy(update=values)
-    config = config.model_copy(update={name: section})
-  return config
+@pytest.fixture
+def beyond(monkeypatch):
+  """A function that returns the config with a value that no user can give."""
+
+  def changed(config, section, knob, value):
+    legal = {knob: getattr(getattr(config, section), knob)}
+    parse = config_lib.parse
+
+    def replaced(config):
+      values = getattr(config, section).model_copy(update={knob: value})
+      return config.model_copy(update={section: values})
+
+    def parsed(values):
+      return replaced(parse(values | {section: values[section] | legal}))
+
+    monkeypatch.setattr(config_lib, 'parse', parsed)
+    return replaced(config)
+
+  return changed
 
 
-def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
+def test_a_run_that_diverges_stops_saved_and_says_so(beyond, tmp_path, capsys):
   # An update or two overflow every later forward pass.
   knobs = {'steps': 9, 'optimizer.warmup': 0, 'learner.max_consecutive_skips': 3}
   knobs |= {'checkpoint.keep': 9, 'evaluate.every': 99}
-  config, workdir = beyond(tiny(**knobs), optimizer={'lr': 1e30}), warm()
+  config, workdir = beyond(tiny(**knobs), 'optimizer', 'lr', 1e30), tmp_path / 'run'
   assert runs.train(config, workdir) == experiment.DIVERGED == 3
   run = last_run(workdir)
   step, skips = run.scalars['step'], run.scalars['consecutive_skips']
@@ -386,9 +396,11 @@ def test_a_run_that_diverges_stops_saved_and_says_so(warm, capsys):
   np.testing.assert_array_equal(last, before)
 
 
-def test_a_run_whose_first_update_is_not_finite_says_so_at_once(warm, capsys):
-  config = beyond(tiny(**{'steps': 9, 'evaluate.every': 50}), loss={'kl': 1e39})
-  workdir = warm()
+def test_a_run_whose_first_update_is_not_finite_says_so_at_once(
+  beyond, tmp_path, capsys
+):
+  config = beyond(tiny(**{'steps': 9, 'evaluate.every': 50}), 'loss', 'kl', 1e39)
+  workdir = tmp_path / 'run'
   assert config.learner.max_consecutive_skips > 2
   assert runs.train(config, workdir) == experiment.DIVERGED
   assert 'The first update of the run is not finite' in capsys.readouterr().out
@@ -408,10 +420,10 @@ class NothingIsRight(making.OddVerifier):
 
 
 def test_steps_without_anything_to_learn_are_reported_at_once_and_not_at_each(
-  warm, capsys, monkeypatch
+  tmp_path, capsys, monkeypatch
 ):
   monkeypatch.setattr(report, 'IDLE', 2)
-  knobs, workdir = {'evaluate.every': 50, 'checkpoint.every': 50}, warm()
+  knobs, workdir = {'evaluate.every': 50, 'checkpoint.every': 50}, tmp_path / 'run'
   first = 'Nothing was learned in step 1: no group had right and wrong'
   for steps, said in ((1, first), (3, 'Nothing was learned in steps 1 to 2:')):
     assert runs.train(tiny(steps=steps, **knobs), workdir, NothingIsRight) == 0
@@ -475,9 +487,9 @@ def knobs(my):
 
 
 @pytest.fixture(scope='module')
-def whole(warm_start, my, tmp_path_factory):
+def whole(my, tmp_path_factory):
   """The workdir of a run to the end."""
-  workdir = copied(warm_start, tmp_path_factory.mktemp('own') / 'whole')
+  workdir = tmp_path_factory.mktemp('own') / 'whole'
   assert runs.train(tiny(**knobs(my)), workdir) == 0
   return workdir
 
@@ -523,7 +535,7 @@ def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):
   np.testing.assert_array_equal(own.weight_BT[kept], without.weight_BT[kept])
 
 
-def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, capsys):
+def test_python_trains_with_functions_and_rows_of_its_own(tmp_path, capsys):
   def close(sample, *, scale: float = 10.0):
     if sample.row['next'] % 3 == 0:  # some rows of either set
       raise RuntimeError('no threes')
@@ -532,7 +544,7 @@ def test_python_trains_with_functions_and_rows_of_its_own(warm_start, tmp_path, 
 
   rows = [{'problem': f'{i}+1=', 'next': i + 1} for i in range(30)]
   values = runs.plain(**runs.TINY, **{'problems.overlap': 'keep'})
-  workdir = copied(warm_start, tmp_path / 'python')
+  workdir = tmp_path / 'python'
   with runs.one_device():
     given = {'steps': 1, 'rewards.custom.scale': 20.0}
     status = bapo_jax.train(values, str(workdir), knobs=given, reward=close, rows=rows)

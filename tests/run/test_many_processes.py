@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import runs
-from runs import Saved, copied, last_run
+from runs import Saved, last_run
 
 from bapo_jax.run import experiment
 from bapo_jax.runtime import hosts, metrics
@@ -28,12 +28,6 @@ MESH = {'mesh.data': 2, 'mesh.fsdp': 2}
 # Sums over devices run in another order between processes: the largest difference of a
 # weight that was seen after four steps is 2.2e-6.
 FAR = 2e-5
-
-
-@pytest.fixture
-def start_from(warm_start: pathlib.Path, tmp_path: pathlib.Path):
-  """Makes a workdir of the test, by name, in which the warm start is done."""
-  return lambda name: copied(warm_start, tmp_path / name)
 
 
 def differences(one: Saved, other: Saved) -> dict[str, float]:
@@ -114,9 +108,9 @@ KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{MY}:halves'}
 
 
 @pytest.fixture
-def two(start_from) -> pathlib.Path:
+def two(tmp_path) -> pathlib.Path:
   """Trains in two processes until the second one gets a signal, after step 2."""
-  workdir = start_from('two')
+  workdir = tmp_path / 'two'
   started = processes.trainings(workdir, 2, **KNOBS | {'steps': 200})
   wait_for_step(workdir, 2, started)
   started[1].send_signal(signal.SIGTERM)
@@ -129,11 +123,11 @@ def two(start_from) -> pathlib.Path:
 
 
 @pytest.fixture
-def alone(two, start_from, monkeypatch) -> pathlib.Path:
+def alone(two, tmp_path, monkeypatch) -> pathlib.Path:
   """Trains in this process, on as many devices, to the step after the last of two."""
   devices = jax.devices()[: processes.DEVICES]
   monkeypatch.setattr(jax, 'devices', lambda *_: devices)
-  workdir, steps = start_from('alone'), last_step(two) + 1
+  workdir, steps = tmp_path / 'alone', last_step(two) + 1
   assert experiment.train(runs.tiny(**KNOBS | MESH, steps=steps), str(workdir)) == 0
   return workdir
 
@@ -163,8 +157,8 @@ GRID = {'sampler.group_size': 8, 'steps': 3, 'evaluate.every': 3, 'checkpoint.ev
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('name', CELLS)
-def test_one_two_and_four_processes_make_the_same_run(name, start_from):
-  one, two, four = (start_from(name) for name in ('one', 'two', 'four'))
+def test_one_two_and_four_processes_make_the_same_run(name, tmp_path):
+  one, two, four = (tmp_path / name for name in ('one', 'two', 'four'))
   for n, workdir in ((1, one), (2, two), (4, four)):
     processes.trained(workdir, n, **CELLS[name] | GRID)
   assert_equal_runs(one, two)
@@ -172,17 +166,18 @@ def test_one_two_and_four_processes_make_the_same_run(name, start_from):
 
 
 @pytest.mark.nightly
-def test_two_processes_leave_their_warm_start_to_the_next_two(tmp_path):
+def test_two_processes_leave_their_policy_to_the_next_two(tmp_path):
   knobs = {'cache': str(tmp_path / 'cache'), 'steps': 1, 'sft.clean': 2}
-  for name, state in (('one', 'no such warm start yet'), ('two', 'warm start reused')):
-    assert state in processes.trained(tmp_path / name, 2, **knobs)[0]
+  for name, makes in (('one', True), ('two', False)):
+    outputs = processes.trained(tmp_path / name, 2, **knobs)
+    assert ('Warm start of' in outputs[0]) == makes and 'Warm' not in outputs[1]
   one, two = (last_run(tmp_path / name) for name in ('one', 'two'))
   assert set(differences(one, two).values()) == {0.0}
 
 
 @pytest.mark.nightly
-def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(start_from):
-  whole, broken = start_from('whole'), start_from('broken')
+def test_a_run_that_is_killed_six_times_ends_as_the_unbroken_one(tmp_path):
+  whole, broken = tmp_path / 'whole', tmp_path / 'broken'
   knobs = KNOBS | {'steps': 1000, 'evaluate.every': 1000}
   rng, output = random.Random(0), broken.parent / 'broken.output'
   for _ in range(6):

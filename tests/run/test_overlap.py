@@ -53,12 +53,12 @@ def start(workdir, devices, **knobs):
   return subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def test_beside_equals_ahead(warm):
+def test_beside_equals_ahead(tmp_path):
   # Short responses earn more, so that every group teaches.
   knobs = BOTH | PARTIAL | TALK | {'rollout.depth': 2}
   reward = f'{runs.ROOT}/tests/my_functions.py:brief'
   knobs |= {'rewards.rule': reward, 'rewards.right_from': 1 / 6}  # up to 5 tokens
-  folders = warm('ahead'), warm('beside')
+  folders = tmp_path / 'ahead', tmp_path / 'beside'
   started = start(folders[0], 1, **knobs), start(folders[1], 2, **knobs | BESIDE)
   for process in started:
     output = process.communicate()[0]
@@ -74,13 +74,13 @@ def test_beside_equals_ahead(warm):
   assert 'Time without work' in page
 
 
-def test_a_depth_of_0_is_the_synchronous_run_and_1_another(warm, monkeypatch):
+def test_a_depth_of_0_is_the_synchronous_run_and_1_another(tmp_path, monkeypatch):
   # One update per step, on groups of the weights before the last update: the ratios of
   # the second step differ from 1. Without a depth they are 1.
   knobs = {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
   knobs |= {'clip.rule': 'fixed'}
   for depth in (0, 1):
-    workdir = warm(f'depth{depth}')
+    workdir = tmp_path / f'depth{depth}'
     config = tiny(**KNOBS | knobs | {'rollout.depth': depth})
     assert runs.train(config, workdir, making.OddVerifier) == 0
     rows = last_run(workdir).rows
@@ -91,11 +91,11 @@ def test_a_depth_of_0_is_the_synchronous_run_and_1_another(warm, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('partial', [False, True])
-def test_a_resumed_run_has_the_groups_in_flight(warm, monkeypatch, partial):
+def test_a_resumed_run_has_the_groups_in_flight(tmp_path, monkeypatch, partial):
   knobs = BOTH | {'rollout.depth': 2, 'mesh.rollout': 1}
   knobs |= PARTIAL if partial else {}
-  (whole,) = trained(warm('whole'), monkeypatch, 2, (6,), **knobs)
-  parts = warm('parts')
+  (whole,) = trained(tmp_path / 'whole', monkeypatch, 2, (6,), **knobs)
+  parts = tmp_path / 'parts'
   trained(parts, monkeypatch, 2, (3,), **knobs | {'steps': 3})
   (resumed,) = trained(parts, monkeypatch, 2, (6,), **knobs)
   assert whole.scalars == resumed.scalars
@@ -116,10 +116,10 @@ class Failing(Verifier):
     return super().submit(samples)
 
 
-def test_a_failure_of_the_sampler_ends_the_run(warm, monkeypatch):
+def test_a_failure_of_the_sampler_ends_the_run(tmp_path, monkeypatch):
   config = tiny(**KNOBS | {'rollout.depth': 1, 'mesh.rollout': 1})
   two = jax.devices()[:2]
   monkeypatch.setattr(jax, 'devices', lambda *_: two)
   monkeypatch.setattr(build, 'make_verifier', lambda config: Failing(config.rewards))
   with pytest.raises(OSError, match='the disk of the verifier is full'):
-    experiment.train(config, str(warm('failing')))
+    experiment.train(config, str(tmp_path / 'failing'))

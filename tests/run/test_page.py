@@ -93,17 +93,16 @@ def test_the_page_has_the_wall_time_of_the_run(tmp_path):
 
 def test_what_no_user_set_is_not_listed_as_set(tmp_path):
   problems = {'source': 'a.jsonl', 'test_source': 'b.jsonl'}
-  config = parse(
-    {'model': {'path': 'm'}, 'problems': problems, 'steps': 9, 'derived': ('steps',)}
-  )
+  config = parse({'model': {'path': 'm'}, 'problems': problems, 'steps': None})
   run = workdir(tmp_path, [{}])
   (run / 'config.json').write_text(json.dumps(config.model_dump()))
+  ran = {'config': config.model_dump() | {'steps': 9}, 'decided': {'steps': 9}}
+  (run / 'resolved.json').write_text(json.dumps(ran))
   text = made(run).text
   assert '<code>model.path</code>' in text
-  for name in ('tokenizer.path', 'derived', 'code', 'problems.whole'):
-    assert f'<code>{name}</code>' not in text, name
-  *_, meaning = cells(text, 'steps')
-  assert meaning.startswith('Derived. ')
+  assert '<code>tokenizer.path</code>' not in text
+  value, *_, meaning = cells(text, 'steps')
+  assert value == '9' and meaning.startswith('Derived. ')
 
 
 def test_a_default_is_that_of_the_rule(tmp_path):
@@ -193,29 +192,13 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path):
   assert len(step_N) <= 2 * charts.STRIPS and step_N[value_N.argmax()] == 1234
 
 
-@pytest.mark.parametrize(
-  ('title', 'recorded', 'legend'),
-  [
-    (
-      'Time without work',
-      {'overlap/sampler_idle': 0.25, 'overlap/learner_idle': 0.5},
-      'sampler 0.25, learner 0.5',
-    ),
-    ('Turns of a response', {'rollout/turns': 1.5}, '1.5'),
-    ('KL to the teacher or first policy', {'teacher/kl': 0.5}, 'teacher 0.5'),
-    ('Agreement of the routers', {'moe/agree': 0.75}, '0.75'),
-    ('Tokens of the busiest expert', {'moe/load': 2.5}, '2.5'),
-  ],
-)
-def test_what_few_runs_record_is_drawn_where_it_is_recorded(
-  tmp_path, title, recorded, legend
-):
-  assert title in {panel.title for panel in OPTIONAL}
-  title = f'<b>{title}</b>'
-  assert title not in made(workdir(tmp_path / 'without', [{'time/step': 2.0}])).text
+@pytest.mark.parametrize('panel', OPTIONAL, ids=lambda panel: panel.title)
+def test_what_few_runs_record_is_drawn_where_it_is_recorded(tmp_path, panel):
+  without = made(workdir(tmp_path / 'without', [{'time/step': 2.0}]))
+  assert f'<b>{panel.title}</b>' not in without.text
+  recorded = {name: (n + 1) / 4 for n, name in enumerate(panel.labels)}
   page = made(workdir(tmp_path / 'with', [recorded]))
-  figure = page.text.partition(title)[2].partition('</figure>')[0]
-  assert f'step 1: {legend}' in figure
+  assert page.values(panel.title)[1.0] == [*recorded.values()]
 
 
 def test_every_panel_draws_metrics_of_the_glossary():
@@ -230,33 +213,14 @@ def test_every_panel_draws_metrics_of_the_glossary():
 NAN = math.nan
 BEFORE = dict(accuracy=0.25, stderr=0.03, n=200)
 AFTER = dict(accuracy=0.5, stderr=0.04, n=200)
-SPENT = dict(wall_s=100.0, phases={'verify': 10.0}, peak_rss_bytes=3 * 2**29)
-
-
-def facts_of(workdir, rows):
-  """Returns report.json of these rows."""
-  recordings.run(workdir, rows, first=1)
-  text = report.write(workdir, BEFORE, AFTER, SPENT, len(rows))
-  assert 'from 0.250 ± 0.030 to 0.500 ± 0.040 on 200 held-out problems' in text
-  assert f'{len(rows)} steps, 0:01:40 h of wall time and 1.50 GiB' in text
-  assert 'more than two standard errors' in text  # 0.25 against 2 * 0.05
-  return json.loads((workdir / 'report.json').read_text())
-
-
-def test_facts_of_a_run(tmp_path):
-  facts = facts_of(tmp_path, [{'rollout/reward': 0.5}] * 10)
-  assert facts['eval_after'] == AFTER and facts['phases'] == {'verify': 10.0}
 
 
 def test_evaluations_are_compared_only_if_their_settings_are_equal():
   unknown, one, two = (AFTER | x for x in ({}, {'settings': 1.0}, {'settings': 2.0}))
   for before, after in ((BEFORE, unknown), (BEFORE, two), (one, one)):
     assert 'Accuracy went from' in report.change_sentence(before, after)
-  assert report.change_sentence(BEFORE | {'settings': 1.0}, two) == (
-    'Accuracy is 0.500 ± 0.040 (one standard error) on 200 held-out problems. The '
-    'settings of the evaluation have changed since the accuracy before training, so '
-    'the two are not compared.'
-  )
+  sentence = report.change_sentence(BEFORE | {'settings': 1.0}, two)
+  assert '0.500 ± 0.040' in sentence and 'not compared' in sentence
 
 
 def test_graded_rewards_are_compared_with_their_errors():

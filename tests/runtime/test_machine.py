@@ -6,8 +6,8 @@ import pathlib
 import platform
 import subprocess
 import sys
-import threading
 
+import processes
 import pytest
 import runs
 
@@ -37,10 +37,8 @@ print(faults())
 def test_freed_memory_is_held_until_it_is_trimmed():
   def faults(how):
     # Huge pages would hide most faults.
-    environment = os.environ | {'NUMPY_MADVISE_HUGEPAGE': '0'}
-    command = [sys.executable, '-c', HOLDS, how]
-    output = subprocess.run(command, env=environment, capture_output=True, check=True)
-    return [int(line) for line in output.stdout.split()]
+    done = processes.call(sys.executable, '-c', HOLDS, how, NUMPY_MADVISE_HUGEPAGE='0')
+    return [int(line) for line in done.stdout.split()]
 
   anew, _ = faults('not')
   held, trimmed = faults('hold')
@@ -78,9 +76,7 @@ def test_xla_knows_the_flags_of_a_gpu():
   # XLA ends a process whose flags it does not know.
   flags = ' '.join(f'--{name}={value}' for name, value in machine.GPU_FLAGS.items())
   script = 'import jax; jax.numpy.zeros(1)'
-  environment = os.environ | {'XLA_FLAGS': flags, 'JAX_PLATFORMS': 'cpu'}
-  done = subprocess.run([sys.executable, '-c', script], env=environment)
-  assert done.returncode == 0
+  processes.call(sys.executable, '-c', script, XLA_FLAGS=flags, JAX_PLATFORMS='cpu')
 
 
 # ------------- the folder that runs share: where it is, what it keeps, what it removes
@@ -89,50 +85,13 @@ def test_xla_knows_the_flags_of_a_gpu():
 FILES = 300
 
 
-def made(path: pathlib.Path, text: str) -> pathlib.Path:
-  """Makes a directory of FILES equal files."""
-  path.mkdir(parents=True)
-  for i in range(FILES):
-    (path / str(i)).write_text(text)
-  return path
-
-
-def test_a_copy_is_whole_whoever_else_copies(tmp_path):
-  sources = [made(tmp_path / text, text) for text in 'ab']
-  to, failed = tmp_path / 'cache' / 'entry', []
-
-  def copy(source):
-    try:
-      cache.copy(str(source), str(to))
-    except OSError as error:  # the other's copy came between the two renames
-      failed.append(error)
-
-  def check(threads):
-    for thread in threads:
-      thread.join()
-    assert len(failed) < len(threads)
-    assert len({path.read_text() for path in to.iterdir()}) == 1
-    assert len(os.listdir(to)) == FILES and os.listdir(to.parent) == ['entry']
-
-  thread = threading.Thread(target=copy, args=sources[:1])
-  thread.start()
-  while thread.is_alive() and not to.exists():
-    pass
-  assert len(os.listdir(to)) == FILES, 'it appears with all its files'
-  check([thread])
-  threads = [threading.Thread(target=copy, args=(x,)) for x in sources]
-  for thread in threads:
-    thread.start()
-  check(threads)
-
-
 def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
   key = '0123456789ab'
   files = {  # used at, of 100 bytes each
-    f'warmstart/{key}/new/weights': 5,
-    f'warmstart/{key}/new/digests': 1,
-    f'warmstart/{key}/old/weights': 2,
-    f'warmstart/{key}/old/digests': 1,
+    f'policies/{key}/new/weights': 5,
+    f'policies/{key}/new/digests': 1,
+    f'policies/{key}/old/weights': 2,
+    f'policies/{key}/old/digests': 1,
     f'xla/{key}/new': 4,
     f'xla/{key}/old': 3,
     'beside': 0,  # no entry
@@ -152,7 +111,7 @@ def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
 
   prune(600)
   assert left() == {*files}
-  prune(599)  # the warm start goes as a whole
+  prune(599)  # a policy goes as a whole
   assert left() == {name for name in files if '/old/' not in name}
   prune(300)
   assert left() == {name for name in files if 'old' not in name}
@@ -179,7 +138,7 @@ jax.config.update(cache.MIN_COMPILE, 0)  # this program takes milliseconds
 assert jax.jit(lambda x: 3 * x + 1)(2) == 7
 hits = events['/jax/compilation_cache/cache_hits']
 print(json.dumps([jax.config.jax_compilation_cache_dir, hits]))
-print(cache.described(sys.argv[1], None))
+print(cache.described(sys.argv[1]))
 """
 
 

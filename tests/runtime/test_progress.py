@@ -1,5 +1,6 @@
 """Where the wall time goes, by a clock that the tests move by hand."""
 
+import contextlib
 import gc
 import io
 import os
@@ -11,6 +12,7 @@ import time
 import types
 from concurrent import futures
 
+import processes
 import pytest
 
 from bapo_jax.runtime import progress, signals
@@ -98,13 +100,8 @@ def test_a_console_that_cannot_be_written_ends_nothing(console, tmp_path):
 
 
 def test_a_character_that_the_console_cannot_encode_is_escaped():
-  done = subprocess.run(
-    [sys.executable, '-c', CONSOLE],
-    env=os.environ | {'PYTHONPATH': os.getcwd(), 'PYTHONIOENCODING': 'ascii'},
-    capture_output=True,
-    check=True,
-  )
-  assert done.stdout.splitlines()[0] == b'accuracy 0.500 \\xb1 0.021'
+  done = processes.call(sys.executable, '-c', CONSOLE, PYTHONIOENCODING='ascii')
+  assert done.stdout.splitlines()[0] == 'accuracy 0.500 \\xb1 0.021'
 
 
 @pytest.mark.parametrize('error', [OSError, ValueError])
@@ -174,23 +171,29 @@ with signals.explained(lambda: 'Stopped: nothing is saved.'):
 """
 
 
-def test_a_run_inside_of_a_library_ends_at_once_with_a_sentence():
-  """SIGTERM is remembered in `stoppable`, and ends the process outside."""
-  process = subprocess.Popen(
-    [sys.executable, '-c', 'import os, signal' + BUSY],
+@contextlib.contextmanager
+def started(*code):
+  """A Python process with its output in a pipe, killed at the end."""
+  with subprocess.Popen(
+    [sys.executable, '-c', *code],
     stdout=subprocess.PIPE,
     text=True,
     env=os.environ | {'PYTHONPATH': os.getcwd()},
-  )
-  assert process.stdout is not None
-  try:
+  ) as process:
+    try:
+      yield process
+    finally:
+      process.kill()
+
+
+def test_a_run_inside_of_a_library_ends_at_once_with_a_sentence():
+  """SIGTERM is remembered in `stoppable`, and ends the process outside."""
+  with started('import os, signal' + BUSY) as process:
     lines = [process.stdout.readline() for _ in range(3)]
     assert lines[0].startswith('Finishing this step') and lines[1] == 'went on\n'
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == 'Stopped: nothing is saved.\n'
     assert process.returncode == 128 + signal.SIGTERM
-  finally:
-    process.kill()
 
 
 ENDED = """
@@ -213,21 +216,12 @@ with signals.explained(lambda: 'Stopped.'):
 @pytest.mark.parametrize('where', ['inside', 'outside'])
 @pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGUSR1])
 def test_a_lost_terminal_and_slurm_end_a_run_as_sigterm_does(number, where):
-  process = subprocess.Popen(
-    [sys.executable, '-c', ENDED, where],
-    stdout=subprocess.PIPE,
-    env=os.environ | {'PYTHONPATH': os.getcwd()},
-    text=True,
-  )
-  assert process.stdout is not None
-  try:
+  with started(ENDED, where) as process:
     assert process.stdout.readline() == 'began\n'
     process.send_signal(number)
     line = process.communicate(timeout=30)[0]
     assert process.returncode == 128 + number
     assert line.startswith('Finishing' if where == 'inside' else 'Stopped.')
-  finally:
-    process.kill()
 
 
 def test_what_nohup_ignores_stays_ignored():

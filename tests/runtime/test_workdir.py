@@ -22,6 +22,12 @@ from bapo_jax.training.schema import Config
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def opened(path, now, free=(), code='my.py 1f', **given):
+  """Opens a workdir for the values of a run, of which some were given otherwise."""
+  found = {'config': now, 'code': {'problems.source': code}}
+  workdir.open_workdir(path, now | given, found, free)
+
+
 def values(**sections):
   plain = {'seed': 0, 'steps': 4, 'mesh': {'data': 1}, 'clip': {'rule': 'fixed'}}
   return plain | {'sampler': {}} | sections
@@ -30,22 +36,32 @@ def values(**sections):
 def test_a_directory_belongs_to_one_config(tmp_path):
   path = str(tmp_path / 'runs' / 'one')
   free = ('steps', 'mesh', 'clip.target')
-  workdir.open_workdir(path, values(seed=1), free)
+  opened(path, values(seed=1), free)
   # Nothing is measured yet: a command that was refused may be corrected.
-  workdir.open_workdir(path, values(), free)
+  opened(path, values(), free)
   (tmp_path / 'runs' / 'one' / 'metrics.jsonl').write_text('{"step": 0}\n')
   # What is free may change, a whole section or a knob, and is written down.
   changed = values(steps=9, mesh={'data': 2}, clip={'rule': 'fixed', 'target': 0.4})
-  workdir.open_workdir(path, changed, free)
+  opened(path, changed, free)
   with open(os.path.join(path, 'config.json')) as file:
     assert json.load(file) == changed
   with pytest.raises(ValueError, match=r"clip\.rule: 'fixed' then, 'balanced' now"):
-    workdir.open_workdir(path, values(clip={'rule': 'balanced'}), free)
+    opened(path, values(clip={'rule': 'balanced'}), free)
   with open(os.path.join(path, 'config.json')) as file:
     assert json.load(file) == changed  # refused, and left as it was
+  # A value that was derived is given, and the other way round.
+  opened(path, changed, steps=None)
+  assert workdir.read_config(path)['steps'] == 9
+  opened(path, changed)
+  with pytest.raises(ValueError, match=r"code\.problems\.source: 'my\.py 1f' then"):
+    opened(path, changed, code='my.py 2a')
+  opened(path, changed, ('problems',), code='my.py 2a')
+  (tmp_path / 'runs' / 'one' / 'resolved.json').unlink()
+  with pytest.raises(ValueError, match=r'an older version.* the commit that began'):
+    workdir.check_version(path)
   # A tuple is a list once it was written, and no change.
   for _ in range(2):
-    workdir.open_workdir(str(tmp_path), values(low=(0.6, 0.9)))
+    opened(str(tmp_path), values(low=(0.6, 0.9)))
     (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
 
 
@@ -68,7 +84,7 @@ def test_a_directory_with_files_of_others_is_refused_and_stays(tmp_path, name):
 def test_a_directory_with_files_that_no_run_writes_is_accepted(tmp_path):
   (tmp_path / 'README.md').write_text('notes')
   with workdir.locked(str(tmp_path)):
-    workdir.open_workdir(str(tmp_path), values())
+    opened(str(tmp_path), values())
   with workdir.locked(str(tmp_path)):  # its own run
     pass
 

@@ -1,5 +1,6 @@
 """The comparison of runs: groups by seed, intervals by hand, one colour per group."""
 
+import json
 import math
 import re
 
@@ -93,13 +94,6 @@ def test_a_knob_is_shown_for_the_rules_that_have_it(three, tmp_path):
   assert cells(page.text, 'clip.lower') == ['-', '-', '0.7', '']
 
 
-def test_the_main_metrics_come_first_and_the_others_are_folded(three, tmp_path):
-  text = page_of(three, tmp_path / 'c.html').text
-  shown, _, folded = text.partition('<summary>Other metrics</summary>')
-  found = [re.findall('<code>([a-z]+/.*?)</code>', part) for part in (shown, folded)]
-  assert found == [['eval/accuracy', 'rollout/reward', 'loss/entropy'], ['time/step']]
-
-
 def test_differences_are_paired_by_seed(tmp_path, capsys):
   # Seeds 1 to 3 of both; seed 4 only of one, and seed 3 without reward.
   base = {1: (0.2, 1.0), 2: (0.4, 2.0), 3: (0.9, None), 4: (0.0, 9.0)}
@@ -163,6 +157,23 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
   name = 'eval/accuracy'
   found = comparison.paired(*(comparison.by_seed(x, name) for x in (fixed, balanced)))
   assert found == pytest.approx([0.2, 0.2])
+
+
+def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
+  paths = []
+  for rule, rights in {'fixed': '1001', 'balanced': '1111'}.items():
+    paths.append(run(tmp_path, rule, accuracy(0.5, 0.5), clip={'rule': rule}))
+    samples = [
+      {'id': i, 'problem': 'x', 'correct': right == '1'}
+      for i, right in enumerate(rights)
+    ]
+    (tmp_path / rule / 'eval').mkdir()
+    text = json.dumps({'result': {'accuracy': 0.5}, 'samples': samples})
+    (tmp_path / rule / 'eval' / '1.json').write_text(text)
+  text = page_of(paths, tmp_path / 'c.html').text
+  # 0, 1, 1 and 0: mean 1/2.
+  assert re.match(r'\+0\.5.* \(n=4\)', cells(text, 'eval/accuracy')[2])
+  assert 'paired over 4 held-out problems of one run each' in text
 
 
 def test_what_cannot_be_compared_is_refused(three, tmp_path):

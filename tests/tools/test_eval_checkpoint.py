@@ -65,11 +65,6 @@ def test_a_published_model_is_evaluated_without_a_run(one_device, tmp_path):
   assert {row['settings']['model'] for row in rows(file)} == {path}
 
 
-def test_without_weights_it_says_what_to_do(tmp_path):
-  with pytest.raises(ValueError, match='--workdir='):
-    eval_checkpoint(tiny(), str(tmp_path), '')
-
-
 @pytest.mark.parametrize('ending', ['md', 'jsonl'])
 def test_files_of_others_are_refused_before_the_evaluation(
   ending, whole_run, one_device, tmp_path, monkeypatch
@@ -92,7 +87,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_evaluation(
 ):
   run = tmp_path / 'run'
   run.mkdir()
-  for name in ('config.json', 'checkpoints'):
+  for name in ('config.json', 'resolved.json', 'checkpoints'):
     (run / name).symlink_to(whole_run.workdir / name)
   # No directory can be made there, also for root, to whom all modes are open.
   (run / 'eval').write_text('')

@@ -20,29 +20,6 @@ def script(text, *args):
   return subprocess.Popen([sys.executable, '-c', text, *map(str, args)])
 
 
-def always(run, start):
-  return True
-
-
-def test_a_run_waits_for_the_warm_start_that_another_makes(capsys):
-  ended, order = set(), []
-
-  def start(run, core):
-    order.append(run)
-    processes[run] = script('import time; time.sleep(0.3)')
-    return processes[run]
-
-  def ready(run, start):
-    ended.update(r for r, p in processes.items() if p.poll() is not None)
-    return any(waiting[r] == start for r in ended)
-
-  processes, waiting = {}, {'a1': 'a', 'a2': 'a', 'b1': 'b'}
-  assert sweep.drive(waiting, start, ready, workers=2) == ({}, 0)
-  # a2 needs the warm start of a1, so the second core takes b1 first.
-  assert order == ['a1', 'b1', 'a2']
-  assert 'a1 computes the warm start for others, which wait.' in capsys.readouterr().out
-
-
 def test_every_worker_has_its_core_and_a_failed_run_is_named():
   cores, most, processes = {}, [], []
 
@@ -53,8 +30,8 @@ def test_every_worker_has_its_core_and_a_failed_run_is_named():
     processes.append(script(wait, 7 if run == 'r1' else 0))
     return processes[-1]
 
-  waiting = {f'r{i}': f's{i}' for i in range(5)}
-  assert sweep.drive(waiting, start, always, workers=2) == ({'r1': 7}, 0)
+  waiting = [f'r{i}' for i in range(5)]
+  assert sweep.drive(waiting, start, workers=2) == ({'r1': 7}, 0)
   assert sorted(cores) == sorted(waiting), 'a failed run does not stop the others'
   assert set(cores.values()) == {0, 1} and max(most) == 2
 
@@ -83,7 +60,7 @@ def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  ended = sweep.drive({'a': 's', 'b': 's'}, start, always, workers=1)
+  ended = sweep.drive(['a', 'b'], start, workers=1)
   thread.join()
   assert started == ['a'] and ended == ({}, signal.SIGINT)
   assert (tmp_path / 'a').read_text() == '1', 'signalled once'
@@ -98,7 +75,7 @@ def test_a_grid_has_every_value_with_every_seed():
     '--config.seed=7',
   ]
   first = [name.rpartition('/')[2] for name in found]
-  assert first == ['0'] * 4 + ['7'] * 4  # runs of one seed share a warm start
+  assert first == ['0'] * 4 + ['7'] * 4  # blocks of a seed are together
   assert sweep.grid([], [3]) == {'3': ['--config.seed=3']}
   assert list(sweep.grid(['loss.rule=a/b.py:f'], [1])) == ['loss.rule=a_b.py:f/1']
 
@@ -134,33 +111,33 @@ def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path)
   assert not folder.exists()
 
 
-def test_runs_of_a_seed_share_a_warm_start_and_are_compared(tmp_path, capsys):
-  sizes = 'steps=1 sft.clean=3 sft.noisy=1 problems.train=64 problems.test=16'
+def test_runs_of_a_seed_share_a_policy_and_are_compared(tmp_path, capsys):
+  sizes = 'steps=1 sft.clean=3 sft.noisy=1'
+  sizes += ' problems.custom.train=64 problems.custom.test=16'
   flags = [f'--config.{size}' for size in sizes.split()]
   arguments = ['bapo', 'sweep', '--config=configs/aime.py', f'--workdir={tmp_path}']
   arguments += ['--set', 'clip.rule=fixed,unclipped', '--seeds=4', *flags]
+  arguments += [f'--config.cache={tmp_path}/cache']
   for done_before in (0, 2):  # the second time all runs are done, and stay as they are
     assert main.start(main.parse(arguments)) == 0
     assert (
       capsys.readouterr().out.count('done before, held-out accuracy') == done_before
     )
-  starts = set()
   for run in sweep.grid(['clip.rule=fixed,unclipped'], [4]):
     assert len(metrics.read(str(tmp_path / run))) == 1 + 1  # of step 0, and a step
-    (start,) = (tmp_path / run / 'warmstart').iterdir()
-    starts.add(start.name)
-  assert len(starts) == 1
+  logs = tmp_path.glob('*/4.log')
+  assert sum('Warm start of' in log.read_text() for log in logs) == 1
   page = (tmp_path / 'compare.html').read_text()
   assert 'clip.rule=unclipped' in page
 
 
-def test_a_process_has_one_core(tmp_path):
-  text = 'import os; print(len(os.sched_getaffinity(0)))'
-  wait = f'import time; time.sleep(0.2); {text}'
+def test_a_process_has_one_core_or_all_cores_and_a_gpu(tmp_path):
+  text = 'import os; print(len(os.sched_getaffinity(0)), os.environ.get("CARD"))'
+  command = [sys.executable, '-c', f'import time; time.sleep(0.2); {text}']
   output = tmp_path / 'arm' / '0.log'
-  for _ in range(2):  # appends
-    assert not sweep.launch([sys.executable, '-c', wait], str(output), 1).wait()
-  assert output.read_text() == '1\n1\n'
+  for environment in ({}, {'CARD': '7'}):  # appends
+    assert not sweep.launch(command, str(output), 1, environment).wait()
+  assert output.read_text() == f'1 None\n{len(machine.cores())} 7\n'
 
 
 @pytest.fixture
@@ -216,14 +193,6 @@ def test_without_a_gpu_each_core_has_one_process(cards, monkeypatch, name, value
     monkeypatch.setenv(name, value)
   assert sweep.environments(None, 1) == [{}] * len(machine.cores())
   assert sweep.environments(3, 1) == [{}] * 3
-
-
-def test_a_process_with_a_gpu_has_all_cores_and_its_gpu(tmp_path):
-  text = 'import os; print(len(os.sched_getaffinity(0)), os.environ["CARD"])'
-  output = tmp_path / '0.log'
-  command = [sys.executable, '-c', text]
-  assert not sweep.launch(command, str(output), 0, {'CARD': '7'}).wait()
-  assert output.read_text() == f'{len(machine.cores())} 7\n'
 
 
 def test_a_sweep_starts_a_process_per_gpu_and_takes_none_itself(tmp_path):

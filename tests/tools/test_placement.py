@@ -29,7 +29,6 @@ LOOP = re.compile(r' = \((.*?)\) while\(')
 
 def config_of(path, **knobs):
   config = small(path).with_values(
-    model={'layers': None},
     sampler={'max_new_tokens': 384, 'max_num_seqs': 32},
     batch={'rule': 'adapted'},
     learner={'grad_accum_steps': 2},

@@ -20,7 +20,7 @@ from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import plan, programs
-from bapo_jax.training import budget, inputs
+from bapo_jax.training import budget
 from bapo_jax.training import config as config_lib
 from configs import aime
 
@@ -142,7 +142,8 @@ def update_bytes(remat, bounds_pass, pieces):
   schedule = Schedule(remat, bounds_pass=bounds_pass)
   program = programs.train_step(programs.Job(config, spec, schedule, mesh))
   row = plan.compiled(program, mesh)
-  return budget.count(config, spec, schedule, mesh).update, row.total
+  sizes = budget.sizes_of(config, spec)
+  return budget.count(sizes, spec, schedule, mesh).update, row.total
 
 
 @pytest.mark.nightly
@@ -168,19 +169,22 @@ def test_an_update_of_experts_on_eight_devices_is_the_compilers():
   mesh = sharding.make(2, 2, 2)
   job = programs.Job(config, spec, Schedule('full'), mesh)
   row = plan.compiled(programs.train_step(job), mesh)
-  counted = budget.count(*job)
+  counted = job.counted
   state = counted.weights + counted.moments
   arrays = programs.bytes_per_device(row.program.args[:2])
   assert arrays == pytest.approx(state, rel=0.01)
   assert counted.update == pytest.approx(row.total, rel=0.3)
 
 
-def parsed(learner=(), **model):
+def parsed(learner=(), rule='balanced', **model):
+  """Returns the sizes of a tiny run, and its spec."""
   config = aime.tiny()
+  config.clip.rule = rule
   config.model.update(**model)
   config.learner.update(dict(learner))
   config = config_lib.parse(config.to_dict())
-  return config, inputs.open_model(config).spec
+  spec = programs.device_spec(config, 'cpu')
+  return budget.sizes_of(config, spec), spec
 
 
 def fake_mesh(platform, data, fsdp, tensor, stats=None):
@@ -195,19 +199,20 @@ def fake_mesh(platform, data, fsdp, tensor, stats=None):
 
 
 def test_auto_takes_the_fastest_schedule_that_fits():
-  mesh, (config, spec) = fake_mesh('tpu', 2, 2, 2), parsed()
-  config = config.with_values(logprobs={'tile_mib': 4})  # so that its memory is known
-  order = budget.choices(config, spec, mesh, 1e9)
+  mesh = fake_mesh('tpu', 2, 2, 2)
+  sizes, spec = parsed()
+  sizes = sizes._replace(tile_mib=4)  # so that its memory is known
+  order = budget.choices(sizes, spec, mesh, 1e9)
   assert len(order) == 12  # remat, bounds pass, columns split or not
-  needed = {s: budget.count(config, spec, s, mesh).update for s in order}
+  needed = {s: budget.count(sizes, spec, s, mesh).update for s in order}
   for memory in (*needed.values(), 1e15):
     first = next(s for s in order if needed[s] <= memory)
-    assert budget.choose_schedule(config, spec, mesh, memory) == first
+    assert budget.choose_schedule(sizes, spec, mesh, memory) == first
   # Nothing fits: the schedule that needs the least memory.
   least = min(needed, key=needed.get)
-  assert budget.choose_schedule(config, spec, mesh, 1.0) == least
+  assert budget.choose_schedule(sizes, spec, mesh, 1.0) == least
   alone = fake_mesh('tpu', 1, 1, 1)
-  assert not budget.choose_schedule(config, spec, alone, 1.0).sequence_sharding
+  assert not budget.choose_schedule(sizes, spec, alone, 1.0).sequence_sharding
 
 
 def measured(file):
@@ -260,11 +265,11 @@ def test_the_overhead_of_a_schedule_is_what_an_h100_measured():
 
 @pytest.mark.parametrize(('platform', 'mib'), [('cpu', 4), ('gpu', 1310)])
 def test_a_tile_is_sized_by_platform_and_memory(platform, mib):
-  config, spec = parsed()
+  sizes, spec = parsed()
   mesh = fake_mesh(platform, 1, 1, 1)
-  found = budget.choose_schedule(config, spec, mesh, 64 * 2**30)
+  found = budget.choose_schedule(sizes, spec, mesh, 64 * 2**30)
   assert found.tile_mib == mib  # 2 % of 65,536 MiB
-  given = config.with_values(logprobs={'tile_mib': 32})
+  given = sizes._replace(tile_mib=32)
   assert budget.choose_schedule(given, spec, mesh, 1e12).tile_mib == 32
 
 
@@ -273,28 +278,29 @@ def test_a_tile_is_sized_by_platform_and_memory(platform, mib):
   [
     ('balanced', {}, True),
     ('fixed', {}, False),
+    ('dcpo', {}, False),  # bounds by token
     ('balanced', {'grad_accum_steps': 1}, False),
     ('balanced', {'bounds_scope': 'micro_batch'}, False),
   ],
 )
 def test_only_bounds_over_several_micro_batches_wait(rule, learner, wait):
-  config, spec = parsed(learner)
-  config = config.with_values(clip={'rule': rule})
-  found = budget.choose_schedule(config, spec, sharding.make(), 1e15)
+  sizes, spec = parsed(learner, rule)
+  found = budget.choose_schedule(sizes, spec, sharding.make(), 1e15)
   assert found.bounds_pass == ('stored' if wait else 'again')
 
 
 def test_given_knobs_are_obeyed():
   knobs = {'remat': 'full', 'sequence_sharding': 'on'}
-  config, spec = parsed({'bounds_pass': 'again'}, **knobs)
-  found = budget.choose_schedule(config, spec, sharding.make(2, 2, 2), 1e15)
+  sizes, spec = parsed({'bounds_pass': 'again'}, **knobs)
+  found = budget.choose_schedule(sizes, spec, sharding.make(2, 2, 2), 1e15)
   assert found == Schedule('full', True, 'again', budget.TILE_CPU)
 
 
 def test_auto_on_a_cpu_saves_products_at_most():
-  (config, spec), mesh = parsed(), sharding.make()
-  assert {s.remat for s in budget.choices(config, spec, mesh, 1e9)} == {'dots', 'full'}
-  assert budget.choose_schedule(config, spec, mesh, 1e15).remat == 'dots'
+  sizes, spec = parsed()
+  mesh = sharding.make()
+  assert {s.remat for s in budget.choices(sizes, spec, mesh, 1e9)} == {'dots', 'full'}
+  assert budget.choose_schedule(sizes, spec, mesh, 1e15).remat == 'dots'
 
 
 @pytest.mark.parametrize(
@@ -312,9 +318,10 @@ def test_the_limit_is_a_share_of_the_device_or_of_the_host(
 def counted(spec=None, mesh=(1, 1, 1), **knobs):
   """(config, spec, budget) of a tiny run."""
   config = tiny(**{'batch.rule': 'fresh_only'} | knobs)
-  spec = spec or inputs.open_model(config).spec
+  spec = spec or programs.device_spec(config, 'cpu')
   spec = dataclasses.replace(spec, dtype=config.model.dtype)
-  return config, spec, budget.count(config, spec, Schedule(), fake_mesh('cpu', *mesh))
+  sizes = budget.sizes_of(config, spec)
+  return config, spec, budget.count(sizes, spec, Schedule(), fake_mesh('cpu', *mesh))
 
 
 def test_the_state_by_hand():
@@ -355,7 +362,7 @@ def test_devices_share_the_state_the_cache_and_the_rows():
 
 def test_routes_by_hand():
   # Two experts in each of two layers are four bytes per token of a row.
-  knobs = {'batch.rule': 'adapted', 'model.layers': 2, 'model.experts': 4}
+  knobs = {'batch.rule': 'adapted', 'sft.layers': 2, 'sft.experts': 4}
   config, _, with_routes = counted(mesh=(2, 2, 2), **knobs)
   knobs['model.replay_routes'] = 'off'
   _, _, without = counted(mesh=(2, 2, 2), **knobs)

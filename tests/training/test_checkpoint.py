@@ -120,7 +120,7 @@ def test_accuracies_of_other_settings_are_not_ranked_together(tmp_path):
   assert checkpoint.choose(str(tmp_path), 'best') == 3
 
 
-def started(sizes, workdir, monkeypatch) -> tuple[Trainer, TrainState]:
+def started(sizes, monkeypatch) -> tuple[Trainer, TrainState]:
   """A trainer and its state at step 0, on a mesh of these sizes."""
   devices = jax.devices()[: math.prod(sizes)]
   knobs = dict(zip(('mesh.data', 'mesh.fsdp', 'mesh.tensor'), sizes, strict=True))
@@ -128,7 +128,7 @@ def started(sizes, workdir, monkeypatch) -> tuple[Trainer, TrainState]:
   config = tiny(**{'batch.rule': 'adapted', **knobs})
   with monkeypatch.context() as patch:
     patch.setattr(jax, 'devices', lambda *_: devices)
-    return build.start(config, str(workdir), PhaseTimer())
+    return build.start(config, PhaseTimer())
 
 
 def filled(tree: Tree) -> Tree:
@@ -142,15 +142,15 @@ def filled(tree: Tree) -> Tree:
   return jax.tree.map(fill, tree)
 
 
-def test_another_mesh_restores_the_same_values(warm_start, tmp_path, monkeypatch):
-  workdir = copied(warm_start, tmp_path / 'run')
-  t, old = started((1, 1, 1), workdir, monkeypatch)
+def test_another_mesh_restores_the_same_values(tmp_path, monkeypatch):
+  workdir = tmp_path / 'run'
+  t, old = started((1, 1, 1), monkeypatch)
   arrays = filled(resume.arrays(t, old.replace(step=3)))
   scalars = numbers(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
     checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
     checkpoint.wait(checkpoints)
-    t, fresh = started((2, 2, 2), workdir, monkeypatch)
+    t, fresh = started((2, 2, 2), monkeypatch)
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
     s, _ = resume.resume(checkpoints, t, fresh)
   assert (s.step, s.actor_version) == (3, 2)
@@ -313,19 +313,6 @@ def test_tools_refuse_a_damaged_checkpoint_and_move_nothing(broken):
   assert newest(broken, '').is_dir()
 
 
-def test_weights_of_a_warm_start_are_read_back_or_refused(tmp_path):
-  params, path = state(1)['params'], tmp_path / 'warmstart' / 'aa'
-  checkpoint.save_params(str(path), params)
-  np.testing.assert_array_equal(checkpoint.read_saved(str(path))('w'), params['w'])
-  for file in filter(lambda file: file.stat().st_size, files(path)):
-    flip(file)
-    with pytest.raises(ValueError, match=file.name):
-      checkpoint.restore_params(str(path), params)
-    flip(file)
-  checkpoint.save_params(str(path), params)  # in place of the old ones
-  assert same(checkpoint.restore_params(str(path), params), params)
-
-
 LAST = 4  # step of `whole_run`
 
 
@@ -336,11 +323,9 @@ def content(run: pathlib.Path) -> dict[str, dict]:
 
 @pytest.fixture(scope='module')
 def repaired(whole_run, tmp_path_factory) -> tuple[pathlib.Path, str]:
-  """A copy of a run that resumed with five kinds of damage, and what it printed."""
+  """A copy of a run that resumed with four kinds of damage, and what it printed."""
   run = copied(whole_run.workdir, tmp_path_factory.mktemp('damaged') / 'run')
   flip(arrays(run, LAST))
-  (warm,) = (run / 'warmstart').iterdir()
-  flip(max(files(warm), key=lambda path: path.stat().st_size))
   os.truncate(run / 'eval' / '0.json', 100)
   (run / 'report.json').unlink()
   with open(run / 'metrics.jsonl', 'ab') as file:
@@ -353,7 +338,7 @@ def repaired(whole_run, tmp_path_factory) -> tuple[pathlib.Path, str]:
 def test_a_damaged_run_ends_where_an_unbroken_one_does(whole_run, repaired):
   run, out = repaired
   assert f'Resuming after step {LAST - 1}.' in out
-  for words in (f'checkpoints/{LAST} is damaged', 'The warm start', 'eval/0.json'):
+  for words in (f'checkpoints/{LAST} is damaged', 'eval/0.json'):
     assert out.count(words) == 1, words
   found, expected = last_run(run), last_run(whole_run.workdir)
   assert found.scalars == expected.scalars

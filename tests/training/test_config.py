@@ -4,10 +4,11 @@ import json
 
 import jax
 import pytest
-from runs import plain, tiny
+from runs import CHAINS, plain, tiny
 
+from bapo_jax.algorithms import clip
 from bapo_jax.training import config as config_lib
-from bapo_jax.training import resolve
+from bapo_jax.training import refusals, resolve
 from bapo_jax.training.config import parse
 
 BAND = {'batch.rule': 'adapted'}
@@ -40,17 +41,12 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     {'buffer.thresholds.rule': 'moving', 'buffer.thresholds.low': (0.1, 0.9)},
     ['buffer.thresholds.low'],
   ),
-  ({'model.heads': 3}, ['model.heads=3', 'kv_heads=2']),
+  ({'sft.heads': 3}, ['sft.heads=3', 'kv_heads=2']),
   ({'rollout.max_tokens_per_step': 6.0}, ['max_off_policy_steps=0']),
-  ({'sampler.max_new_tokens': 40_000}, ['32768 positions']),
-  ({'model.tower.width': 30}, ['model.tower.width=30']),
+  ({'sft.tower.width': 30}, ['sft.tower.width=30']),
   (
-    {'model.tower.layers': 2, 'model.experts': 4},
-    ['model.tower.layers=2', 'model.experts=4', 'text-only'],
-  ),
-  (
-    {'tokenizer.path': 'characters', 'model.path': 'models/m'},
-    ["tokenizer.path='characters'", 'models/m'],
+    {'sft.tower.layers': 2, 'sft.experts': 4},
+    ['sft.tower.layers=2', ' experts=4', 'text-only'],
   ),
   (
     {'rollout.max_tokens_per_step': 0.5, 'rollout.max_off_policy_steps': 1},
@@ -102,7 +98,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     },
     ['buffer.thresholds.low=(0.3, 0.3) with high=(0.3, 0.3)'],
   ),
-  ({'rewards.rule': 'countdown'}, ["problems.source='synthetic'"]),
   (
     QUANTISED,
     ["recompute_logprobs='on'", "actor_dtype='int8'", 'weight_sync_interval=2'],
@@ -125,6 +120,27 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
     parse(plain(**knobs))
   for words in named:
     assert words in str(error.value)
+
+
+def test_a_refusal_waits_for_its_knobs_and_names_them():
+  given = {'learner.minibatches': 48, 'mesh.rollout': 2}
+  with pytest.raises(refusals.Refused) as error:
+    parse(plain(**given, **{'prompts.count': None}))
+  (refusal,) = error.value.refusals
+  assert 'mesh.rollout' in refusal.knobs
+  with pytest.raises(refusals.Refused) as error:
+    parse(plain(**given))
+  _, other = error.value.refusals
+  assert other.knobs == ('prompts.count', 'learner.minibatches')
+
+
+def test_a_rule_refuses_for_itself():
+  class Never(clip.Fixed):
+    def refuses(self, config):
+      yield 'never'
+
+  config = tiny().model_copy(update={'clip': Never()})
+  assert [*refusals.of_config(config)] == [(('clip.rule',), 'never')]
 
 
 def test_a_rule_that_has_something_to_use_is_accepted():
@@ -161,7 +177,7 @@ def test_rows_and_kernels_fit_the_mesh():
   assert resolve.make_mesh(sound).size == len(jax.devices()) == 8
   with pytest.raises(ValueError, match='splash'):  # a kernel that a CPU lacks
     resolve.resolve(parse(plain(**{'model.attention': 'splash'})))
-  experts = {'model.experts': 6, 'mesh.data': 2, 'mesh.tensor': 4}
+  experts = {'sft.experts': 6, 'mesh.data': 2, 'mesh.tensor': 4}
   with pytest.raises(ValueError, match=r'experts=6 .*mesh\.tensor=4'):
     resolve.resolve(parse(plain(**experts)))
 
@@ -183,5 +199,11 @@ def test_changed_knobs_are_those_that_a_user_changed():
   found = config_lib.changed(parse(plain(**given, **{'lora.alpha': 8.0})))
   assert found.keys() == {*given, 'lora.alpha'}
   assert found['lora.alpha'] == (8.0, 32.0)
-  derived = parse(plain(**given, steps=9) | {'derived': ('steps',)})
+  derived = parse(plain(**given, steps=None))
   assert config_lib.changed(derived).keys() == given.keys()
+
+
+def test_both_sources_may_be_another_function():
+  given = [f'--config.{name}={CHAINS}' for name in config_lib.SOURCES]
+  found = config_lib.overrides([*given, '--config.problems.custom.level=2'], plain())
+  assert found['problems.custom.level'] == 2

@@ -37,12 +37,10 @@ SLIPS = [  # overrides, what the sentence must say
   ('batch.rule=replay buffer.reevaluate=8', "set batch.rule='adapted'"),
   ('loss.kl_direction=policy_behavior', 'set loss.kl above 0'),
   ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
-  ('rewards.workers=4', "set rewards.rule='math'"),
   ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
   ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
-  ('model.path=models/m model.width=32', "while model.path='models/m'; remove it"),
-  ('problems.countdown.largest=20', "problems.test_source to 'countdown'"),
-  ('problems.pair.hard=0.5', "set problems.family='pair'"),
+  ('model.path=models/m sft.width=32', "while model.path='models/m'; remove it"),
+  ('problems.level=2', 'did you mean problems.custom.level'),
   ('clip.reused_high=1.2', "set batch.rule='replay' or 'adapted'"),
   ('loss.rule=cispo clip.rule=fixed clip.dual=3', "set loss.rule='clipped'"),
   # names of TRL and verl
@@ -62,10 +60,13 @@ SLIPS = [  # overrides, what the sentence must say
   ('clip.low=(0.6', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
   ('loss.aggregate=seq-mean-token-mean', 'sequence: mean over responses of their tok'),
   ('advantage.rule=gae', 'gae is absent, because it needs a value function; give one'),
+  (
+    'model.remat=auto',
+    "remat='auto': give one of 'full', 'dots', 'none', or None (Act",
+  ),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
   ('target=0.4', 'did you mean clip.target'),
-  ('derived=()', 'derived is set by the program'),
   # pairs that leave a rule nothing to use: test_config.py
 ]
 
@@ -84,8 +85,6 @@ def test_the_remedy_of_a_slip_is_accepted():
     ['clip.high=1.28', 'clip.rule=fixed'],
     ['buffer.capacity=128', 'batch.rule=replay'],
     ['loss.kl_direction=policy_behavior', 'loss.kl=0.01'],
-    ['problems.pair.hard=0.5', 'problems.family=pair', 'prompts.max_prompt_tokens=21'],
-    ['rewards.workers=4', 'rewards.rule=math'],
     ['rollout.max_off_policy_steps=0'],  # switches off, whatever a file says
   ):
     main.read_config(AIME, [f'--config.{each}' for each in flags])
@@ -113,21 +112,29 @@ def test_another_rule_starts_from_its_own_defaults():
   assert same.clip.target == 0.3 and same.loss.limit == 5.0
 
 
+def test_another_source_drops_the_knobs_that_its_function_lacks():
+  values = plain(**{'problems.custom.train': 99, 'problems.custom.level': 2})
+  pairs = dict.fromkeys(config_lib.SOURCES, 'examples/pairs.py:pairs')
+  custom = parse(config_lib.merged(values, pairs)).problems.custom
+  assert (custom.train, custom.level, custom.hard) == (99, 2, 0.0)
+  files = dict.fromkeys(config_lib.SOURCES, 'a.jsonl')
+  assert parse(config_lib.merged(values, files)).problems.custom.model_dump() == {}
+  with pytest.raises(ValueError, match=r'problems\.custom\.hard is not a knob'):
+    parse(config_lib.merged(values, files | {'problems.custom.hard': 0.1}))
+
+
 def test_a_knob_is_not_refused_because_of_a_knob_that_is_derived_later():
   config = parse(plain(**{'learner.grad_accum_steps': 1}))
   assert 'learner.bounds_scope' in inert(config)
-  undecided = ('learner.grad_accum_steps',)
-  assert 'learner.bounds_scope' not in inert(config, undecided)
-  given = {'learner.bounds_scope': 'minibatch'}
-  needs.refuse(given, [config.model_copy(update={'derived': undecided})])
+  undecided = config.with_values(learner={'grad_accum_steps': None})
+  assert 'learner.bounds_scope' not in inert(undecided)
 
 
 def test_needs_name_knobs():
   for need in needs.FACTS.values():
-    assert need.knob in KNOBS
     # config files, and paths to a custom function, are no knobs
     text = need.remedy.replace('path/to/file.py:function', '')
-    assert set(NAME.findall(text)) <= set(KNOBS), need.remedy
+    assert set(NAME.findall(text)) <= EVERY_KNOB, need.remedy
   for text in (*foreign_names.KNOBS.values(), *foreign_names.ABSENT.values()):
     names = set(NAME.findall(text)) - {'metrics.jsonl'}
     assert names <= EVERY_KNOB | SECTIONS, text
@@ -151,12 +158,9 @@ EVERYWHERE = [
   {'teacher.path': 'a', 'loss.reference': 0.1},
   {'rollout.environment': 'feedback'},
   {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0},
-  {'problems.family': 'pair', 'rewards.rule': 'math', 'mesh.tensor': 2},
-  {'problems.source': 'countdown', 'problems.test_source': 'countdown'},
-  {'problems.source': 'drawn', 'problems.test_source': 'drawn'},
-  {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl', 'lora.rank': 2},
-  {'model.experts': 4, 'loss.kl': 0.1},
-  {'model.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
+  {'rewards.rule': 'math', 'mesh.tensor': 2, 'lora.rank': 2},
+  {'sft.experts': 4, 'loss.kl': 0.1},
+  {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
 ]
 
 

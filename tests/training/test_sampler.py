@@ -55,15 +55,15 @@ def submissions(sampler, t, s):
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 
 
-def test_three_places_sample_the_same(warm, monkeypatch):
-  workdir, devices = str(warm()), jax.devices()
+def test_three_places_sample_the_same(monkeypatch):
+  devices = jax.devices()
   found = []
   for rollout in (0, 1):
     some = devices[: 1 + rollout]
     monkeypatch.setattr(jax, 'devices', lambda *_, some=some: some)
     config = tiny(**KNOBS, **{'mesh.rollout': rollout})
     verifier = making.OddVerifier()
-    t, s = build.start(config, workdir, PhaseTimer(), verifier)
+    t, s = build.start(config, PhaseTimer(), verifier)
     assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
     found.append(submissions(t.sampler, t, s))
     t.sampler.close()
@@ -71,14 +71,11 @@ def test_three_places_sample_the_same(warm, monkeypatch):
   r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
-  remote = RemoteSampler(
-    **vars(there), learners=r.mesh, timer=PhaseTimer(), links=links
-  )
+  remote = RemoteSampler(links, r.mesh, PhaseTimer())
   serving = threading.Thread(
     target=remote_sampler.serve, args=(there, links, signals.Stop()), daemon=True
   )
   serving.start()
-  remote.compile().result()
   found.append(submissions(remote, t, s))
   remote.close(0)
   serving.join(60)

@@ -21,6 +21,7 @@ import runs
 from runs import tiny
 
 from bapo_jax.runtime import exchange, metrics
+from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, step_metrics, trainer
 from bapo_jax.types import Batch
@@ -38,10 +39,10 @@ class Step(NamedTuple):
     return [found[name] for batch, found in self.updates if batch.loss_mask_BT.any()]
 
 
-def started(workdir, **knobs):
+def started(**knobs):
   """Trainer and state at step 0; every other response is right, or so."""
   verifier = making.OddVerifier()
-  return build.start(tiny(**knobs), str(workdir), PhaseTimer(), verifier)
+  return build.start(tiny(**knobs), PhaseTimer(), verifier)
 
 
 def steps(t, s) -> list[Step]:
@@ -62,12 +63,12 @@ def steps(t, s) -> list[Step]:
   return found
 
 
-def test_updates_without_a_token_are_in_no_mean_and_no_count(warm, one_device):
+def test_updates_without_a_token_are_in_no_mean_and_no_count(one_device):
   # A minibatch per group, and only groups with both verdicts have a seat.
   knobs: dict[str, Any] = {'learner.minibatches': 8, 'steps': 2}
   knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
   done = 0
-  for step in steps(*started(warm(), **knobs)):
+  for step in steps(*started(**knobs)):
     n = len(step.of_live('loss/entropy'))
     assert n > 0
     for name in (
@@ -94,24 +95,46 @@ def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
     assert 0 < row['rollout/logp_diff'] <= row['rollout/logp_diff_max'] < 1e-4
 
 
-def test_the_routers_agreement_of_the_first_update_is_beside_the_mean():
-  # .98 before the weights move, .9 and .82 after one and two updates: mean .9. The
-  # last update has no computed token, and so no share.
-  shares = [0.98, 0.9, 0.82, math.nan]
-  names = {*step_metrics.OF_UPDATES, *step_metrics.SUMS}
-  updates = [dict.fromkeys(names, 1.0) | {'moe/agree': x} for x in shares]
+def test_the_updates_of_a_step_are_reduced_as_the_glossary_says():
+  # The last update has no computed token; the second was skipped.
+  series = {
+    'moe/agree': [0.98, 0.9, 0.82, math.nan],
+    'loss/entropy': [1.0, 4.0, 2.5, math.nan],
+    'loss/ratio_max': [2.0, 5.0, 3.0, math.nan],
+    'loss/value': [1.0, 2.0, 3.0, 0.0],
+    'rollout/logp_diff': [math.nan, 1.0, 1.0, math.nan],
+    'learner/skipped': [False, True, False, False],
+    'learner/tokens': [9.0, 9.0, 8.0, 5.0],
+  }
+  expected = {
+    'moe/agree': 0.9,
+    'moe/agree_first': 0.98,
+    'loss/entropy': 2.5,
+    'loss/entropy_change': 0.75,  # + 3, - 1.5
+    'loss/ratio_max': 5,
+    'loss/value': 1.5,
+    'rollout/logp_diff': math.nan,
+    'learner/skipped': 1,
+    'learner/tokens': 31,
+  }
+  names = [name for name, metric in OF_UPDATES.items() if not metric.optional]
+  ones = dict.fromkeys(names, 1.0)
+  updates = [ones | {name: x[i] for name, x in series.items()} for i in range(4)]
   row = step_metrics.of_updates(updates)
-  assert row['moe/agree_first'] == 0.98
-  assert row['moe/agree'] == pytest.approx(0.9)
-  dense = step_metrics.of_updates([dict.fromkeys(names, 1.0)])
-  assert 'moe/agree_first' not in dense
+  assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+  assert row.keys() == {*names, 'moe/agree', 'moe/agree_first'}
+  nothing = step_metrics.of_updates([])
+  assert nothing.keys() == set(names)  # a run without experts has no agreement
+  counts = {name for name, x in nothing.items() if x == 0}
+  assert counts == {'learner/skipped', 'learner/tokens', 'learner/tokens_computed'}
+  assert all(math.isnan(nothing[name]) for name in {*names} - counts)
 
 
-def test_masked_responses_are_measured_and_teach_nothing(warm, one_device):
-  t, s = started(warm('plain'), steps=1)
+def test_masked_responses_are_measured_and_teach_nothing(one_device):
+  t, s = started(steps=1)
   (plain,) = steps(t, s)
   knobs: dict[str, Any] = {'rewards.shaping.truncated': 'masked'}
-  (masked,) = steps(*started(warm('masked'), steps=1, **knobs))
+  (masked,) = steps(*started(steps=1, **knobs))
   assert 0 < plain.row['rollout/truncated'] < 1
   for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
     assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name
@@ -148,10 +171,10 @@ def conversions(monkeypatch):
   return calls
 
 
-def test_metrics_come_from_the_device_in_few_transfers(warm, one_device, conversions):
-  # Eight updates of 70 metrics each: one by one they cost more than a small step.
+def test_metrics_come_from_the_device_in_few_transfers(one_device, conversions):
+  # Eight updates of 60 metrics each: one by one they cost more than a small step.
   knobs = {'learner.minibatches': 8, 'steps': 2, 'batch.rule': 'adapted'}
-  t, s = started(warm(), **knobs)
+  t, s = started(**knobs)
   loop = trainer.train_loop(t, s)
   next(loop)
   conversions.clear()
@@ -159,7 +182,7 @@ def test_metrics_come_from_the_device_in_few_transfers(warm, one_device, convers
   assert conversions == ['__float__']  # the count works
   _, row, record = next(loop)
   assert len(record.updates) > 4
-  assert len(row) > 80
+  assert len(row) > 60
   assert len(conversions) <= 20, conversions
 
 
@@ -213,12 +236,12 @@ def test_products_are_lowered_with_the_precision_of_the_run(
 @pytest.mark.parametrize(
   ('compute', 'dtype', 'when', 'again'),
   [
-    ('float32', 'compute', 'auto', False),
-    ('tf32', 'compute', 'auto', True),
-    ('bfloat16', 'compute', 'auto', True),
+    ('float32', 'compute', None, False),
+    ('tf32', 'compute', None, True),
+    ('bfloat16', 'compute', None, True),
     ('bfloat16', 'compute', 'off', False),
     # A quantised actor is another policy than the learner's.
-    ('bfloat16', 'int8', 'auto', False),
+    ('bfloat16', 'int8', None, False),
     ('bfloat16', 'int8', 'on', True),
   ],
 )

@@ -1,4 +1,4 @@
-"""The loop: rounds, counters, whose weights decode, theory."""
+"""The loop: rounds, counters, whose weights decode."""
 
 import types as python_types
 from collections.abc import Callable, Sequence
@@ -16,12 +16,13 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompts
 from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout, Verification
+from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import sampler, step_metrics, trainer
+from bapo_jax.training import sampler, trainer
 from bapo_jax.training.state import Trainer, TrainState
 
 P, G, T, N = 2, 8, 3, 96
-MADE = dict.fromkeys(step_metrics.OF_UPDATES, 0.0)
+MADE = dict.fromkeys(OF_UPDATES, 0.0)
 MADE |= {'learner/skipped': 0.0, 'learner/tokens': 9.0, 'learner/tokens_computed': 9.0}
 # On a device, like those of a train step.
 MADE = {name: jnp.float32(value) for name, value in MADE.items()}
@@ -69,7 +70,8 @@ class Script:
     patch.setattr(sampler, 'PartialRollouts', lambda engine, places: None)
     patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
     spec = making.SPEC
-    engine: Any = python_types.SimpleNamespace(group_size=G, length=T, spec=spec)
+    sizes = {'group_size': G, 'length': T, 'spec': spec, 'mesh': None}
+    engine: Any = python_types.SimpleNamespace(**sizes)
     nothing: Any = None
     verifier: Any = python_types.SimpleNamespace(steps=False)
     timer = PhaseTimer()
@@ -82,9 +84,8 @@ class Script:
       'tokenizer': python_types.SimpleNamespace(eos=(1,)),
       'timer': timer,
       'train_step': self.train_step,
-      'sampler': sampler.Sampler(
+      'sampler': sampler.LocalSampler(
         engine,
-        nothing,
         Verification(PROBLEMS, nothing, verifier, timer),
         seed=self.config.seed,
         count=P,
@@ -164,7 +165,7 @@ def test_rounds_follow_until_the_seats_are_full_or_extra_rounds_are_spent(monkey
   ]
 
 
-def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
+def test_no_token_is_older_than_promised_whatever_the_rounds(tmp_path):
   # A step of three rounds submits three times the prompts that a step of one returns.
   knobs = EXTRA | {
     'rollout.max_off_policy_steps': 1,
@@ -176,7 +177,7 @@ def test_no_token_is_older_than_promised_whatever_the_rounds(warm):
     'evaluate.every': 99,
     'checkpoint.every': 99,
   }
-  workdir = warm('whole')
+  workdir = tmp_path / 'whole'
   assert runs.train(tiny(**knobs), workdir) == 0
   whole = last_run(workdir)
   rows = [row for step, row in whole.rows.items() if step]
@@ -290,29 +291,3 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch, rule)
   assert row['rollout/accuracy'] == 0.5 and row['batch/filled'] == 0
   of_updates = [x for name, x in row.items() if name.startswith(('loss/', 'clip/'))]
   assert of_updates and np.isnan(of_updates).all()
-
-
-def test_theory_golden():
-  # Three of four filled seats are fresh, one is reused. Fresh: gain 0.5, K = 1,
-  # TV(pi, alpha) 0.1 on average, 0.02 at the first update: 3/4 of 0.5 - 2 x 1 x 0.1 -
-  # 2 x 0.02 = 0.26. Reused, which the first update lacks: a quarter of 0.3 -
-  # 2 x 3 x 0.2 - 2 x 0.15 = -1.2. Re-evaluated: none, no evidence.
-  nan, of = float('nan'), types.SOURCES
-  row = dict(zip((f'loss/gain_{s}' for s in of), (0.5, nan, 0.3), strict=True))
-  row |= zip((f'loss/tv_{s}' for s in of), (0.1, nan, 0.2), strict=True)
-  row |= zip((f'batch/{s}' for s in of), (3 / 8, 0, 1 / 8), strict=True)
-  row['batch/filled'] = 4 / 8
-  updates = [
-    dict(zip((f'loss/tv_{s}' for s in of), tv, strict=True))
-    for tv in ((0.02, nan, nan), (0.12, nan, 0.15), (0.16, nan, 0.25))
-  ]
-  spread = dict(zip(of, (1.0, nan, 3.0), strict=True))
-  found = step_metrics.theory(row, updates, spread)
-  expected = {'theory/estimate': 0.75 * 0.26 - 1.2 / 4}
-  terms = ((0.375, 0, 0.075), (0.15, 0, 0.3), (0.03, 0, 0.075))  # by source
-  for kind, values in zip(('gain', 'moved', 'stale'), terms, strict=True):
-    expected |= {f'theory/{kind}_{s}': x for s, x in zip(of, values, strict=True)}
-  assert found == pytest.approx(expected, rel=1e-6)
-  # A number that is missing from a source with evidence is not dropped.
-  broken = step_metrics.theory(row | {'loss/gain_reused': nan}, updates, spread)
-  assert np.isnan(broken['theory/estimate'])

@@ -149,24 +149,22 @@ def test_without_undecided_responses_an_update_keeps_its_bits():
   groups = making.groups(range(4), [1] * 4, [0] * 4, G=3, T=5)
   noise_PG = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
   groups = groups._replace(reward_PG=jnp.asarray(noise_PG))
-  made = []
 
-  def place(batch):
-    made.append(batch)
-    raise InterruptedError
+  def of_update(groups):
+    batches = []
 
-  rule = advantage.GroupRelative()
-  knobs = {'advantage_rule': rule, 'epochs': 1, 'minibatches': 1}
-  source_P, key = jnp.zeros(4, jnp.int32), jax.random.key(0)
-  with pytest.raises(InterruptedError):
-    learner.update(
-      {}, {}, groups, source_P, key, train_step=lambda *_: None, place=place, **knobs
-    )
+    def train_step(params, opt, batch):
+      batches.append(batch)
+      return params, opt, {}, None
+
+    rule = advantage.GroupRelative()
+    rules = learner.Rules(train_step, rule, epochs=1, minibatches=1)
+    source_P = jnp.zeros(4, jnp.int32)
+    learner.update({}, {}, groups, source_P, jax.random.key(0), rules)
+    return batches[0].adv_BT
+
   bare = groups._replace(decided_PG=None)
-  _, (order_P,) = learner._seats(bare, source_P, key, 1)
-  arrays = bare, source_P, None, None, None
-  wanted = learner._part(arrays, np.asarray(order_P), -1, 0, rule, (1.0,) * 3, 0.0)
-  np.testing.assert_array_equal(made[0].adv_BT, wanted.adv_BT)
+  np.testing.assert_array_equal(of_update(groups), of_update(bare))
   some = groups._replace(decided_PG=groups.decided_PG.at[0, 0].set(False))
   assert learner.settled(some).decided_PG is not None
 
@@ -232,15 +230,14 @@ def test_the_metrics_of_a_step_count_what_was_decided():
   fresh = marked(making.groups([1, 2], [1, 4], [0, 0]), [6, 4])
   buffer = replay_buffer.init(1, 8, 3)
   of = (fresh, types.empty_groups(0, 8, 3), fresh, jnp.zeros(2, jnp.int32), buffer, 0)
-  row, spread = step_metrics._step_metrics(*of, jnp.asarray([1]), None)
+  row = step_metrics._step_metrics(*of, jnp.asarray([1]), None)
   # 1 of 2, and 4 of 4, which have no contrast.
   assert float(row['rollout/accuracy']) == pytest.approx(5 / 6)
   assert float(row['rollout/reward']) == pytest.approx(5 / 6)
   assert float(row['batch/learnable']) == 0.5
-  assert float(spread['fresh']) == 1.0  # sigma 1/2: (1 - 1/2) / (1/2)
   nothing = marked(making.groups([1], [0], [0]), [8])
   of = (nothing, types.empty_groups(0, 8, 3), nothing, jnp.zeros(1, jnp.int32), buffer)
-  row, _ = step_metrics._step_metrics(*of, 0, jnp.asarray([1]), None)
+  row = step_metrics._step_metrics(*of, 0, jnp.asarray([1]), None)
   assert math.isnan(row['rollout/accuracy']) and math.isnan(row['rollout/reward'])
 
 

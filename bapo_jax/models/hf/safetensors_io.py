@@ -142,7 +142,10 @@ def write(
   shapes: dict[str, tuple[int, ...]],
   arrays: Iterable[np.ndarray],
 ) -> None:
-  """Writes arrays of one dtype to a file, one at a time, in the order of `shapes`."""
+  """Writes arrays of one dtype to a file, one at a time, in the order of `shapes`.
+
+  The file appears when it is complete.
+  """
   entries: dict[str, dict] = {'__metadata__': {'format': 'pt'}}
   code = NAMES[dtype]
   end = 0
@@ -152,11 +155,12 @@ def write(
     entries[name] = {'dtype': code, 'shape': shape, 'data_offsets': [start, end]}
   text = json.dumps(entries).encode()
   text += b' ' * (-len(text) % 8)  # the format's alignment
-  with open(path, 'wb') as file:
+  with open(f'{path}.part', 'wb') as file:
     file.write(len(text).to_bytes(8, 'little') + text)
     for array in arrays:
       # As bytes: the buffer protocol has no bfloat16.
       file.write(np.ascontiguousarray(array).ravel().view(np.uint8).data)
+  os.replace(f'{path}.part', path)
 
 
 def shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:

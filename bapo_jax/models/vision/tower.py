@@ -56,20 +56,22 @@ def _hidden(params, pixels_RZE, at: grids.Layout, spec, schedule: Schedule):
   frequency, _ = rope.table(v.head_width // 2, v.rope_theta, 'default', ())
   angle = at.place_RZ2[..., None].astype(jnp.float32) * frequency[None, None, None]
   angle = angle.reshape(*at.place_RZ2.shape[:2], v.head_width // 2)
-  turn = jnp.sin(angle), jnp.cos(angle)
+  sin = jnp.sin(angle)
+  cos = jnp.cos(angle)
 
   def layer(x_RZD, xs):
     w, is_full = xs
     qkv_RZ3HC = _affine(rms_norm(x_RZD, w['attn_norm'], v.norm_eps), w, 'qkv')
     q, k, value = (qkv_RZ3HC[:, :, i] for i in range(3))
-    turned = rotate(q, *turn), rotate(k, *turn), value
     attended_RZHC = lax.cond(
       is_full,
       lambda q, k, value: attention.attend(
         q, k, value, kind=spec.attention, segment_BT=at.picture_RZ, is_causal=False
       ),
       lambda q, k, value: _in_windows(q, k, value, at),
-      *turned,
+      rotate(q, sin, cos),
+      rotate(k, sin, cos),
+      value,
     )
     x_RZD = x_RZD + _affine(attended_RZHC, w, 'o', 2)
     y_RZD = rms_norm(x_RZD, w['mlp_norm'], v.norm_eps)

@@ -4,7 +4,6 @@ No weight is loaded and no program runs: a config.json is enough.
 """
 
 import math
-import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.autosetup import derive
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import programs
@@ -56,8 +56,15 @@ def compiled(program: Program, mesh: Mesh) -> Row:
   m = executable.memory_analysis()
   assert m is not None, 'every TPU and GPU reports it'
   output = m.output_size_in_bytes - m.alias_size_in_bytes
-  parts = m.argument_size_in_bytes, output, m.temp_size_in_bytes
-  return Row(program, *parts, sum(parts) + program.resident, executable)
+  needed = m.argument_size_in_bytes + output + m.temp_size_in_bytes
+  return Row(
+    program,
+    m.argument_size_in_bytes,
+    output,
+    m.temp_size_in_bytes,
+    needed + program.resident,
+    executable,
+  )
 
 
 def bytes_needed(message: str, program: Program) -> float:
@@ -108,7 +115,8 @@ def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
 def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
   """Returns the config's job (model, schedule, mesh) on a mesh of these chips."""
   spec = programs.device_spec(config, mesh.devices.flat[0].platform)
-  schedule = budget.choose_schedule(config, spec, mesh, room(chip))
+  sizes = budget.sizes_of(config, spec)
+  schedule = budget.choose_schedule(sizes, spec, mesh, room(chip))
   return Job(config, spec, schedule, mesh)
 
 
@@ -132,20 +140,27 @@ def remedy(name: str, job: Job, chip: Chip) -> str:
   return f'not even with {given}; try a larger mesh.tensor or topology'
 
 
-def run(config: Config, topology: str) -> bool:
-  """Plans the run and prints the plan; returns whether every program fits.
+def run(config: Config, topology: str = 'v5p:2x2x4', workdir: str = '') -> int:
+  """Plans the run and prints the plan; returns 0 if every program fits, else 1.
+
+  Args:
+    config: the config of the run.
+    topology: devices to plan for
+    workdir: directory of a run to continue
 
   Raises ValueError if topology, model and knobs do not fit together.
   """
+  asked = config
+  config = derive.decide(config, workdir)
   chip, devices = devices_lib.attach(topology)
-  print(heading(config, topology, chip, devices))
+  print(heading(asked, topology, chip, devices))
   mesh = resolve.make_mesh(config, devices)
   job = planned(config, mesh, chip)
   routed = f', experts {job.spec.experts_kernel}' * bool(job.spec.experts)
   sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
   print(f'mesh {sizes}, attention {job.spec.attention}{routed}')
   print(machine.CONFIRMED)
-  print(budget.sentence(config, job.schedule, budget.count(*job).update, room(chip)))
+  print(budget.sentence(job.sizes, job.schedule, job.counted.update, room(chip)))
   if text := of_routes(job):
     print(text)
   rows = {}
@@ -161,7 +176,7 @@ def run(config: Config, topology: str) -> bool:
       found = remedy(name, job, chip)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   print(f'\n{memory_table(rows, verdicts)}')
-  return all(verdict.startswith('fits') for verdict in verdicts.values())
+  return int(not all(verdict.startswith('fits') for verdict in verdicts.values()))
 
 
 def of_routes(job: Job) -> str:
@@ -169,7 +184,7 @@ def of_routes(job: Job) -> str:
   size = budget.route_bytes(job.spec, job.shape['tensor'])
   if not size:
     return ''
-  counted = budget.count(*job)
+  counted = job.counted
   share = size / (budget.RECORDED + size) / GIB
   return (
     f'routes (model.replay_routes={job.spec.replay_routes}): '
@@ -179,17 +194,17 @@ def of_routes(job: Job) -> str:
 
 
 def heading(config: Config, topology: str, chip: Chip, devices: Sequence) -> str:
-  """Names what is planned, after a warning of knobs that were derived here."""
-  values = [
-    f'{name}={operator.attrgetter(name)(config)}'
-    for name in config.derived
+  """Names what is planned, after a warning of knobs that are derived here."""
+  names = [
+    name
+    for name in derive.undecided(config)
     if name.split('.')[0] in ('mesh', 'prompts', 'sampler', 'learner', 'model')
   ]
   text = (
     f'warning: derived from the devices of this machine and not from {topology}: '
-    f'{", ".join(values)}; give those that should differ, such as '
+    f'{", ".join(names)}; give those that should differ, such as '
     '--config.model.compute=bfloat16 and --config.prompts.count=64\n'
-  ) * bool(values)
+  ) * bool(names)
   return (
     f'{text}{config.model.path or config.title} on {topology}: {len(devices)} devices '
     f'of {chip.hbm:.4g} GiB'

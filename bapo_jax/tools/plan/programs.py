@@ -5,7 +5,6 @@ each prompt of a vision model is assumed to have TEXT tokens of text and one pic
 that fills the remaining tokens.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,13 +19,14 @@ from bapo_jax import sharding
 from bapo_jax.data import gallery
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.learner import pictured, scoring
-from bapo_jax.models import attention, experts, lora
+from bapo_jax.models import lora
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode as decode_lib
-from bapo_jax.training import budget, build, inputs, policy
+from bapo_jax.training import budget, build, inputs, policy, resolve
+from bapo_jax.training.budget import Budget, Sizes
 from bapo_jax.training.config import Config
 from bapo_jax.types import Pictures, Tree
 
@@ -46,6 +46,16 @@ class Job(NamedTuple):
     """The number of devices along each axis of the mesh."""
     return dict(self.mesh.shape)
 
+  @property
+  def sizes(self) -> Sizes:
+    """The sizes of the run, for the formulas of the memory."""
+    return budget.sizes_of(self.config, self.spec)
+
+  @property
+  def counted(self) -> Budget:
+    """The bytes of the run by hand."""
+    return budget.count(self.sizes, self.spec, self.schedule, self.mesh)
+
 
 class Program(NamedTuple):
   """A jitted function with its arguments, and its bytes per device."""
@@ -61,14 +71,9 @@ class Program(NamedTuple):
 
 def device_spec(config: Config, platform: str) -> ModelSpec:
   """Returns the spec of the config's model, with the platform's kernels."""
-  if path := config.model.path:
-    directory = hf_directory.find(path, 'model.path', ('config.json',))
-    spec = inputs.read_spec(config, directory, None)
-  else:
-    spec = inputs.open_model(config).spec
-  kind = attention.resolve(spec.attention, platform, spec.compute, spec.head_width)
-  kernel = experts.resolve(spec.experts_kernel, platform)
-  return dataclasses.replace(spec, attention=kind, experts_kernel=kernel)
+  path = config.model.path or inputs.resolve(config)
+  directory = hf_directory.find(path, 'model.path', ('config.json',))
+  return resolve.with_kernels(inputs.read_spec(config, directory), platform)
 
 
 def bytes_per_device(tree: Tree) -> int:
@@ -105,7 +110,7 @@ def buffer(job: Job) -> Tree:
 def beside(job: Job, *others: Tree) -> float:
   """Returns the bytes per device of other trees, of the buffer and of a teacher."""
   split = job.shape['fsdp'] * job.shape['tensor']
-  teacher = budget.teacher_bytes(job.config, job.spec) / split
+  teacher = budget.teacher_bytes(job.sizes, job.spec) / split
   return bytes_per_device((others, buffer(job))) + teacher
 
 
@@ -177,15 +182,14 @@ def prefill(job: Job) -> Program:
   R = min(config.sampler.prefill_batch_size, config.sampler.max_num_seqs)
   width = config.prompts.max_prompt_tokens
   slots = slots_of(job)
-  # As many prompts as responses, as in an evaluation of one response per prompt:
-  # tokens, length; the responses' prompt, slot, row, uid and number of new tokens.
-  kinds = ('int32', 'int32', 'int32', 'int32', 'uint32', 'int32')
+  # As many prompts as responses, as in an evaluation of one response per prompt.
   tokens = jax.ShapeDtypeStruct((R, width), jnp.int32)
-  numbers = [jax.ShapeDtypeStruct((R,), kind) for kind in kinds]
-  seen = [pixels_of(job, R)] if spec.vision else []
+  of_prompt = jax.ShapeDtypeStruct((R,), jnp.int32)
+  entering = jax.ShapeDtypeStruct((len(decode_lib.Entering._fields), R), jnp.int32)
+  pictures = pixels_of(job, R) if spec.vision else None
   return Program(
     decode_lib.admit,
-    (actor(job), slots, tokens, *numbers, *seen),
+    (actor(job), slots, tokens, of_prompt, entering, pictures),
     {'spec': spec},
     beside(job, learner_state(job)),
     bytes_per_device(slots.cache),

@@ -1,89 +1,114 @@
 r"""Generates problems with pictures, from a seed; only the picture tells the answer.
 
-A picture shows some quantities, random digits from 0 to 9: heights of bars
-on an axis, columns of dots, lengths on a grid, or hands of dials. The text asks for a
-sum or difference of some of the quantities modulo 10. Without the picture every answer
-is equally likely, whatever the text: chance is 1 / 10.
+configs/geometry.py uses these problems. A picture shows some quantities, random digits
+from 0 to 9: heights of bars on an axis, columns of dots, lengths on a grid, or hands of
+dials. The text asks for a sum or difference of some of the quantities modulo 10.
+Without the picture every answer is equally likely, whatever the text: chance is 1 / 10.
 
 The worked solution reads the quantities off, in the order of the question:
 
     <image>x1+x3 mod 10  ->  4+7=1\boxed{1}
 
 A slip misreads a quantity; the digits that were read are nevertheless added correctly.
-`problems.drawn.wording`='short' is the terse wording, for the embedded policy.
+The wording `short` is for the embedded policy; the wording `sentence` is English.
 
-In a `Problem`, `numbers` are the quantities shown, and `terms` are the indices of the
+`numbers` are the quantities shown, and `terms` or `asked` are the indices of the
 quantities asked for, counted from 1 and negative if subtracted. Axes: H and W are rows
 and columns of pixels.
 """
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from bapo_jax.data import pictures
-from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.data.made.problem import Problem, draw_distinct
-from bapo_jax.data.row import Row
+from bapo_jax.data.generate import draw_distinct
 
 Numbers = Sequence[int]
+Kind = Literal['bars', 'dots', 'lengths', 'dials', 'mixed', 'blank']
 BASE = 10  # quantities are 0..9, and answers are modulo 10
 LINE = np.array((120, 120, 120), np.uint8)  # of axes and rims
 GRID = np.array((215, 215, 215), np.uint8)  # fainter than the quantities in front
 
 
-def generate(problems: ProblemsConfig) -> tuple[Problem, ...]:
-  """Draws the training, then the held-out problems; `kind` changes no quantity.
+def drawn(
+  split: str,
+  *,
+  kind: Kind = 'bars',
+  shown: int = 3,
+  terms: int = 2,
+  sides: tuple[int, ...] = (56,),
+  wording: Literal['short', 'sentence'] = 'short',
+  seed: int = 0,
+  train: int = 4096,
+  test: int = 512,
+) -> list[dict[str, Any]]:
+  """Returns problems about `terms` of the `shown` quantities of a picture.
 
-  Raises a ValueError if there are too few distinct problems.
+  The side of a picture is one of `sides`, at least 56 pixels. `kind` changes no
+  quantity; `mixed` is a random kind per problem, and `blank` shows nothing, to measure
+  in an evaluation whether pictures are read.
+
+  Raises:
+    ValueError: there are too few distinct problems, or a knob is out of range.
   """
-  knobs = problems.drawn
-  seed = problems.seed
-  rng = np.random.default_rng((seed, knobs.shown, knobs.terms))
+  if not 1 <= terms <= shown <= 4:
+    raise ValueError(f'shown={shown} and terms={terms}: give 1 <= terms <= shown <= 4')
+  rng = np.random.default_rng((seed, shown, terms))
 
   def draw():
-    numbers = tuple(int(n) for n in rng.integers(0, BASE, knobs.shown))
-    chosen = 1 + rng.permutation(knobs.shown)[: knobs.terms]
-    signs = np.where(rng.random(knobs.terms) < 0.5, 1, -1)
+    numbers = tuple(int(n) for n in rng.integers(0, BASE, shown))
+    chosen = 1 + rng.permutation(shown)[:terms]
+    signs = np.where(rng.random(terms) < 0.5, 1, -1)
     signs[0] = 1
     key = numbers, tuple(int(n) for n in chosen * signs)
     return key, key
 
-  source = f'drawn with shown={knobs.shown} and terms={knobs.terms}'
-  drawn = draw_distinct(draw, problems.count, source, 'problems.drawn.shown')
+  problems = draw_distinct(draw, train + test, 'shown')
   # Kinds use a separate random stream, so that quantities do not depend on kinds.
-  kinds = [knobs.kind] if knobs.kind != 'mixed' else [k for k in KINDS if k != 'blank']
-  stream = np.random.default_rng((seed, knobs.shown, knobs.terms, 1))
-  problem_list = []
-  for i, (numbers, terms) in enumerate(drawn):
-    kind = kinds[stream.integers(len(kinds))]
-    text = _text(kind, numbers, terms, knobs.wording)
-    answer = _value([numbers[abs(n) - 1] for n in terms], terms)
+  kinds = [kind] if kind != 'mixed' else [k for k in KINDS if k != 'blank']
+  stream = np.random.default_rng((seed, shown, terms, 1))
+  kind_N = [kinds[stream.integers(len(kinds))] for _ in problems]
+  chosen = range(train) if split == 'train' else range(train, len(problems))
+  rows = []
+  for i in chosen:
+    numbers, asked = problems[i]
     # A square picture on a light ground; colours, widths and places are random.
     picture_rng = np.random.default_rng((seed, i))
-    side = knobs.sides[int(picture_rng.integers(len(knobs.sides)))]
+    side = sides[int(picture_rng.integers(len(sides)))]
     light = picture_rng.integers(230, 256, 3).astype(np.uint8)
     canvas_HW3 = np.tile(light, (side, side, 1))
-    KINDS[kind][0](picture_rng, canvas_HW3, numbers)
-    row = Row(text, str(answer), pictures=(pictures.png(canvas_HW3),))
-    problem_list.append(Problem(row, answer, numbers, terms))
-  return tuple(problem_list)
+    KINDS[kind_N[i]][0](picture_rng, canvas_HW3, numbers)
+    row = {
+      'problem': _text(kind_N[i], numbers, asked, wording),
+      'answer': _value([numbers[abs(n) - 1] for n in asked], asked),
+      'images': [pictures.png(canvas_HW3)],
+      'solutions': functools.partial(solve, numbers, asked),
+    }
+    rows.append(row)
+  return rows
 
 
 def solve(
-  problem: Problem, rng: np.random.Generator, slip: float, repeat: float
+  numbers: Numbers,
+  terms: Numbers,
+  rng: np.random.Generator,
+  slip: float,
+  repeat: float,
 ) -> str:
   """Returns the worked solution: quantities asked for, their sum, and the answer.
 
   Each quantity is misread with chance `slip`; with chance `repeat` the sum comes twice.
   """
   read = []
-  for n in problem.terms:
+  for n in terms:
     slipped = int(rng.integers(1, BASE)) if rng.random() < slip else 0
-    read.append((problem.numbers[abs(n) - 1] + slipped) % BASE)
-  value = _value(read, problem.terms)
-  line = f'{_sum(read, problem.terms)}={value}'
+    read.append((numbers[abs(n) - 1] + slipped) % BASE)
+  value = _value(read, terms)
+  line = f'{_sum(read, terms)}={value}'
   lines = [line] * (2 if rng.random() < repeat else 1)
   return '|'.join(lines) + rf'\boxed{{{value}}}'
 

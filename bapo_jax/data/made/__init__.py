@@ -1,1 +1,0 @@
-"""Generates problems from a seed: texts, pictures, answers and worked solutions."""

@@ -1,0 +1,80 @@
+"""Keeps the rows of a rollout that are in no slot and have not ended.
+
+1. a row waits to be admitted to a slot, oldest first;
+2. when a turn of the row has ended, an environment is asked for a message;
+3. with the message, the row waits for a slot again, before rows that have not begun.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Turn(NamedTuple):
+  """A turn that has ended, with its row; a device of this process has the row."""
+
+  row: int
+  problem: int  # id
+  number: int  # turns of the row that have ended
+  left: int  # tokens that may follow
+  tokens_T: np.ndarray  # prompt, turns and messages
+  mask_T: np.ndarray  # what the policy sampled
+
+
+class Environment(Protocol):
+  """Answers turns, see `rollout.Conversations`."""
+
+  max_turns: int
+
+  def ask(self, turns: Sequence[Turn]) -> None:
+    """Asks about turns that have ended."""
+
+  def answers(self, at_least: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yields (row, tokens of the message); no tokens end the response.
+
+    Waits for `at_least` answers, and yields all that have arrived.
+    """
+    ...
+
+
+class Queue:
+  """The rows without a slot; all processes have the same."""
+
+  def __init__(self, waiting: Iterable[int] = (), asked: Iterable[int] = ()):
+    self.waiting = collections.deque(waiting)  # oldest first
+    self.asked = set(asked)  # rows whose last turn has no answer
+    self.answered: dict[int, Sequence[int]] = {}  # row -> message, oldest first
+
+  def hear(self, environment: Environment, at_least: int) -> list[int]:
+    """Takes the answers that have arrived; returns the rows that end without one.
+
+    Waits for `at_least` of them.
+    """
+    ended = []
+    for row, tokens in environment.answers(at_least) if self.asked else ():
+      self.asked.remove(row)
+      if tokens:
+        self.answered[row] = tokens
+      else:
+        ended.append(row)
+    return ended
+
+  def block(
+    self, size: int, width: Callable[[int], int], idle: bool
+  ) -> dict[int, Sequence[int]]:
+    """Returns the first `size` answered rows of one width, with their messages.
+
+    Returns fewer only if nothing else is to do: slots are `idle`, or no row could join.
+    A row's width depends on its own tokens alone: other rows change no bit of it.
+    """
+    blocks = collections.defaultdict(dict)
+    for row, tokens in self.answered.items():
+      block = blocks[width(row)]
+      block[row] = tokens
+      if len(block) == size:
+        return block
+    if not idle and (self.asked or self.waiting):
+      return {}
+    return next(iter(blocks.values()), {})
