@@ -104,7 +104,7 @@ def generate(
   rng = np.random.default_rng((seed, largest, most))
 
   def draw():
-    size = sizes[rng.integers(len(sizes))]
+    size = sizes[int(rng.integers(len(sizes)))]
     numbers = tuple(int(n) for n in rng.integers(1, largest + 1, size))
     target = _combine(rng, numbers)
     if target > most:

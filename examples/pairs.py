@@ -59,7 +59,7 @@ def pairs(
   rows = []
   for rank, numbers in of_split(split, problems, train):
     a, b, m, d, e, x = numbers
-    row = {'problem': f'{a}x={b} mod {m}|{d}x={e}', 'rank': rank}
+    row: dict[str, Any] = {'problem': f'{a}x={b} mod {m}|{d}x={e}', 'rank': rank}
     row['answer'] = int(stated(a % m, b % m, x, m, answer))
     if b <= HARD:
       row['solutions'] = functools.partial(solve, numbers, stops=stops, answer=answer)

@@ -254,7 +254,7 @@ class Balanced(ClipRule):
     return _epsilon(self.low[0], self.low)
 
   def refuses(self, config) -> Iterator[str]:
-    """Also refuses knobs of the share with which it is not a share of the gradient."""
+    """Also refuses knobs that the loss or the batch leaves without a meaning."""
     yield from super().refuses(config)
     loss = config.loss
     sources = config.sources

@@ -72,7 +72,7 @@ class ThresholdRule(Part):
     raise NotImplementedError
 
   def fault(self, result, example) -> str:
-    """Says whether the largest number is not the last."""
+    """Refuses thresholds whose last number is not the largest."""
     if max(result) > result.reusable_max > 0:
       return f'returns {[*map(int, result)]}; the last must be the largest, or 0'
     return ''
@@ -189,8 +189,9 @@ class Everything(ThresholdRule):
 def _without_rate(config, low: Range, high: Range, text: str) -> Iterator[str]:
   """Yields a sentence if no number of right responses makes a group reusable.
 
-  A pass rate is reusable from `low` to `high`, each at a mean verdict of 0 and of 1. An
-  upper end below 1 / group_size is accepted: it makes no group reusable on purpose.
+  Groups with a pass rate from a lower to an upper limit are reusable. `low` and `high`
+  have each limit twice: at a mean verdict of 0, and of 1. An upper limit below
+  1 / group_size is accepted: it makes no group reusable on purpose.
   """
   G = config.sampler.group_size
   if 'reused' not in config.sources or G * max(high) < 1:

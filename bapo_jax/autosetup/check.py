@@ -46,8 +46,8 @@ LONGEST = 300  # characters of a response
 def check(config: Config, workdir: str = '') -> int:
   """Runs the whole check; returns exit status 1 if a finding is a mistake, else 0.
 
-  If a run has begun in the workdir, the check uses the knobs derived for this run. By
-  default there is none: a training in its default may have a run of another model.
+  If a run has begun in the workdir, the check uses the knobs derived for this run.
+  Without --workdir it uses no run: that of the default workdir may have another model.
 
   Args:
     config: the config to check.

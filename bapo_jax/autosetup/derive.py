@@ -111,7 +111,7 @@ def decide(config: Config, workdir: str) -> Config:
 
 
 def undecided(config: Config) -> list[str]:
-  """Returns the knobs of None whose values a run keeps.
+  """Returns the knobs that are None now, and that a run keeps once it has begun.
 
   A knob that is None by default follows from the machine, so that every start decides
   it: elsewhere, the results differ by rounding at most.

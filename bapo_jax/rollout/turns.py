@@ -66,8 +66,9 @@ class Queue:
   ) -> dict[int, Sequence[int]]:
     """Returns the first `size` answered rows of one width, with their messages.
 
-    Returns fewer only if nothing else is to do: slots are `idle`, or no row could join.
-    A row's width depends on its own tokens alone: other rows change no bit of it.
+    Returns an incomplete block only if slots are `idle` or no row is left that could
+    complete it; otherwise {}. A row's width depends on its own tokens alone, so that
+    other rows change no bit of its result.
     """
     blocks = collections.defaultdict(dict)
     for row, tokens in self.answered.items():

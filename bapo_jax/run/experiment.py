@@ -95,7 +95,8 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
 
   Sections that do not affect the results may differ on resuming. So may the mesh, which
   affects only rounding, and with problems.changed='accept' the section `problems`. If
-  the run has already reached the last step of this config, the recorded end is kept.
+  the run has already passed the last step of this config, the stored config keeps its
+  own `steps` and `responses`.
 
   Raises:
     ValueError: the workdir cannot be written, or belongs to a run with another config.
