@@ -48,7 +48,11 @@ class Sampler(Protocol):
     ...
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
-    """Submits prompts; returns the groups on which learner step `step` trains."""
+    """Submits prompts; returns the groups on which learner step `step` trains.
+
+    The trainer frees the actor's arrays when it makes the next actor: copy what must
+    live longer.
+    """
     ...
 
   def remaining(self, actor: Actor, step: int) -> Rollout | None:
