@@ -181,6 +181,25 @@ class Balanced(ClipRule):
   point to within TOLERANCE and ignores the steps. Only contribution='gradient' with
   weight='one' is a share of the gradient; 'surrogate' with weight='behaviour' is Eq. 8
   of the camera-ready.
+
+  Example: the first bounds [.6, 1.2] keep the ratios .7 and 1.1, so that the share is
+  1.1 / 1.8 = .61. For .7 the upper bound rises until it also keeps the ratio 2.
+
+    >>> import jax.numpy as jnp
+    >>> from bapo_jax.algorithms import loss, masks
+    >>> from bapo_jax.types import Batch
+    >>> ratio_BT = jnp.asarray([[0.5, 0.7, 1.1, 2.0]])
+    >>> adv_BT = jnp.asarray([[-1.0, -1.0, 1.0, 1.0]])
+    >>> zero_BT = jnp.zeros((1, 4))
+    >>> all_BT = zero_BT == 0
+    >>> row_B = jnp.zeros(1, jnp.int32)
+    >>> tokens_BT = jnp.zeros((1, 4), jnp.int32)
+    >>> batch = Batch(tokens_BT, all_BT, zero_BT, zero_BT, adv_BT, row_B, all_BT)
+    >>> rules = loss.Clipped(), Balanced(target=0.7), masks.NoMask()
+    >>> find = loss.finder(rules, jnp.log(ratio_BT), batch, jnp.ones(1))
+    >>> bounds = find(ratio_BT)
+    >>> round(float(bounds.low), 2), round(float(bounds.high), 2)
+    (0.6, 2.05)
   """
 
   searches = 'gradient'

@@ -47,6 +47,37 @@ class Objective:
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     length: see `loss.row_scale`.
+
+  Example: the gradient of one group with a right and a wrong response.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from bapo_jax.algorithms import advantage, clip, loss
+    >>> from bapo_jax.learner import learner
+    >>> from bapo_jax.models import transformer
+    >>> from bapo_jax.types import empty_groups
+    >>> spec = transformer.ModelSpec(
+    ...   vocab=16, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=32
+    ... )
+    >>> sampled_PGT = jnp.broadcast_to(jnp.arange(6) > 2, (1, 2, 6))
+    >>> groups = empty_groups(1, 2, 6)._replace(
+    ...   id_P=jnp.zeros(1, jnp.int32),
+    ...   tokens_PGT=jnp.asarray([[[3, 4, 5, 6, 7, 1], [3, 4, 5, 8, 9, 1]]]),
+    ...   response_mask_PGT=sampled_PGT,
+    ...   behavior_logp_PGT=-2.8 * sampled_PGT,
+    ...   reward_PG=jnp.asarray([[1.0, 0.0]]),
+    ... )
+    >>> batch = learner.flatten(groups, jnp.zeros(1, int), advantage.GroupRelative())
+    >>> objective = Objective(
+    ...   clip_rule=clip.Balanced(),
+    ...   loss_rule=loss.Clipped(),
+    ...   spec=spec,
+    ...   temperature=1.0,
+    ... )
+    >>> params = transformer.init(spec, jax.random.key(0))
+    >>> value, gradients, (stats, bounds) = gradient(params, batch, objective)
+    >>> jax.tree.structure(gradients) == jax.tree.structure(params)
+    True
   """
 
   clip_rule: ClipFunction

@@ -42,6 +42,14 @@ def token_stats(
     tile: maximum columns of T and rows of the head that are projected at once.
     columns: i32, number of leading columns to score; later tiles cost nothing and
       give 0. None stands for all columns.
+
+  Example: eight equal words.
+
+    >>> import jax.numpy as jnp
+    >>> token_BT = jnp.asarray([[3, 5]])
+    >>> stats = token_stats(jnp.ones((1, 2, 4)), jnp.ones((8, 4)), token_BT, 1.0)
+    >>> stats.logp_BT.round(3).tolist(), stats.entropy_BT.round(3).tolist()
+    ([[-2.0789999961853027, -2.0789999961853027]], ...)
   """
   T = hidden_BTD.shape[1]
   chunks, chunk = logprob_tiles.split(T, tile.columns, logprob_tiles.COLUMN_STEP)

@@ -170,6 +170,17 @@ def pack(
 
   wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
   bin i, and all tokens after column 0 are targets.
+
+  Example: two prompts of one token (1), with responses of three tokens and of one.
+
+    >>> import jax.numpy as jnp
+    >>> tokens_BT = jnp.asarray([[1, 5, 6, 7], [1, 8, 0, 0]])
+    >>> packed = pack(tokens_BT, tokens_BT > 1, micro_batches=1, width=4)
+    >>> cells = packed.cells(0)
+    >>> cells.tokens_RT[0].tolist(), cells.row_RT[0].tolist()
+    ([1, 5, 6, 1], [0, 0, 0, 1])
+    >>> cells.target_RT[0].tolist()
+    [5, 6, 7, 8]
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()

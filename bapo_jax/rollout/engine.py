@@ -78,6 +78,38 @@ class RolloutEngine:
     mesh: slots and rows are split over its data and fsdp axes; None for one device.
     gallery: pictures of the problems, by problem id; None for text only. Galleries of
       equal capacity use the same compiled programs.
+
+  Example: two responses to each of two prompts, by random weights.
+
+    >>> import jax
+    >>> import numpy as np
+    >>> from bapo_jax.models import decoder, transformer
+    >>> from bapo_jax.rollout.partial_rollouts import PartialRollouts
+    >>> from bapo_jax.types import Prompts
+    >>> spec = transformer.ModelSpec(
+    ...   vocab=16, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=32
+    ... )
+    >>> engine = RolloutEngine(
+    ...   spec,
+    ...   max_prompt_tokens=3,
+    ...   max_new_tokens=5,
+    ...   group_size=2,
+    ...   temperature=1.0,
+    ...   eos=(1,),
+    ...   max_num_seqs=4,
+    ...   prefill_batch_size=4,
+    ...   tokens_per_dispatch=5,
+    ... )
+    >>> rollouts = PartialRollouts(engine, places=2)
+    >>> id_P = np.arange(2, dtype=np.int32)
+    >>> tokens_PT = np.asarray([[5, 6, 7], [8, 9, 0]], np.int32)
+    >>> prompts = Prompts(id_P, tokens_PT, np.asarray([3, 2], np.int32))
+    >>> rollouts.submit(prompts, np.arange(4, dtype=np.uint32))
+    >>> params = transformer.init(spec, jax.random.key(0))
+    >>> rollouts.decode(decoder.actor(params, spec), jax.random.key(1))
+    >>> rows = rollouts.read(id_P, seats=2)
+    >>> rows.tokens_BT.shape, rows.tokens_BT[1, 0, :2].tolist()
+    ((2, 2, 8), [8, 9])
   """
 
   spec: ModelSpec

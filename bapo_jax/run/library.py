@@ -29,8 +29,6 @@ def train(
 ) -> int:
   """Trains in the workdir, or resumes its run; returns the exit status of the command.
 
-  >>> bapo_jax.train('configs/aime.py', 'runs/mine', reward=score, rows=rows)
-
   Args:
     config: a config file, or its values as nested dicts.
     knobs: dotted name -> value, such as {'steps': 10}, or arguments of the command
@@ -46,6 +44,15 @@ def train(
 
   Raises:
     ValueError: the config is invalid, or the run cannot start or continue.
+
+  Example: a reward and rows of one's own.
+
+    >>> def score(sample):
+    ...   return float(sample.answer in sample.response)
+    >>> rows = [{'problem': f'{i}+1=', 'answer': str(i + 1)} for i in range(80)]
+    >>> knobs = {'steps': 1}
+    >>> train('configs/aime.py', 'runs/mine', knobs=knobs, reward=score, rows=rows)
+    0
   """
   workdir = files.local(workdir, flag='workdir=')
   overrides = {f'{slot}.rule': _path(rule) for slot, rule in rules.items()}
