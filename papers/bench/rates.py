@@ -42,9 +42,12 @@ COMMON = 6e-4  # the rate of protocol 2 in S1
 # Setting -> arm -> rates tried so far, and arm -> own rate once stage 1 has chosen it.
 TRIED: dict[str, dict[str, tuple[float, ...]]] = {
   's1': {},
-  's2': {arm: FIRST for arm in LOWER},
+  's2': {arm: FIRST for arm in LOWER} | {'grpo': LADDER[:4]},
 }
-OWN: dict[str, dict[str, float]] = {'s1': {}, 's2': {}}
+OWN: dict[str, dict[str, float]] = {
+  's1': {},
+  's2': {'grpo': 1e-4, 'low95_high120': 2e-4, 'low95_high200': 2e-4},
+}
 TUNING = (800, 801, 802)
 TEST = {'s1': tuple(range(820, 836)), 's2': tuple(range(840, 864))}
 SETTINGS = {'s1': experiments.s1, 's2': experiments.control}
