@@ -52,6 +52,8 @@ def train(
     >>> rows = [{'problem': f'{i}+1=', 'answer': str(i + 1)} for i in range(80)]
     >>> knobs = {'steps': 1}
     >>> train('configs/aime.py', 'runs/mine', knobs=knobs, reward=score, rows=rows)
+    The last 8 of 80 rows are held out; `held_out` gives others.
+    ...
     0
   """
   workdir = files.local(workdir, flag='workdir=')
@@ -60,17 +62,7 @@ def train(
     one = isinstance(reward, str) or callable(reward)
     overrides['rewards.rule'] = ','.join(map(_path, [reward] if one else reward))
   if rows is not None:
-    rows = list(rows)
-    if held_out is None:
-      count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
-      log(
-        f'The last {count} of {len(rows)} rows are held out; `held_out` gives others.'
-      )
-      held_out = rows[-count:]
-      rows = rows[:-count]
-    overrides['problems.source'] = custom_code.register(_returning('rows', rows))
-    test_source = custom_code.register(_returning('held_out', held_out))
-    overrides['problems.test_source'] = test_source
+    overrides |= _sources(list(rows), held_out)
   with hosts.together():  # a config file may raise an error in one process alone
     values = config_lib.load(files.local(config)) if isinstance(config, str) else config
     parsed = config_lib.compose(config_lib.merged(values, overrides), knobs)
@@ -102,6 +94,19 @@ def join(
   # Before a config or a custom file uses JAX.
   hosts.initialise(coordinator, process, processes, start_s)
   return train(config, workdir, knobs=knobs)
+
+
+def _sources(rows: list[Mapping[str, Any]], held_out: Rows | None) -> dict[str, str]:
+  """Registers rows as functions; returns the knobs of the two sources."""
+  if held_out is None:
+    count = min(max(int(len(rows) * HELD_OUT), 1), MOST_HELD_OUT)
+    log(f'The last {count} of {len(rows)} rows are held out; `held_out` gives others.')
+    held_out = rows[-count:]
+    rows = rows[:-count]
+  return {
+    'problems.source': custom_code.register(_returning('rows', rows)),
+    'problems.test_source': custom_code.register(_returning('held_out', held_out)),
+  }
 
 
 def _path(rule: Rule):
