@@ -215,6 +215,12 @@ def abstract(tree: Tree, layout: Tree) -> Tree:
   return jax.tree.map(lambda x, s: x.update(sharding=s), tree, layout)
 
 
+def abstract_rows(make: Callable[[], AnyTree], mesh: Mesh | AbstractMesh) -> AnyTree:
+  """Returns the shapes of what `make` returns, placed by `layout_of_rows`."""
+  tree = jax.eval_shape(make)
+  return abstract(tree, layout_of_rows(tree, mesh))
+
+
 def split_rows(tree: AnyTree, mesh: Mesh | None) -> AnyTree:
   """Reshards the rows of a tree over the mesh; a no-op on one device."""
   if mesh is None or mesh.size == 1:

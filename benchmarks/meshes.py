@@ -8,6 +8,7 @@ roofline: no time was compared with a machine of several chips. Bytes on links c
 formulas, which count 47 to 81 % of the bytes of three compiled train steps.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -28,13 +29,23 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import plan, programs
 from bapo_jax.tools.plan.chips import GIB, Chip
-from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import budget
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 from benchmarks import roofline
 
 BEST = 5
+TPU_HOST = 4  # chips per host of a slice; v5e and v6e hosts may have 1 or 8
 Seconds = dict[str, float]  # resource -> lower bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """Stands in for a device of a mesh on which nothing is compiled."""
+
+  id: int
+  process_index: int  # the number of its host
+  platform: str  # 'gpu' or 'tpu'
 
 
 class Choice(NamedTuple):
@@ -72,6 +83,18 @@ class TooLarge(ValueError):
     )
 
 
+def count(topology: str) -> tuple[Chip, list[Device]]:
+  """Returns (chip, stand-ins for the devices) of a topology, without its compiler.
+
+  A TPU host has four chips; whether the arrangement exists is not checked. Raises
+  ValueError if the chip or the form of the shape is unknown.
+  """
+  chip, sizes = devices_lib.parse(topology)
+  per_host = sizes[-1] if chip.gpu else TPU_HOST
+  platform = 'gpu' if chip.gpu else 'tpu'
+  return chip, [Device(i, i // per_host, platform) for i in range(math.prod(sizes))]
+
+
 def divisors(n: int) -> list[int]:
   """Returns the divisors of n, ascending."""
   return [k for k in range(1, n + 1) if n % k == 0]
@@ -98,26 +121,26 @@ def search(
   for shape in shapes(len(devices)):
     mesh = Mesh(np.asarray(devices).reshape(tuple(shape.values())), sharding.AXES)
     try:
-      found.append(judge(Job(config, spec, Schedule(), mesh), chip, memory))
+      found.append(judge(programs.resolved(config, spec, mesh), chip, memory))
     except ValueError as error:
       refused[name(shape)] = error
   # Among meshes with equal bounds, the mesh with the least traffic comes first.
   return sorted(found, key=lambda c: (c.seconds, c.update['links'])), refused
 
 
-def judge(job: Job, chip: Chip, memory: float) -> Choice:
+def judge(r: Resolved, chip: Chip, memory: float) -> Choice:
   """Finds the number of micro-batches and of slots that is fastest on this mesh.
 
   Raises TooLarge if nothing fits, with the larger excess of update and decoding, and
   ValueError if model or rows do not divide over the mesh.
   """
-  config = job.config
-  extra = job.counted.buffer
+  config = r.config
+  extra = r.budget.buffer
   parts: list[Any] = []
   errors = []
   for find in (_update, _decoding):
     try:
-      parts.append(find(job, chip, memory - extra))
+      parts.append(find(r, chip, memory - extra))
     except TooLarge as error:
       errors.append(error)
   if errors:
@@ -128,7 +151,7 @@ def judge(job: Job, chip: Chip, memory: float) -> Choice:
   seconds = config.updates_per_step * max(update.values())
   seconds += tokens * max(token.values())
   return Choice(
-    job.shape,
+    dict(r.mesh.shape),
     steps,
     schedule,
     slots,
@@ -140,15 +163,17 @@ def judge(job: Job, chip: Chip, memory: float) -> Choice:
   )
 
 
-def _update(job: Job, chip: Chip, memory):
+def _update(r: Resolved, chip: Chip, memory):
   """Finds the fastest update that fits: (micro-batches, schedule, bytes, seconds)."""
-  config, spec, _, mesh = job
+  config = r.config
+  spec = r.spec
+  mesh = r.mesh
   sharding.shardings(transformer.abstract(spec), mesh)
   shards = sharding.row_shards(mesh)
   rows = config.minibatch_rows
   if rows % shards:
     raise ValueError(f'the {rows} rows of a minibatch do not divide over data x fsdp')
-  sizes = job.sizes
+  sizes = budget.sizes_of(config, spec)
   least = math.inf
   updates = []
   for steps in divisors(rows // shards):
@@ -157,7 +182,7 @@ def _update(job: Job, chip: Chip, memory):
     needed = budget.count(sizes, spec, schedule, mesh).update
     least = min(least, needed)
     if needed <= memory:
-      batch = job.shape, rows, config.row_length, steps
+      batch = mesh.shape, rows, config.row_length, steps
       traffic = roofline.train_traffic(spec, schedule, *batch)
       cost = roofline.train(spec, schedule, *batch, sizes.adapters)
       seconds = roofline.bounds(cost, chip, mesh, traffic)
@@ -167,14 +192,16 @@ def _update(job: Job, chip: Chip, memory):
   return min(updates, key=lambda update: (max(update[3].values()), update[0]))
 
 
-def _decoding(job: Job, chip: Chip, memory):
+def _decoding(r: Resolved, chip: Chip, memory):
   """Finds the most slots that fit; returns (slots, bytes, {resource: s per token})."""
-  config, spec, _, mesh = job
+  config = r.config
+  spec = r.spec
+  mesh = r.mesh
   shards = sharding.row_shards(mesh)
   T = config.row_length
   responses = config.prompts.count * config.sampler.group_size
-  b = job.counted
-  per_slot = budget.slot_bytes(spec, T, job.shape['tensor'])
+  b = r.budget
+  per_slot = budget.slot_bytes(spec, T, mesh.shape['tensor'])
   needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
@@ -186,7 +213,7 @@ def _decoding(job: Job, chip: Chip, memory):
     needed = b.decoding - b.cache + cache
     if needed <= memory:
       traffic = [roofline.hidden_sums(spec, slots / shards)]
-      cost = roofline.decode(spec, job.shape, slots, T, cache)
+      cost = roofline.decode(spec, mesh.shape, slots, T, cache)
       return slots, needed, roofline.bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'
@@ -230,7 +257,7 @@ def _bound(seconds: Seconds, scale):
 
 def run(config: Config, topology: str) -> bool:
   """Prints the meshes of the topology, fastest first; returns whether one fits."""
-  chip, devices = devices_lib.count(topology)
+  chip, devices = count(topology)
   print(plan.heading(config, topology, chip, devices))
   config = derive.decide(config, '')
   spec = programs.device_spec(config, devices[0].platform)

@@ -17,22 +17,25 @@ from typing import NamedTuple
 from bapo_jax import main as command
 from bapo_jax import sharding
 from bapo_jax.autosetup import derive
-from bapo_jax.learner import pictured
 from bapo_jax.models import decoder, ragged
+from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import shapes
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import plan, programs
 from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.tools.plan.plan import Row
-from bapo_jax.tools.plan.programs import Job
-from bapo_jax.training import budget, inputs, resolve
+from bapo_jax.tools.plan.programs import Program
+from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 from benchmarks import hlo, meshes, roofline
 from benchmarks.roofline import Cost, Traffic
 
 UNIT = {  # what a cost counts
   'train step': 'update',
-  'log-prob pass': 'micro-batch',
+  'log-prob pass': 'round of responses',
+  'teacher pass': 'batch of responses',
   'prefill': 'batch of prompts',
   'decode': 'token per slot',
   'tower': 'block of prompts',
@@ -46,64 +49,72 @@ class Work(NamedTuple):
   traffic: Sequence[Traffic]
 
 
-def works(job: Job) -> dict[str, Work]:
-  """Returns the work of each program of a run."""
-  config = job.config
-  spec = job.spec
+def works(r: Resolved, found: Mapping[str, Program]) -> dict[str, Work]:
+  """Returns the work of the programs of a run, from `programs.programs_of`.
+
+  Programs that compute the cache anew, of rows and not of prompts, are not counted.
+  """
+  config = r.config
+  spec = r.spec
+  shape = r.mesh.shape
   language = dataclasses.replace(spec, vision=None)
-  sampler = config.sampler
-  B = config.minibatch_rows
-  T = config.row_length
   n = config.learner.grad_accum_steps
-  R = min(sampler.prefill_batch_size, sampler.max_num_seqs)
-  width = config.prompts.max_prompt_tokens
+  shards = sharding.row_shards(r.mesh)
 
-  def sums(tokens: float) -> Traffic:
-    return roofline.hidden_sums(language, tokens / sharding.row_shards(job.mesh))
+  def sums(spec: ModelSpec, tokens: float) -> Traffic:
+    return roofline.hidden_sums(spec, tokens / shards)
 
-  batch = job.schedule, job.shape, B, T, n
-  train = Work(
-    roofline.train(language, *batch, budget.adapters(config, spec)),
-    roofline.train_traffic(language, *batch),
-  )
-  scored = language
-  if teacher := inputs.teacher_spec(config):
-    scored = dataclasses.replace(teacher, vision=None)
-  score = Work(
-    roofline.score(scored, job.shape, B // n, T),
-    [
-      roofline.gathers(scored, job.shape),
-      roofline.hidden_sums(scored, B // n * T / sharding.row_shards(job.mesh)),
-    ],
-  )
-  admitted = roofline.score(language, job.shape, R, width, logits=False)
+  def scored(spec: ModelSpec, call: Call) -> Work:
+    P, G, T = call.args[1].tokens_PGT.shape
+    gathers = roofline.gathers(spec, shape)
+    return Work(
+      roofline.score(spec, shape, P * G, T),
+      [gathers] * micro_batches(r, call) + [sums(spec, P * G * T)],
+    )
+
+  batch = r.schedule, shape, config.minibatch_rows, config.row_length, n
   by_name = {
-    'train step': train,
-    'log-prob pass': score,
-    'prefill': Work(admitted, [sums(R * width)]),
-    'decode': Work(decode_cost(job)[0], [sums(sampler.max_num_seqs)]),
+    'train step': Work(
+      roofline.train(language, *batch, budget.adapters(config, spec)),
+      roofline.train_traffic(language, *batch),
+    )
   }
-  if spec.vision:
-    patches = programs.pixels_of(job, R).pixels_PZE.shape[1]
-    seen = roofline.tower(spec, job.shape, R, patches)
-    whole = Cost(*map(sum, zip(admitted, seen, strict=True)))
-    by_name['prefill'] = Work(whole, [sums(R * width)])
-    pixels = programs.pixels_of(job, pictured.BLOCK * sharding.row_shards(job.mesh))
-    shape = pixels.pixels_PZE.shape[:2]
-    by_name['tower'] = Work(roofline.tower(spec, job.shape, *shape), [])
+  if program := found.get('log-prob pass'):
+    by_name['log-prob pass'] = scored(language, program.call)
+  if program := found.get('teacher pass'):
+    teacher = r.teacher.spec if r.teacher else language
+    by_name['teacher pass'] = scored(teacher, program.call)
+  _, _, tokens_RT, *_, pictures = found['prefill'].call.args
+  admitted = roofline.score(language, shape, *tokens_RT.shape, logits=False)
+  if pictures is not None:
+    seen = roofline.tower(spec, shape, *pictures.pixels_PZE.shape[:2])
+    admitted = Cost(*map(sum, zip(admitted, seen, strict=True)))
+  by_name['prefill'] = Work(admitted, [sums(language, tokens_RT.size)])
+  slots = config.sampler.max_num_seqs
+  by_name['decode'] = Work(decode_cost(r)[0], [sums(language, slots)])
+  if program := found.get('tower'):
+    _, pixels = program.call.args
+    tower = roofline.tower(spec, shape, *pixels.pixels_PZE.shape[:2])
+    by_name['tower'] = Work(tower, [])
   return by_name
 
 
-def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
+def micro_batches(r: Resolved, call: Call) -> int:
+  """Returns the most micro-batches of a program that scores groups."""
+  P, G, _ = call.args[1].tokens_PGT.shape
+  return -(-P * G // r.config.micro_batch_rows)
+
+
+def decode_cost(r: Resolved, mean_share: float = 1.0) -> tuple[Cost, float]:
   """Counts a token in every slot; returns (cost, share of the cache that is read).
 
   `mean_share` is the mean live length of a slot divided by the longest row. With
   geometric response lengths and refilled slots, it is the mean row length divided by
   the longest; it is smaller if the response lengths vary less.
   """
-  config = job.config
-  spec = job.spec
-  shape = job.shape
+  config = r.config
+  spec = r.spec
+  shape = r.mesh.shape
   # Of two key heads on three devices, every device has both.
   heads = spec.kv_heads // (1 if spec.kv_heads % shape['tensor'] else shape['tensor'])
   live = mean_share * config.row_length
@@ -118,27 +129,36 @@ def decode_cost(job: Job, mean_share: float = 1.0) -> tuple[Cost, float]:
     share = roofline.columns_read(columns, block, live) / columns
   S = config.sampler.max_num_seqs
   each = budget.cache_bytes(spec, columns, shape['tensor'])
-  cache = S / sharding.row_shards(job.mesh) * each
+  cache = S / sharding.row_shards(r.mesh) * each
   language = dataclasses.replace(spec, vision=None)
   return roofline.decode(language, shape, S, live, share * cache), share
 
 
-def received(row: Row) -> float | None:
+def received(r: Resolved, name: str, row: Row) -> float | None:
   """Returns the bytes on links per call, or per token; None if it was not compiled."""
   if row.executable is None:
     return None
-  program = row.program
-  runs = hlo.in_loops(row.executable.as_text() or '', program.micro_batches)
-  return sum(run.received for run in runs) / program.tokens
+  most = 1  # turns of the loop over micro-batches
+  if name == 'train step':
+    most = r.config.learner.grad_accum_steps
+  elif name.endswith('pass'):
+    most = micro_batches(r, row.program.call)
+  runs = hlo.in_loops(row.executable.as_text() or '', most)
+  tokens = r.config.sampler.tokens_per_dispatch if name == 'decode' else 1
+  return sum(run.received for run in runs) / tokens
 
 
 def table(
-  linked: Mapping[str, float | None], chip: Chip, job: Job, mean_share: float = 1.0
+  linked: Mapping[str, float | None],
+  chip: Chip,
+  r: Resolved,
+  of_programs: Mapping[str, Work],
+  mean_share: float = 1.0,
 ) -> str:
   """Formats lower bounds on the seconds of each program and of a step.
 
   `linked` has the bytes on links of each compiled program, see `received`; None: they
-  are counted.
+  are counted. `of_programs` are their `works`.
   """
   lines = [
     f'{"seconds, at least":18}{"products":>12}{"memory":>12}{"links":>12}'
@@ -146,11 +166,9 @@ def table(
   ]
   took = {}
 
-  of_programs = works(job)
-
   def bounds(name: str, cost: Cost) -> dict[str, float]:
     traffic = of_programs[name].traffic
-    return roofline.bounds(cost, chip, job.mesh, traffic, linked[name])
+    return roofline.bounds(cost, chip, r.mesh, traffic, linked[name])
 
   for name in linked:
     cost = of_programs[name].cost
@@ -163,11 +181,11 @@ def table(
       f'of the model per device, {cost.flops / 1e12:.4g} computed, '
       f'{cost.bytes / GIB:.4g} GiB moved; at most {share:.0%} of the peak'
     )
-  config = job.config
+  config = r.config
   sampler = config.sampler
   rounds = config.prompts.count * sampler.group_size / sampler.max_num_seqs
   hours = rounds * sampler.max_new_tokens * took['decode'] / 3600
-  cost, share = decode_cost(job, mean_share)
+  cost, share = decode_cost(r, mean_share)
   live = max(bounds('decode', cost).values())
   lines.append(
     f'decoding: at most {sampler.max_num_seqs / took["decode"]:.0f} tokens/s if all '
@@ -195,12 +213,11 @@ def run(config: Config, topology: str, mean_share: float) -> None:
   print(plan.heading(config, topology, chip, devices))
   config = derive.decide(config, '')
   mesh = resolve.make_mesh(config, devices)
-  job = plan.planned(config, mesh, chip)
-  linked = {
-    name: received(plan.compiled(make(job), mesh))
-    for name, make in programs.programs_of(job.spec).items()
-  }
-  print(table(linked, chip, job, mean_share))
+  r = plan.planned(config, mesh, chip)
+  found = programs.programs_of(r)
+  of_programs = works(r, found)
+  linked = {name: received(r, name, plan.compiled(found[name])) for name in of_programs}
+  print(table(linked, chip, r, of_programs, mean_share))
   print(json.dumps({'topology': topology, 'bytes_on_links': linked}))
 
 

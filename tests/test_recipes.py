@@ -41,7 +41,7 @@ def test_the_excess_is_the_memory_that_is_missing(tmp_path, lora):
   config, choice, excess = write_recipes.longest('rtx4090:1', model, lora)
   assert choice is None and excess > 0
   config = write_recipes.with_model(config, model, str(tmp_path))
-  chip, found = devices.count('rtx4090:1')
+  chip, found = meshes.count('rtx4090:1')
   spec = programs.device_spec(config, 'gpu')
   for memory, fits in ((-(2**20), False), (2**20, True)):
     memory += write_recipes.room(chip) + excess
@@ -64,9 +64,8 @@ def compiled(topology, where, config, model, path):
   """(chip, Row by program) of a config on an absent machine, with this model."""
   config = write_recipes.with_model(config, model, str(path))
   mesh, chip = resolve.make_mesh(config, topology(where)), devices.parse(where)[0]
-  job = plan.planned(config, mesh, chip)
-  makers = programs.programs_of(job.spec)
-  return chip, {name: plan.compiled(make(job), mesh) for name, make in makers.items()}
+  found = programs.programs_of(plan.planned(config, mesh, chip))
+  return chip, {name: plan.compiled(program) for name, program in found.items()}
 
 
 @pytest.mark.nightly

@@ -237,7 +237,7 @@ def measured(
   teaching = int((spread_P[chosen] > 0).sum())
   sizes = {'prompts': {'count': per_update}, 'learner': {'minibatches': 1}}
   with t.timer('compile'):
-    step = build.lower_train_step(t, s.params, s.opt).compile()
+    step = build.train_program(t, s.params, s.opt).lower().compile()
     step = functools.partial(step, base=t.base)
   machine.trim()  # as a run does, see experiment.compiled
   t = dataclasses.replace(t, config=t.config.with_values(**sizes), train_step=step)

@@ -1,6 +1,6 @@
 """Embeds each picture once for the learner; all responses to its prompt share it.
 
-1. `galleries` collects the pictures of a run. `embedder` returns the pictures of a
+1. `galleries` collects the pictures of a run. An `Embedder` returns the pictures of a
    step's problems: embedded if the vision tower is frozen, as pixels if it is trained;
 2. `pack` packs rows together with the positions of their tokens;
 3. `variables` returns the inputs of a loss that get gradients: with a trained
@@ -10,7 +10,8 @@
 Without pictures these functions do not change the compiled programs.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -29,12 +30,15 @@ from bapo_jax.models.packing import Packed
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence, tower
 from bapo_jax.runtime import exchange
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.types import EmbeddedPictures, Pictures, Tree, concat, take
 
 Seen = EmbeddedPictures | Pictures | None
-OfProblems = Callable[[Array | np.ndarray], Seen]  # from ids [P]; -1 has no picture
 
 BLOCK = 8  # prompts per device whose pictures are embedded at once
+
+# One function for the trainers that compile and that run it.
+_embedded = jax.jit(sequence.embedded, static_argnames=('spec', 'schedule'))
 
 
 def galleries(
@@ -56,62 +60,66 @@ def galleries(
   return of(training), of(held_out)
 
 
-def embedder(
-  gallery: Gallery | None,
-  spec: ModelSpec,
-  mesh: Mesh,
-  base: Tree,
-  schedule: Schedule = Schedule(),
-) -> OfProblems | None:
-  """Returns a function from problem ids to their pictures on the mesh.
+class Embedder:
+  """Maps ids of problems to their pictures on the mesh.
 
   Args:
-    gallery: pictures of the problems; None for text only: the result is None.
+    gallery: the pictures of the problems.
     base: frozen weights; if they include the tower, pictures are embedded here.
   """
-  if gallery is None:
-    return None
 
-  def pixels(id_P) -> Pictures:
-    return placed(gallery.of(id_P), mesh)
+  def __init__(
+    self,
+    gallery: Gallery,
+    spec: ModelSpec,
+    mesh: Mesh,
+    base: Tree,
+    schedule: Schedule = Schedule(),
+  ):
+    self._gallery = gallery
+    self._mesh = mesh
+    self._tower = {'vision': base['vision']} if base and 'vision' in base else None
+    self._knobs = dict(spec=spec, schedule=schedule)
+    self._block = BLOCK * sharding.row_shards(mesh)
 
-  if not base or 'vision' not in base:
-    return lambda id_P: pixels(exchange.whole(id_P))
-  embed = sharding.under(
-    mesh, jax.jit(sequence.embedded, static_argnames=('spec', 'schedule'))
-  )
-  size = BLOCK * sharding.row_shards(mesh)
-
-  def embedded(id_P) -> EmbeddedPictures:
+  def __call__(self, id_P: Array | np.ndarray) -> Seen:
+    """Returns the pictures of problems; id -1 has none."""
     whole_P = exchange.whole(id_P)
+    if self._tower is None:
+      return self._pixels(whole_P)
     P = len(whole_P)
-    padded_P = np.pad(whole_P, (0, -P % size), constant_values=-1)
+    padded_P = np.pad(whole_P, (0, -P % self._block), constant_values=-1)
+    starts = range(self._block, len(padded_P), self._block)
     blocks = [
-      embed(base, pixels(block), spec, schedule)
-      for block in np.split(padded_P, range(size, len(padded_P), size))
+      self._embed(self._pixels(block))() for block in np.split(padded_P, starts)
     ]
-    return sharding.split_rows(take(concat(*blocks), slice(P)), mesh)
+    embedded = take(concat(*blocks), slice(P))
+    return jax.device_put(embedded, sharding.layout_of_rows(embedded, self._mesh))
 
-  return embedded
+  def _pixels(self, id_P) -> Pictures:
+    return placed(self._gallery.of(id_P), self._mesh)
+
+  def _embed(self, pixels: Pictures) -> Call:
+    return Call(self._mesh, _embedded, self._tower, pixels, **self._knobs)
+
+  def abstract(self, prompts: int) -> Seen:
+    """Returns the shapes of the pictures of `prompts` problems, placed on the mesh."""
+    seen = jax.eval_shape(lambda: self._gallery.empty(prompts))
+    if self._tower is not None:
+      embed = functools.partial(_embedded, **self._knobs)
+      seen = jax.eval_shape(embed, self._tower, seen)
+    return sharding.abstract(seen, sharding.layout_of_rows(seen, self._mesh))
+
+  def programs(self) -> Iterator[Call]:
+    """Yields the program that embeds pictures, if they are embedded here."""
+    if self._tower is not None:
+      empty = functools.partial(self._gallery.empty, self._block)
+      yield self._embed(sharding.abstract_rows(empty, self._mesh))
 
 
 def placed(pictures: Pictures, mesh: Mesh) -> Pictures:
   """Puts pictures onto the mesh, split by rows if the rows divide evenly."""
   return exchange.placed(pictures, sharding.layout_of_rows(pictures, mesh))
-
-
-def abstract(
-  gallery: Gallery | None, prompts: int, spec: ModelSpec, base: Tree
-) -> Seen:
-  """Returns the shapes of the embedder's result for `prompts` problems."""
-  if gallery is None:
-    return None
-  pixels = jax.eval_shape(lambda: gallery.empty(prompts))
-  if not base or 'vision' not in base:
-    return pixels
-  return jax.eval_shape(
-    lambda base, seen: sequence.embedded(base, seen, spec), base, pixels
-  )
 
 
 def pack(

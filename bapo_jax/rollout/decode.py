@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
-from jax.stages import Lowered, Wrapped
+from jax.stages import Wrapped
 from jaxtyping import Bool, Float32, Int32, UInt, UInt32
 
 from bapo_jax import sharding
@@ -31,6 +31,7 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.types import Pictures, Tree
 
 DONE_CHECK_INTERVAL = 8  # tokens between two checks for a busy slot
@@ -107,9 +108,9 @@ def sync_actor(params: Tree, spec: ModelSpec, mesh: Mesh) -> Tree:
   return _syncs(spec, mesh)[0](params)
 
 
-def lower_sync(params: Tree, spec: ModelSpec, mesh: Mesh) -> Lowered:
-  """Lowers `sync_actor`."""
-  return _syncs(spec, mesh)[0].lower(params)
+def sync_program(params: Tree, spec: ModelSpec, mesh: Mesh) -> Call:
+  """Returns the program of `sync_actor`."""
+  return Call(None, _syncs(spec, mesh)[0], params)
 
 
 def params_of(actor: Tree, spec: ModelSpec) -> Tree:
@@ -118,6 +119,7 @@ def params_of(actor: Tree, spec: ModelSpec) -> Tree:
   return _syncs(spec, mesh)[1](actor)
 
 
+@functools.cache  # a plan compares arrays by identity
 def abstract_actor(spec: ModelSpec, mesh: Mesh) -> Tree:
   """Returns the shapes, types and shardings of an actor."""
   make = functools.partial(decoder.actor, spec=spec, joined=decoder.joins(mesh))

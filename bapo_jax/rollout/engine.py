@@ -5,21 +5,20 @@
    (`dataclasses.replace`);
 2. its methods return the compiled functions with these settings, to be called or
    lowered under the mesh;
-3. `programs` lowers all shapes that can occur, to be compiled ahead.
+3. `programs` lists all shapes that can occur, to be compiled ahead.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Lowered, Wrapped
+from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
@@ -27,29 +26,10 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode, knobs, shapes
 from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.types import Pictures, Tree
 
 _D = knobs.SamplerConfig()
-
-
-class Call:
-  """A compiled function with its arguments and its mesh."""
-
-  def __init__(self, mesh: Mesh | None, function: Wrapped, *args: Any, **kwargs: Any):
-    self._mesh = mesh
-    self._function = function
-    self._args = args
-    self._kwargs = kwargs
-
-  def __call__(self) -> Any:
-    """Calls the function."""
-    with sharding.current(self._mesh):
-      return self._function(*self._args, **self._kwargs)
-
-  def lower(self) -> Lowered:
-    """Lowers the function for these arguments, which may be abstract."""
-    with sharding.current(self._mesh):
-      return self._function.lower(*self._args, **self._kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +246,7 @@ class RolloutEngine:
 
   def programs(
     self, params: Tree, *, places: int, refreshed: bool = True, resumed: bool = False
-  ) -> Iterator[Lowered]:
+  ) -> Iterator[Call]:
     """Yields the program of every shape that can occur, for `ahead.compile_all`.
 
     Args:
@@ -275,9 +255,9 @@ class RolloutEngine:
       refreshed: whether to include the program of `refresh`, for partial rollouts.
       resumed: whether to include the program of `resume`, for an environment.
     """
-    made = self.empty(places * self.group_size).lower()
+    made = self.empty(places * self.group_size)
     yield made
-    slots, rows = made.out_info
+    slots, rows = made.lower().out_info
     # Slot S is past the end and problem -1 has no pictures: every row is padding.
     zeros = np.zeros(self.prefill_rows, np.int32)
     no_slot = zeros + self.max_num_seqs
@@ -286,16 +266,16 @@ class RolloutEngine:
     widths = shapes.prefill_widths(self.max_prompt_tokens)
     for R, width in itertools.product(self.prefill_sizes, widths):
       tokens_RT = np.zeros((R, width), np.int32)
-      yield self.admit(params, slots, no_id[:R], tokens_RT, zeros, none).lower()
+      yield self.admit(params, slots, no_id[:R], tokens_RT, zeros, none)
     message_AT = np.zeros((len(zeros), self.length), np.int32)
     for width in shapes.prefill_widths(self.length) if resumed else []:
-      resume = self.resume(params, slots, rows, no_id, none, message_AT, columns=width)
-      yield resume.lower()
+      yield self.resume(params, slots, rows, no_id, none, message_AT, columns=width)
+    key = jax.eval_shape(jax.random.key, 0)
     for live in range(1, len(self.segment_sizes) + 1):
       if refreshed:
-        yield self.refresh(params, slots, no_id, no_slot, live).lower()
-      yield self.run(params, slots, jax.random.key(0), 0, 0, live).lower()
-    yield decode.harvest.lower(slots, rows)
+        yield self.refresh(params, slots, no_id, no_slot, live)
+      yield self.run(params, slots, key, 0, 0, live)
+    yield Call(None, decode.harvest, slots, rows)
 
 
 @functools.cache

@@ -42,6 +42,7 @@ from bapo_jax.runtime import (
   metrics,
 )
 from bapo_jax.runtime import workdir as workdirs
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer, log, progress_bar
 from bapo_jax.runtime.signals import Stop, explained, stoppable
@@ -194,9 +195,7 @@ def _compiling(
   r: Resolved, material: Material, verifier: Verifier, timer: PhaseTimer, lane: Lane
 ) -> Future[list[Lowered]]:
   """Compiles the programs of a run in a thread, for weights that are not loaded yet."""
-  params, opt, base = build.abstract(r.config, r.spec, r.mesh)
-  teacher = build.teacher_of(r, params, base, abstract=True)
-  t = build.make_trainer(r, material, verifier, timer, base, teacher)
+  t, params, opt = build.abstract_trainer(r, material, verifier, timer)
   return lane.submit(lambda: ahead.compile_all(programs(t, params, opt)))
 
 
@@ -510,14 +509,16 @@ def compiled(
   return dataclasses.replace(t, train_step=step, compiled=others)
 
 
-def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Lowered]:
-  """Lowers the large programs of all steps, beginning with the train step."""
-  yield build.lower_train_step(t, params, opt)
-  yield decode.lower_sync(t.weights(params), t.spec, t.mesh)
+def programs(t: Trainer, params: Tree, opt: Tree) -> Iterator[Call]:
+  """Yields the large programs of all steps, beginning with the train step."""
+  yield build.train_program(t, params, opt)
+  yield decode.sync_program(t.weights(params), t.spec, t.mesh)
+  if t.pictures is not None:
+    yield from t.pictures.programs()
   yield from evaluation_engine(t).programs(
     decode.abstract_actor(t.spec, t.mesh), places=len(t.held_out.id_N), refreshed=False
   )
-  yield from build.lower_reference(t)
+  yield from build.reference_program(t)
   # With a depth, the actor's weights score the responses.
   depth = t.config.rollout.depth
   yield from t.sampler.programs(None if depth else t.weights(params))

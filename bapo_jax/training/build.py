@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jax.stages import Lowered, Wrapped
+from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
@@ -19,7 +19,7 @@ from bapo_jax.data.prompts import Problems
 from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import optimizer as optimizer_lib
 from bapo_jax.learner.objective import Objective
-from bapo_jax.learner.pictured import OfProblems, Seen
+from bapo_jax.learner.pictured import Embedder, Seen
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.layers import Schedule
@@ -28,6 +28,7 @@ from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.rollout import Verification
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, policy
@@ -112,7 +113,7 @@ def abstract_batch(
 ) -> Batch:
   """Returns the shapes of a minibatch of the run, placed on the mesh.
 
-  `pictures` are shapes from `pictured.abstract`, or None without pictures.
+  `pictures` are shapes from `Embedder.abstract`, or None without pictures.
   """
   G = config.sampler.group_size
   P = config.minibatch_rows // G
@@ -123,25 +124,16 @@ def abstract_batch(
     reference_PGT = groups.behavior_logp_PGT if scored else None
     return learner.flatten(groups, groups.id_P, None, reference_PGT=reference_PGT)
 
-  batch = jax.eval_shape(empty)._replace(pictures=pictures)
-  return sharding.abstract(batch, sharding.layout_of_rows(batch, mesh))
+  return sharding.abstract_rows(empty, mesh)._replace(pictures=pictures)
 
 
-def abstract_routes(B: int, T: int, mesh: Mesh, routes: Routes) -> jax.ShapeDtypeStruct:
-  """Returns the shape of recorded routes [B, T, X], placed on the mesh."""
-  shape = B, T, routes.numbers
-  layout = sharding.over_routes(mesh, shape)
-  return jax.ShapeDtypeStruct(shape, routes.dtype, sharding=layout)
-
-
-def lower_train_step(t: Trainer, params: Tree, opt: Tree) -> Lowered:
-  """Lowers the train step for the arrays of a state; they may be abstract."""
+def train_program(t: Trainer, params: Tree, opt: Tree) -> Call:
+  """Returns the train step for the arrays of a state; they may be abstract."""
   step = make_train_step(t.config, t.spec, t.schedule)
-  with sharding.current(t.mesh):
-    groups = t.config.minibatch_rows // t.config.sampler.group_size
-    pictures = pictured.abstract(t.engine.gallery, groups, t.spec, t.base)
-    batch = abstract_batch(t.config, t.mesh, pictures, t.spec.routes)
-    return step.lower(params, opt, batch, base=t.base)
+  groups = t.config.minibatch_rows // t.config.sampler.group_size
+  pictures = t.pictures.abstract(groups) if t.pictures else None
+  batch = abstract_batch(t.config, t.mesh, pictures, t.spec.routes)
+  return Call(t.mesh, step, params, opt, batch, base=t.base)
 
 
 @functools.cache  # one program for the trainers that compile and that run it
@@ -177,7 +169,7 @@ def make_trainer(
     of_teacher = (r.teacher or r.model).spec
     reference, _ = _scorers(rows, of_teacher, r.schedule, temperature)
   engine = make_engine(r, gallery)
-  pictures = pictured.embedder(gallery, spec, mesh, base, r.schedule)
+  pictures = Embedder(gallery, spec, mesh, base, r.schedule) if gallery else None
   if r.remote:
     sampler = RemoteSampler(links(r), mesh, timer)
   elif r.rollout_mesh is None:
@@ -208,6 +200,15 @@ def make_trainer(
   )
 
 
+def abstract_trainer(
+  r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer
+) -> tuple[Trainer, Tree, Tree]:
+  """Builds the trainer for weights that are not loaded; returns (it, params, opt)."""
+  params, opt, base = abstract(r.config, r.spec, r.mesh)
+  teacher = teacher_of(r, params, base, abstract=True)
+  return make_trainer(r, data, verifier, timer, base, teacher), params, opt
+
+
 def teacher_of(r: Resolved, params: Tree, base: Tree, abstract: bool = False) -> Tree:
   """Returns the weights that `loss.reference` and the advantages refer to, or None.
 
@@ -215,31 +216,33 @@ def teacher_of(r: Resolved, params: Tree, base: Tree, abstract: bool = False) ->
   the frozen weights that adapters adapt. `abstract` weights have shapes alone.
   """
   if r.teacher is not None:
-    load = abstract_weights if abstract else hf_weights.load
-    return load(r.teacher.directory, r.teacher.spec, r.mesh)
+    if not abstract:
+      return hf_weights.load(r.teacher.directory, r.teacher.spec, r.mesh)
+    weights = transformer.abstract(r.teacher.spec)
+    return sharding.abstract(weights, sharding.shardings(weights, r.mesh))
   if not r.config.loss.reference:
     return None
   if r.config.lora.rank:
     return base
-  return lora.attach(base, params if abstract else jax.tree.map(jnp.copy, params))
+  copy = jax.ShapeDtypeStruct.update if abstract else jnp.copy
+  return lora.attach(base, jax.tree.map(copy, params))
 
 
-def lower_reference(t: Trainer) -> Iterator[Lowered]:
-  """Lowers the program that scores a batch with the teacher, if there is one."""
-  if t.reference is None or t.pictures is not None:  # shapes of pictures vary
+def reference_program(t: Trainer) -> Iterator[Call]:
+  """Yields the program that scores a batch with the teacher, if there is one."""
+  if t.reference is None:
     return
-  groups = jax.eval_shape(
-    lambda: empty_groups(
-      t.config.seats,
-      t.config.sampler.group_size,
-      t.config.row_length,
-      t.verifier.steps,
-      t.spec.routes,
-    )
+  make = functools.partial(
+    empty_groups,
+    t.config.seats,
+    t.config.sampler.group_size,
+    t.config.row_length,
+    t.verifier.steps,
+    t.spec.routes,
   )
-  groups = sharding.abstract(groups, sharding.layout_of_rows(groups, t.mesh))
-  with sharding.current(t.mesh):
-    yield t.reference.lower(t.teacher, groups, None)
+  groups = sharding.abstract_rows(make, t.mesh)
+  pictures = t.pictures.abstract(t.config.seats) if t.pictures else None
+  yield Call(t.mesh, t.reference, t.teacher, groups, pictures)
 
 
 def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> LocalSampler:
@@ -249,7 +252,7 @@ def rollout_sampler(r: Resolved, data: Material, verifier: Verifier) -> LocalSam
   gallery, _ = pictured.galleries(data.problems, data.held_out, r.spec)
   engine = dataclasses.replace(make_engine(r, gallery), mesh=mesh)
   # Without frozen weights: an actor has all weights.
-  pictures = pictured.embedder(gallery, r.spec, mesh, None, r.schedule)
+  pictures = Embedder(gallery, r.spec, mesh, None, r.schedule) if gallery else None
   return _local_sampler(r, data, verifier, PhaseTimer(), engine, pictures)
 
 
@@ -259,7 +262,7 @@ def _local_sampler(
   verifier: Verifier,
   timer: PhaseTimer,
   engine: RolloutEngine,
-  pictures: OfProblems | None,
+  pictures: Embedder | None,
 ) -> LocalSampler:
   config = r.config
   shape = functools.partial(
@@ -328,12 +331,6 @@ def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, T
     base = {policy.TOWER: params.pop(policy.TOWER)}
   state = params, jax.eval_shape(optimizer(config).init, params), base
   return sharding.abstract(state, sharding.shardings(state, mesh))
-
-
-def abstract_weights(directory: str, spec: ModelSpec, mesh: Mesh) -> Tree:
-  """Returns abstract weights in place of `hf_weights.load`."""
-  params = transformer.abstract(spec)
-  return sharding.abstract(params, sharding.shardings(params, mesh))
 
 
 def build(

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Lowered
 
 from bapo_jax import sharding
 from bapo_jax.runtime import ahead
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer
@@ -106,7 +106,7 @@ class RemoteSampler:
     """Restores the partial rollouts of the other side."""
     self._order('restore', state)
 
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
+  def programs(self, weights: Tree = None) -> Iterator[Call]:
     """Returns nothing: the other side compiles what samples, at its start."""
     return iter(())
 

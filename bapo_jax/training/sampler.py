@@ -17,16 +17,17 @@ from typing import NamedTuple, Protocol
 import jax
 from jax import Array
 from jax.sharding import Mesh
-from jax.stages import Lowered, Wrapped
+from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.data import prompts as prompts_lib
-from bapo_jax.learner.pictured import OfProblems
+from bapo_jax.learner.pictured import Embedder
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.lane import Lane, at_once
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.submission import Actor, Round, Sampled, step_keys
@@ -69,8 +70,8 @@ class Sampler(Protocol):
   def restore(self, state: Tree) -> None:
     """Continues with the partial rollouts of a checkpoint."""
 
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs that sample in this process.
+  def programs(self, weights: Tree = None) -> Iterator[Call]:
+    """Yields the programs that sample in this process.
 
     `weights` are the learner's, if they score responses; they may be abstract.
     """
@@ -103,7 +104,7 @@ class LocalSampler:
   places: int
   knobs: RolloutConfig
   score: Wrapped | None = None
-  pictures: OfProblems | None = None
+  pictures: Embedder | None = None
 
   @property
   def mesh(self) -> Mesh:
@@ -209,11 +210,10 @@ class LocalSampler:
     if self.partial is not None:
       self.partial.restore(state)
 
-  def programs(self, weights: Tree = None) -> Iterator[Lowered]:
-    """Lowers the programs of `sample`."""
+  def programs(self, weights: Tree = None) -> Iterator[Call]:
+    """Yields the programs of `sample`."""
     engine = self.engine
-    # With pictures the shapes of a batch are not known before.
-    if self.score is not None and self.pictures is None and weights is not None:
+    if self.score is not None and weights is not None:
       groups = jax.eval_shape(
         lambda: empty_groups(
           self.count,
@@ -228,8 +228,8 @@ class LocalSampler:
       # Tokens come from the sampler, verdicts from the host.
       layout = jax.tree.map(lambda x: rows if x.ndim > 2 else whole, groups)
       groups = sharding.abstract(groups, layout)
-      with sharding.current(self.mesh):
-        yield self.score.lower(weights, groups, 0, None)
+      pictures = self.pictures.abstract(self.count) if self.pictures else None
+      yield Call(self.mesh, self.score, weights, groups, 0, pictures)
     partial = self.knobs.max_off_policy_steps > 0
     yield from engine.programs(
       decode.abstract_actor(engine.spec, self.mesh),

@@ -16,7 +16,7 @@ from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import TrainStep, Updated
-from bapo_jax.learner.pictured import OfProblems, Seen
+from bapo_jax.learner.pictured import Embedder, Seen
 from bapo_jax.models import lora
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -61,7 +61,7 @@ class Trainer:
   sampler: Sampler
   timer: PhaseTimer
   base: Tree = None  # frozen weights; None if all weights are trained
-  pictures: OfProblems | None = None  # of training problems; None without
+  pictures: Embedder | None = None  # of training problems; None without
   held_out_gallery: Gallery | None = None  # of the held-out problems
   compiled: Sequence[Lowered] = ()  # keeps the programs of later calls compiled
   # Frozen weights that the loss refers to, and a program that scores with them.

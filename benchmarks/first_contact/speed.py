@@ -19,9 +19,10 @@ from bapo_jax.models import decoder, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan import programs
-from bapo_jax.tools.plan.programs import Job, Program
+from bapo_jax.tools.plan.programs import Program
 from bapo_jax.training import budget, inputs, resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 from benchmarks import machine, roofline, seconds
 from benchmarks.first_contact.figures import Context, Figure, Skip
 from benchmarks.first_contact.rates import GIB, chip_of
@@ -53,17 +54,17 @@ def spec_of(context: Context, model: str) -> ModelSpec:
   return machine.QWEN2_1_5B
 
 
-def job_of(spec: ModelSpec, config: Config) -> Job:
-  """Returns the job of a config on the first device."""
+def run_of(spec: ModelSpec, config: Config) -> Resolved:
+  """Returns the run of a config on the first device."""
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
   spec = resolve.with_kernels(spec, jax.default_backend())
   schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
-  return Job(config, spec, schedule, mesh)
+  return programs.resolved(config, spec, mesh, schedule)
 
 
-def check_room(counted: float, job: Job) -> None:
+def check_room(counted: float, r: Resolved) -> None:
   """Raises Skip if a program needs more memory than a run may use."""
-  if counted > (room := budget.limit(job.mesh)):
+  if counted > (room := budget.limit(r.mesh)):
     raise Skip(
       f'it needs about {counted / GIB:.3g} GiB and may use {room / GIB:.3g} of this '
       'device'
@@ -72,8 +73,7 @@ def check_room(counted: float, job: Job) -> None:
 
 def compiled_bytes(program: Program) -> float:
   """Returns the bytes of a program on its device, as the compiler counts them."""
-  lowered = program.function.lower(*program.args, **program.static)
-  m = lowered.compile().memory_analysis()
+  m = program.call.lower().compile().memory_analysis()
   if m is None:
     return float('nan')
   arguments = m.argument_size_in_bytes - m.alias_size_in_bytes
@@ -135,12 +135,11 @@ def decode(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
       },
     )
   config = config.with_values(sampler={'tokens_per_dispatch': n})
-  job = job_of(spec, config)
-  size = job.counted
-  check_room(size.actor + size.cache, job)
-  program = programs.decode(job)
-  program = program._replace(static=program.static | {'eos': (-1,)})
-  compiled = compiled_bytes(program)
+  r = run_of(spec, config)
+  size = r.budget
+  check_room(size.actor + size.cache, r)
+  found = programs.programs_of(r)
+  compiled = compiled_bytes(found['decode'])
   # Drawn in the narrow dtype: float32 weights would set the peak.
   narrow = dataclasses.replace(spec, dtype=spec.compute)
   make = jax.jit(lambda key: decoder.actor(transformer.init(narrow, key), spec))
@@ -148,7 +147,7 @@ def decode(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
   before = peak()
   slots, length = config.sampler.max_num_seqs, config.row_length
   took, _ = bound.step_seconds(actor, spec, slots, length, greedy=False, n=n)
-  cost = seconds.works(job)['decode'].cost
+  cost = seconds.works(r, found)['decode'].cost
   least = least_seconds(*cost[1:], spec.compute, context.rates)
   yield Figure('step', 1e3 * took, 'ms')
   yield per_second(f'{slots} slots of {length}', slots, took, least, 'tokens/s')
@@ -164,19 +163,19 @@ def train(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
       rows, length = ON_CPU['rows'], ON_CPU['length']
     config = learner.config_of(rows, length, pack=True)
   config = config.with_values(sft={'batch': 1})  # the estimate counts a warm start, too
-  job = job_of(spec, config)
-  counted = job.counted.update
-  check_room(counted, job)
-  program = programs.train_step(job)
-  compiled = compiled_bytes(program)
+  r = run_of(spec, config)
+  counted = r.budget.update
+  check_room(counted, r)
+  found = programs.programs_of(r)
+  compiled = compiled_bytes(found['train step'])
   rows, length = config.minibatch_rows, config.row_length
   batch = learner.example(rows, length, '1:1', spec.vocab)
-  update = learner.updater(config, spec, job.schedule)
+  update = learner.updater(config, spec, r.schedule)
   before = peak()
   times = 3 if context.small else 8
   took = statistics.median([update(batch) for _ in range(times)][1:])
   flops = rates.useful_flops(spec, [rates.teaching(batch)])
-  moved = seconds.works(job)['train step'].cost.bytes
+  moved = seconds.works(r, found)['train step'].cost.bytes
   least = least_seconds(flops, moved, spec.compute, context.rates)
   yield Figure('update', 1e3 * took, 'ms')
   yield per_second(f'{rows} rows of {length}', rows * length, took, least, 'tokens/s')

@@ -24,9 +24,9 @@ from bapo_jax import main as command_line
 from bapo_jax.models import logprob_tiles
 from bapo_jax.rollout import decode
 from bapo_jax.tools.plan import devices, plan, programs
-from bapo_jax.tools.plan.programs import Job
 from bapo_jax.training import budget, resolve
-from benchmarks import hlo
+from bapo_jax.training.resolve import Resolved
+from benchmarks import hlo, seconds
 from benchmarks.on_gpu import models, ours
 
 OPCODE = re.compile(r' = (.*?) ([a-z][\w\-]*)\(')
@@ -109,7 +109,9 @@ def array_bytes(shape: str) -> int:
   return hlo.size(shape, '', False, '')
 
 
-def job_of(folder: str, name: str, topology: str, given: Sequence[str] = ()) -> Job:
+def run_of(
+  folder: str, name: str, topology: str, given: Sequence[str] = ()
+) -> Resolved:
   """Returns the run of stage e of benchmarks.on_gpu; its model has no weights."""
   chip, attached = devices.attach(topology)
   model_type, sizes = models.SHAPES[name]
@@ -125,28 +127,28 @@ def job_of(folder: str, name: str, topology: str, given: Sequence[str] = ()) -> 
 def measure(topology: str, given: Sequence[str] = ()) -> dict[str, Any]:
   """Compiles the programs and returns their counts, memory and schedule."""
   with tempfile.TemporaryDirectory() as folder:
-    job = job_of(folder, 'q05', topology, given)
-    config = job.config
-    found: dict[str, Any] = {'schedule': str(job.schedule)}
+    r = run_of(folder, 'q05', topology, given)
+    config = r.config
+    found: dict[str, Any] = {'schedule': str(r.schedule)}
     cells = config.micro_batch_rows * config.row_length
-    tile = logprob_tiles.largest(job.schedule.tile_mib, job.spec.vocab)
+    tile = logprob_tiles.largest(r.schedule.tile_mib, r.spec.vocab)
     _, chunk = logprob_tiles.split(cells, tile.columns, logprob_tiles.COLUMN_STEP)
     chunks = -(-config.micro_batch_rows * config.sampler.max_new_tokens // chunk)
     n = config.sampler.tokens_per_dispatch
+    made = programs.programs_of(r)
     # Loops of unknown length, from the outside in.
     turns = {
       'train step': (config.learner.grad_accum_steps, chunks),
-      'log-prob pass': (1, chunks),
+      'log-prob pass': (seconds.micro_batches(r, made['log-prob pass'].call), chunks),
       'decode': (n // decode.DONE_CHECK_INTERVAL, decode.DONE_CHECK_INTERVAL),
     }
     for name in turns:
-      program = programs.programs_of(job.spec)[name](job)
-      with jax.set_mesh(job.mesh):
-        lowered = program.function.lower(*program.args, **program.static)
-        executable = lowered.compile()
+      with jax.set_mesh(r.mesh):
+        executable = made[name].call.lower().compile()
       row = counts(executable.as_text() or '', turns[name])
-      if name == 'decode':
-        row = {key: x / n for key, x in row.items()}  # per token
+      # Per token, and per micro-batch of the pass.
+      share = {'decode': n, 'log-prob pass': turns['log-prob pass'][0]}.get(name, 1)
+      row = {key: x / share for key, x in row.items()}
       memory = executable.memory_analysis()
       assert memory is not None, 'every GPU reports it'
       row['temporaries_gib'] = memory.temp_size_in_bytes / budget.GIB
@@ -163,13 +165,12 @@ def planned() -> dict[str, Any]:
       assert gpu is not None, 'only called for GPUs'
       found[gpu.name] = {}
       for name in ('q05', 'q15', 's135'):
-        job = job_of(folder, name, topology)
-        gib = {}
-        for what, make in programs.programs_of(job.spec).items():
-          row = plan.compiled(make(job), job.mesh)
-          bytes_ = row.total if isinstance(row, plan.Row) else row
-          gib[what] = round(bytes_ / budget.GIB, 2)
-        found[gpu.name][name] = {'schedule': str(job.schedule), 'gib': gib}
+        r = run_of(folder, name, topology)
+        gib = {
+          what: round(plan.compiled(program).total / budget.GIB, 2)
+          for what, program in programs.programs_of(r).items()
+        }
+        found[gpu.name][name] = {'schedule': str(r.schedule), 'gib': gib}
   return found
 
 

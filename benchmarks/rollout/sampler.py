@@ -42,9 +42,10 @@ from bapo_jax.models import decoder, transformer
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rollout import decode
-from bapo_jax.rollout.engine import Call, RolloutEngine
+from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.runtime import ahead
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.types import Prompts, Tree
 from benchmarks import machine
 from benchmarks.rollout import bound, peers
@@ -81,13 +82,13 @@ class TimedCall(Call):
   """A call that is waited for, and adds its time to `seconds`."""
 
   def __init__(self, call: Call, seconds: list[float]):
-    self._call = call
+    super().__init__(call.mesh, call.function, *call.args, **call.kwargs)
     self._seconds = seconds
 
   def __call__(self) -> Any:
     """Calls the function."""
     begun = time.perf_counter()
-    out = jax.block_until_ready(self._call())
+    out = jax.block_until_ready(super().__call__())
     self._seconds.append(time.perf_counter() - begun)
     return out
 

@@ -66,11 +66,9 @@ def count(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
   spec = programs.device_spec(config, mesh.devices.flat[0].platform)
   schedule = budget.choose_schedule(budget.sizes_of(config, spec), spec, mesh)
   found = {}
+  made = programs.programs_of(programs.resolved(config, spec, mesh, schedule))
   for name in COUNTED:
-    program = programs.PROGRAMS[name](programs.Job(config, spec, schedule, mesh))
-    with sharding.current(mesh):
-      lowered = program.function.lower(*program.args, **program.static)
-    text = lowered.compile().as_text() or ''
+    text = made[name].call.lower().compile().as_text() or ''
     looped = [run.looped for run in hlo.runs(text)]
     found[name] = {'in loops': sum(looped), 'outside': len(looped) - sum(looped)}
   return found

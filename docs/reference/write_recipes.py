@@ -13,7 +13,6 @@ import tempfile
 from typing import NamedTuple
 
 from bapo_jax.runtime import markdown
-from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.training import config as config_lib
@@ -130,7 +129,7 @@ def config_of(topology: str, model: str, lora: bool, length: int) -> Config:
   made = aime.balanced_paper(f'Qwen2.5-{model}')
   made.sampler.max_new_tokens = length
   # All shards of any mesh admit equally many prompts, and one device few at once.
-  made.sampler.prefill_batch_size = max(8, len(devices_lib.count(topology)[1]))
+  made.sampler.prefill_batch_size = max(8, len(meshes.count(topology)[1]))
   if lora:
     made.lora.rank, made.model.dtype = RANK, 'bfloat16'
   return config_lib.parse(made.to_dict())
@@ -148,7 +147,7 @@ def with_model(config: Config, model: str, directory: str) -> Config:
 def searched(topology: str, model: str, lora: bool, length: int) -> Recipe:
   """Searches the meshes of a machine for the fastest setting that fits."""
   config = config_of(topology, model, lora, length)
-  chip, found = devices_lib.count(topology)
+  chip, found = meshes.count(topology)
   with tempfile.TemporaryDirectory() as directory:
     spec = programs.device_spec(with_model(config, model, directory), found[0].platform)
   choices, refused = meshes.search(config, spec, chip, found, room(chip))
@@ -172,7 +171,7 @@ def longest(topology: str, model: str, lora: bool) -> Recipe:
 
 def memory(topology: str) -> float:
   """Returns the usable GiB of all devices of a machine."""
-  chip, found = devices_lib.count(topology)
+  chip, found = meshes.count(topology)
   return chip.hbm * len(found)
 
 
@@ -249,7 +248,7 @@ def command(topology: str, model: str, lora: bool) -> str:
 
 def section(topology: str) -> str:
   """Formats a machine: its table and, folded, the commands in the table's order."""
-  chip, found = devices_lib.count(topology)
+  chip, found = meshes.count(topology)
   kinds = [(model, lora) for model in MODELS for lora in (False, True)]
   rows = [row(topology, *kind) for kind in kinds]
   commands = '\n'.join(command(topology, *kind) for kind in kinds)

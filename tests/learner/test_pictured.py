@@ -31,7 +31,7 @@ PIXELS = GALLERY.of(PROMPTS.id_P)
 FROZEN = {'vision': PARAMS['vision']}
 LANGUAGE = {name: w for name, w in PARAMS.items() if name != 'vision'}
 MESH = sharding.make(devices=jax.devices()[:1])
-EMBEDDED = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
+EMBEDDED = pictured.Embedder(GALLERY, SEEING, MESH, FROZEN)(PROMPTS.id_P)
 
 
 @jax.jit
@@ -146,7 +146,7 @@ def test_the_gradient_is_that_of_whole_rows(trained, devices, knobs):
     assert set(found) == set(PARAMS)
   else:
     frozen = jax.device_put(FROZEN, sharding.shardings(FROZEN, mesh))
-    embedded = pictured.embedder(GALLERY, SEEING, mesh, frozen)(PROMPTS.id_P)
+    embedded = pictured.Embedder(GALLERY, SEEING, mesh, frozen)(PROMPTS.id_P)
     value, found, _ = gradient(LANGUAGE, embedded, FROZEN, mesh, **knobs)
     assert set(found) == set(LANGUAGE)
   making.close(value, expected, count=B * T, terms=1)
@@ -155,7 +155,7 @@ def test_the_gradient_is_that_of_whole_rows(trained, devices, knobs):
 
 
 def test_a_frozen_tower_embeds_each_picture_once():
-  again = pictured.embedder(GALLERY, SEEING, MESH, FROZEN)(
+  again = pictured.Embedder(GALLERY, SEEING, MESH, FROZEN)(
     np.asarray([3, -1, *[0] * 9])
   )
   assert again.merged_PMD.shape[0] == 11 and not again.grid_PI2[1].any()

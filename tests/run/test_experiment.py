@@ -16,6 +16,7 @@ from collections.abc import Callable
 import jax
 import making
 import numpy as np
+import pictured
 import pytest
 import runs
 from runs import PARTIAL, command, last_run, same, tiny
@@ -104,19 +105,25 @@ def test_no_step_after_the_second_compiles_a_program(tmp_path, monkeypatch, part
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize('problems', [{}, pictured.DRAWN], ids=['text', 'pictures'])
 def test_a_start_compiles_each_large_program_once_and_hardly_an_operation(
-  tmp_path, compiled, capsys
+  tmp_path, compiled, capsys, problems
 ):
   jax.clear_caches()
-  knobs = {'steps': 2, 'evaluate.group_size': 4}  # that of training
+  knobs = problems | {'steps': 2, 'evaluate.group_size': 4}  # that of training
   knobs |= {'learner.recompute_logprobs': 'on', 'batch.rule': 'fresh_only'}
   assert runs.train(tiny(**knobs), tmp_path / 'once') == 0
   count = collections.Counter(name[4:-1] for name in compiled)
-  large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest', 'recompute')
+  large = ('learn', 'copy', 'make', 'admit', 'run', 'harvest', 'recompute', 'embedded')
   ahead = sum(count[name] for name in large)  # and none of them once more
   assert f'Compiled {ahead} programs in' in capsys.readouterr().out
   # Evaluation differs from training in the number of rows alone.
-  assert (count['learn'], count['copy'], count['harvest']) == (1, 1, 2)
+  # With these pictures it has as many rows.
+  rows = 1 if problems else 2
+  assert (count['learn'], count['copy'], count['harvest']) == (1, 1, rows)
+  assert count['embedded'] == bool(problems)
+  if problems:  # pictures are read by a few more
+    return
   # Operations outside jit are programs named after them; 91 before they were joined.
   operations = [name for name in count if hasattr(jax.lax, name) or name[0] == '_']
   names = {'_bits', '_finite', '_fold', '_mixed', '_part', '_seats', '_step_metrics'}

@@ -15,13 +15,14 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.models.layers import Schedule
-from bapo_jax.rollout import decode
-from bapo_jax.tools.plan import devices, programs
+from bapo_jax.run import experiment
+from bapo_jax.runtime.ahead import Call
+from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.chips import CHIPS
+from bapo_jax.training import build
 from bapo_jax.types import empty_groups
-from benchmarks import hlo
-from tests.tools.test_plan import SEEING, small
+from benchmarks import hlo, meshes
+from tests.tools.test_plan import SEEING, run_of, small
 
 LARGE = 2**19  # bytes; smaller arrays may be replicated
 LOOP = re.compile(r' = \((.*?)\) while\(')
@@ -32,6 +33,7 @@ def config_of(path, **knobs):
     sampler={'max_new_tokens': 384, 'max_num_seqs': 32},
     batch={'rule': 'adapted'},
     learner={'grad_accum_steps': 2},
+    rollout={'max_off_policy_steps': 1},
   )
   return config.with_values(**knobs)
 
@@ -43,50 +45,18 @@ def seeing(path):
   return config
 
 
-def job_of(config, devices):
-  mesh = sharding.make(1, 4, 2, devices=devices)
-  spec = programs.device_spec(config, devices[0].platform)
-  return programs.Job(config, spec, Schedule(), mesh)
-
-
-def harvest(job):
-  """The program that copies finished rows to the output."""
-  slots = programs.slots_of(job)
-  shape = (
-    job.config.prompts.count * job.config.sampler.group_size,
-    job.config.row_length,
-  )
-  rows = decode.Rows(
-    *(jax.ShapeDtypeStruct(shape, kind) for kind in ('int32', 'float32', 'int32'))
-  )
-  rows = sharding.abstract(rows, sharding.layout_of_rows(rows, job.mesh))
-  return decode.harvest, (slots, rows), {}
-
-
-def refresh(job):
-  """The program that recomputes the cache of partial rollouts."""
-  slots = programs.slots_of(job)
-  at = jax.ShapeDtypeStruct((8,), 'int32')
-  return (
-    decode.refresh,
-    (programs.actor(job), slots, at),
-    {
-      'spec': job.spec,
-      'columns': 256,
-    },
-  )
-
-
-def insert(job):
+def insert(run):
   """The program that puts groups into the replay buffer."""
-  config, mesh = job.config, job.mesh
+  config = run.config
+  mesh = run.mesh
   P, G, T = config.prompts.count, config.sampler.group_size, config.row_length
   fresh, again, batch = (
     jax.eval_shape(functools.partial(empty_groups, n, G, T))
     for n in (P, config.buffer.reevaluate, config.seats)
   )
   source_P = jax.ShapeDtypeStruct((config.seats,), 'int32')
-  rows = fresh, again, batch, source_P
+  buffer = jax.eval_shape(lambda: build.empty_buffer(config, run.spec))
+  rows = buffer, fresh, again, batch, source_P
   rows = sharding.abstract(rows, sharding.layout_of_rows(rows, mesh))
   static = {
     'thresholds': config.buffer.thresholds,
@@ -94,7 +64,7 @@ def insert(job):
     'max_reuse': config.buffer.max_reuse,
     'hard_order': config.buffer.hard_order,
   }
-  return replay_buffer.insert, (programs.buffer(job), *rows, 0), static
+  return Call(mesh, replay_buffer.insert, *rows, 0, **static)
 
 
 def large(tree):
@@ -109,12 +79,12 @@ def large(tree):
   return found
 
 
-def check(function, args, static, mesh):
+def check(call):
   """Compiles a program and checks its outputs, its donated arguments and its loops."""
-  with sharding.current(mesh):
-    compiled = function.lower(*args, **static).compile()
-    results = jax.eval_shape(functools.partial(function, **static), *args)
-  sharded = large(args)
+  lowered = call.lower()
+  compiled = lowered.compile()
+  results = lowered.out_info
+  sharded = large(call.args)
   assert sharded, 'nothing to check'
   # An output with the shape of a sharded argument has the size of its shard.
   shard = {(x.shape, x.dtype): x.sharding.shard_shape(x.shape) for x in sharded}
@@ -141,48 +111,42 @@ def check(function, args, static, mesh):
       assert shape not in whole, f'a loop carries {shape} whole'
 
 
-KINDS = {
-  'train step': programs.train_step,
-  'log-prob pass': programs.score,
-  'prefill': programs.prefill,
-  'decode': programs.decode,
-  'harvest': harvest,
-  'refresh': refresh,
-  'insert': insert,
-  'tower': programs.tower,
-}
+# Functions of the programs of a run, and one that it compiles at its first call.
+KINDS = ('learn', 'recompute', 'copy', 'admit', 'refresh', 'run', 'harvest')
+KINDS += ('embedded', 'insert')
 
 
-def checked(name, config, devices):
-  """Checks a program of the config on a mesh of 1 x 4 x 2 of these devices."""
-  job = job_of(config, devices)
-  made = KINDS[name](job)
-  if isinstance(made, programs.Program):
-    made = made.function, made.args, made.static
-  check(*made, job.mesh)
+def checked(kind, path, devices, **knobs):
+  """Checks the programs of a kind on a mesh of 1 x 4 x 2 of these devices."""
+  config = (seeing if kind == 'embedded' else config_of)(path, **knobs)
+  mesh = sharding.make(1, 4, 2, devices=devices)
+  run = run_of(config, mesh, devices[0].platform)
+  if kind == 'insert':
+    return check(insert(run))
+  trainer, params, opt = programs.trainer_of(run)
+  calls = experiment.programs(trainer, params, opt)
+  # Of several shapes the last, which is a program of training.
+  check([call for call in calls if call.function.__name__ == kind][-1])
 
 
-@pytest.mark.parametrize('name', KINDS)
-def test_every_program_keeps_its_shards(name, tmp_path):
-  make = seeing if name == 'tower' else config_of
-  checked(name, make(tmp_path), jax.devices())
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_program_keeps_its_shards(kind, tmp_path):
+  checked(kind, tmp_path, jax.devices())
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('name', KINDS)
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('where', ['h100:8', 'v5e:2x4'])
 def test_every_program_keeps_its_shards_on_accelerators(
-  topology, where, name, tmp_path
+  topology, where, kind, tmp_path
 ):
-  make = seeing if name == 'tower' else config_of
-  checked(name, make(tmp_path), topology(where))
+  checked(kind, tmp_path, topology(where))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('where', ['h100:8', 'v5e:2x4'])
 def test_adapters_keep_their_shards(topology, where, tmp_path):
-  config = config_of(tmp_path, lora={'rank': 64})
-  checked('train step', config, topology(where))
+  checked('learn', tmp_path, topology(where), lora={'rank': 64})
 
 
 # ----------- devices that are not attached are described as their makers describe them
@@ -201,7 +165,7 @@ GPUS = [name for name, chip in CHIPS.items() if chip.gpu]
   ],
 )
 def test_devices_are_counted_without_a_compiler(topology, hosts):
-  chip, found = devices.count(topology)
+  chip, found = meshes.count(topology)
   assert [d.process_index for d in found] == hosts
   assert {d.platform for d in found} == {'gpu' if chip.gpu else 'tpu'}
   assert [d.id for d in found] == list(range(len(found)))
@@ -210,7 +174,7 @@ def test_devices_are_counted_without_a_compiler(topology, hosts):
 @pytest.mark.parametrize(('name', 'shape'), [*itertools.product(GPUS, ['1', '2x4'])])
 def test_the_compiler_has_the_devices_that_are_counted(topology, name, shape):
   found = topology(f'{name}:{shape}')
-  chip, counted = devices.count(f'{name}:{shape}')
+  chip, counted = meshes.count(f'{name}:{shape}')
   assert found[0].device_kind == chip.gpu.name
   assert {d.platform for d in found} == {d.platform for d in counted}
   assert [d.process_index for d in found] == [d.process_index for d in counted]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from refusals import sentence_of
 
 from bapo_jax import sharding
-from bapo_jax.models.layers import Schedule
+from bapo_jax.runtime.ahead import Call
 from bapo_jax.tools.plan import devices, plan, programs
 from bapo_jax.tools.plan.chips import CHIPS
 from bapo_jax.training import budget, resolve
@@ -104,9 +104,9 @@ def test_the_plan_of_a_small_config(topology, tmp_path, where, slots, knobs):
   assert not (tmp_path / 'run').exists()  # a plan writes nothing
 
 
-def job_of(config, mesh, *schedule, platform='tpu'):
+def run_of(config, mesh, platform='tpu'):
   spec = programs.device_spec(config, platform)
-  return programs.Job(config, spec, Schedule(*schedule), mesh)
+  return programs.resolved(config, spec, mesh)
 
 
 @pytest.mark.parametrize(
@@ -115,22 +115,20 @@ def job_of(config, mesh, *schedule, platform='tpu'):
 def test_decoding_needs_little_memory_beyond_its_cache(topology, config, name, kind):
   config = config.with_values(sampler={'max_new_tokens': 3968, 'actor_dtype': kind})
   mesh = resolve.make_mesh(config, topology(name))
-  for make in (programs.decode, programs.prefill):
-    row = plan.compiled(make(job_of(config, mesh)), mesh)
+  found = programs.programs_of(run_of(config, mesh))
+  for name in ('decode', 'prefill'):
+    row = plan.compiled(found[name])
     # 64 rows over 4 and one of 2 heads: 2 layers, keys and values, 128 wide, bfloat16.
     assert row.program.cache == 64 / 4 * 4096 * 2 * 2 * 128 * 2
     assert row.output < 2**20, 'the slots are not donated'
-    if make is programs.decode:
+    if name == 'decode':
       # Six arrays of a device's logits, 16 rows of half the vocabulary; a v5p holds
       # 5.6 of them at once. A copy of one layer's cache (32 MiB) or of its gate and up
       # (26 MiB) would not fit beside them: quantised weights are cast in the product.
       assert row.temporaries < 6 * 16 * 151936 / 2 * 4
       # Two sums of [16, 1536] a layer and the embedding's, and two of the 1187 blocks
       # of the vocabulary in float32: no weight and no cache.
-      program = row.program
-      with jax.set_mesh(mesh):
-        lowered = program.function.lower(*program.args, **program.static)
-      runs = hlo.in_loops(lowered.compile().as_text())
+      runs = hlo.in_loops(row.executable.as_text())
       assert max(run.bytes for run in runs) <= max(16 * 1536 * 2, 16 * 1187 * 4)
 
 
@@ -156,11 +154,12 @@ def test_decoding_copies_no_layer(topology, tmp_path, where, tensor, slots, mode
   config.mesh.tensor, config.sampler.max_num_seqs = tensor, slots
   config = config_lib.parse(config.to_dict())
   mesh = resolve.make_mesh(config, found)
-  program = programs.decode(job_of(config, mesh, platform=found[0].platform))
-  with sharding.current(mesh):
-    lowered = program.function.lower(*program.args, **program.static)
-  assert 'ragged_decode' in lowered.as_text(), 'attention reads the whole cache'
-  row = plan.compiled(program, mesh)
+  run = run_of(config, mesh, platform=found[0].platform)
+  program = programs.programs_of(run)['decode']
+  with jax.set_mesh(mesh):
+    text = program.call.lower().as_text()
+  assert 'ragged_decode' in text, 'attention reads the whole cache'
+  row = plan.compiled(program)
   layers, heads = model['num_hidden_layers'], model['num_key_value_heads']
   width = model['hidden_size'] // model['num_attention_heads']
   # Slots over 4 / tensor devices, heads over tensor; keys and values in two bytes.
@@ -180,16 +179,17 @@ def test_the_compiler_is_told_a_single_device_too():
     return x
 
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
-  args = (jax.ShapeDtypeStruct((2,), 'float32'),)
-  plan.compiled(programs.Program(jax.jit(function), args, {}, 0), mesh)
+  call = Call(mesh, jax.jit(function), jax.ShapeDtypeStruct((2,), 'float32'))
+  plan.compiled(programs.Program(call))
   assert seen == [mesh.abstract_mesh]
 
 
 def test_the_programs_are_those_of_the_run(config, mesh):
-  job = job_of(config, mesh)
-  assert job.spec.attention == 'splash' and job.spec.tied is False
-  params, opt, batch, base = programs.train_step(job).args
-  assert base is None
+  run = run_of(config, mesh)
+  assert run.spec.attention == 'splash' and run.spec.tied is False
+  found = programs.programs_of(run)
+  params, opt, batch = found['train step'].call.args
+  assert found['train step'].call.kwargs == {'base': None}
   assert batch.tokens_BT.shape == (32 // 4 * 16, 128 + 1920)
   assert batch.tokens_BT.sharding.spec == P('fsdp')  # data=1 is omitted
   # Parameters and two moments in float32 over 8 devices; vectors are replicated.
@@ -199,8 +199,26 @@ def test_the_programs_are_those_of_the_run(config, mesh):
   own = 12 * (matrices / 8 + biases + vectors)
   held = programs.bytes_per_device((params, opt))
   assert held == pytest.approx(own, rel=1e-6)
-  counted = job.counted
+  counted = run.budget
   assert held == pytest.approx(counted.weights + counted.moments, rel=1e-3)
+  # Beside a few numbers of an empty buffer, a run holds these while it decodes, and the
+  # moments and the actor while it scores.
+  others = {name: program.resident for name, program in found.items()}
+  scored = programs.bytes_per_device((opt, found['decode'].call.args[0]))
+  wanted = {'train step': 0, 'log-prob pass': scored, 'prefill': held, 'decode': held}
+  assert others == pytest.approx(wanted, abs=100)
+
+
+def test_the_largest_of_the_shapes_of_a_run_is_planned(config, mesh):
+  ages = {'max_off_policy_steps': 1, 'weight_sync_interval': 2}
+  config = config.with_values(evaluate={'group_size': 1}, rollout=ages)
+  found = programs.programs_of(run_of(config, mesh))
+  assert [*found] == ['train step', 'log-prob pass', 'prefill', 'refresh', 'decode']
+  # Eight responses of groups of 16 answer at most two prompts; in evaluations eight.
+  assert found['prefill'].call.args[2].shape == (8, 128)
+  assert found['refresh'].call.kwargs['columns'] == 2048
+  actor = programs.bytes_per_device(found['decode'].call.args[0])
+  assert found['train step'].resident == pytest.approx(actor, abs=100)
 
 
 VISION = {  # Qwen2.5-VL's tower in all but depth
@@ -237,23 +255,22 @@ def mixture(config):
   return config_lib.parse(values)
 
 
-MADE = [('config', name) for name in programs.PROGRAMS] + [('adapters', 'train step')]
-MADE += [('seeing', name) for name in ('train step', 'prefill', 'tower')]
-MADE += [('mixture', name) for name in programs.PROGRAMS]
-
-
-@pytest.mark.parametrize(('kind', 'name'), MADE)
-def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind, name):
+@pytest.mark.parametrize('kind', ['config', 'adapters', 'seeing', 'mixture'])
+def test_every_program_is_lowered_for_an_absent_tpu(request, mesh, kind):
   config = request.getfixturevalue('config' if kind == 'adapters' else kind)
   config = config.with_values(lora={'rank': 4 * (kind == 'adapters')})
-  job = job_of(config, mesh)
-  program = programs.programs_of(job.spec)[name](job)
-  with sharding.current(mesh):
-    traced = program.function.trace(*program.args, **program.static)
-    text = traced.lower(lowering_platforms=('tpu',)).as_text()
-  assert 'tpu_custom_call' in text, 'no kernel of a TPU'
-  assert ('ragged_dot' in text) == (kind == 'mixture')
-  assert seconds.works(job)[name].cost.flops > 0
+  run = run_of(config, mesh)
+  found = programs.programs_of(run)
+  seen = {'tower'} if kind == 'seeing' else set()
+  assert found.keys() == seen | {'train step', 'log-prob pass', 'prefill', 'decode'}
+  for name, program in found.items():
+    call = program.call
+    with sharding.current(mesh):
+      traced = call.function.trace(*call.args, **call.kwargs)
+      text = traced.lower(lowering_platforms=('tpu',)).as_text()
+    assert 'tpu_custom_call' in text, 'no kernel of a TPU'
+    assert ('ragged_dot' in text) == (kind == 'mixture')
+    assert seconds.works(run, found)[name].cost.flops > 0
 
 
 UNKNOWN = ['v9:2x2', 'v5p', 'v5p:4', 'v5p:2xb', '', 'h100', 'h100:2x2x2', 'h100:0']
@@ -266,8 +283,9 @@ def test_an_unknown_topology_is_refused(name):
 
 
 def test_the_compilers_refusal_is_read(config, mesh):
-  program = programs.decode(job_of(config, mesh))._replace(resident=2**30)
-  own = programs.bytes_per_device(program.args)
+  program = programs.programs_of(run_of(config, mesh))['decode']
+  program = program._replace(resident=2**30)
+  own = programs.bytes_per_device(program.call.args)
   assert own > program.cache > 0
   for message, needed in {
     'Used 28.9G of 15.75G hbm. Exceeded hbm capacity by 13.1G': 29.9 * 2**30,
@@ -283,29 +301,32 @@ def test_the_compilers_refusal_is_read(config, mesh):
 def test_what_a_pass_moves_between_devices(config, mesh):
   # fsdp=4, tensor=2; bfloat16. The weights of half the heads, of which three quarters
   # come from others; then two sums a layer of [columns, 1536], half of them twice.
-  job = job_of(config, mesh)
-  n = config.minibatch_rows // config.learner.grad_accum_steps
-  size = 2 * sum(x.size for x in jax.tree.leaves(programs.learner_state(job)[0]))
+  run = run_of(config, mesh)
+  found = programs.programs_of(run)
+  passes = 16 * 32 // config.micro_batch_rows  # of all responses of a step
+  size = 2 * sum(x.size for x in jax.tree.leaves(found['train step'].call.args[0]))
   sums = 2 * 2 * 1536 * 2
+  works = seconds.works(run, found)
   for name, columns, gathered in (
-    ('log-prob pass', n * 2048, size / 2 * 3 / 4),
-    ('prefill', 8 * 128, 0),
+    ('log-prob pass', 16 * 32 * 2048, passes * size / 2 * 3 / 4),
+    ('prefill', 2 * 128, 0),
     ('decode', 64, 0),
   ):
-    received = sum(t.received(job.shape) for t in seconds.works(job)[name].traffic)
+    received = sum(t.received(mesh.shape) for t in works[name].traffic)
     assert received == gathered + columns / 4 * sums
 
 
 def test_the_links_are_those_of_the_compiled_program(config, mesh):
-  job = job_of(config, mesh)
+  run = run_of(config, mesh)
   chip = CHIPS['v5p']
+  works = seconds.works(run, programs.programs_of(run))
 
   def link_seconds(prefill):
-    linked = dict.fromkeys(programs.PROGRAMS) | {'prefill': prefill}
-    text = seconds.table(linked, chip, job)
+    linked = dict.fromkeys(works) | {'prefill': prefill}
+    text = seconds.table(linked, chip, run, works)
     return float(re.search(r'^prefill(?: +\S+){2} +(\S+)', text, re.M)[1])
 
-  counted = sum(t.received(job.shape) for t in seconds.works(job)['prefill'].traffic)
+  counted = sum(t.received(mesh.shape) for t in works['prefill'].traffic)
   assert link_seconds(None) == pytest.approx(counted / chip.links, rel=1e-3)
   assert link_seconds(3 * counted) == pytest.approx(3 * counted / chip.links, rel=1e-3)
 
@@ -365,7 +386,7 @@ def test_the_choice_is_the_fastest_that_fits(config):
   spec = programs.device_spec(config, 'tpu')
   mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
-  best = meshes.judge(programs.Job(config, spec, Schedule(), mesh), CHIP, memory)
+  best = meshes.judge(programs.resolved(config, spec, mesh), CHIP, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
   times = []
   for steps in (1, 2, 4, 8, 16, 32):  # 128 rows over 4 shards
@@ -388,11 +409,11 @@ def test_the_choice_is_the_fastest_that_fits(config):
 def test_bytes_from_other_hosts_take_the_network(config):
   # Of the other seven shards that a device gathers, its host of four receives four,
   # which is one per device. The other six arrive over NVLink.
-  chip, found = devices.count('h100:2x4')
+  chip, found = meshes.count('h100:2x4')
   spec = programs.device_spec(config, 'gpu')
   mesh = Mesh(np.asarray(found).reshape(1, 8, 1), sharding.AXES)
-  job = programs.Job(config, spec, Schedule(), mesh)
-  update = meshes.judge(job, chip, 2.0**60).update
+  run = programs.resolved(config, spec, mesh)
+  update = meshes.judge(run, chip, 2.0**60).update
   assert update['links'] * chip.links == pytest.approx(
     6 * update['network'] * chip.network
   )

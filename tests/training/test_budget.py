@@ -140,10 +140,9 @@ def update_bytes(remat, bounds_pass, pieces):
   spec = dataclasses.replace(SPEC, width=128, attention='plain')
   mesh = sharding.make(1, 1, 1, jax.devices()[:1])
   schedule = Schedule(remat, bounds_pass=bounds_pass)
-  program = programs.train_step(programs.Job(config, spec, schedule, mesh))
-  row = plan.compiled(program, mesh)
-  sizes = budget.sizes_of(config, spec)
-  return budget.count(sizes, spec, schedule, mesh).update, row.total
+  run = programs.resolved(config, spec, mesh, schedule)
+  row = plan.compiled(programs.programs_of(run)['train step'])
+  return run.budget.update, row.total
 
 
 @pytest.mark.nightly
@@ -167,11 +166,11 @@ def test_an_update_of_experts_on_eight_devices_is_the_compilers():
     MIXTURE, width=256, layers=4, ffn=256, experts=16, active=4
   )
   mesh = sharding.make(2, 2, 2)
-  job = programs.Job(config, spec, Schedule('full'), mesh)
-  row = plan.compiled(programs.train_step(job), mesh)
-  counted = job.counted
+  run = programs.resolved(config, spec, mesh, Schedule('full'))
+  row = plan.compiled(programs.programs_of(run)['train step'])
+  counted = run.budget
   state = counted.weights + counted.moments
-  arrays = programs.bytes_per_device(row.program.args[:2])
+  arrays = programs.bytes_per_device(row.program.call.args[:2])
   assert arrays == pytest.approx(state, rel=0.01)
   assert counted.update == pytest.approx(row.total, rel=0.3)
 

@@ -1,14 +1,11 @@
-"""Describes devices that are not attached, for a compiler or for counting by hand.
+"""Describes devices that are not attached, for a compiler.
 
 1. `parse` reads a topology such as v5p:4x4x4 (a TPU slice), h100:8 (GPUs of one host)
    or h100:4x8 (four hosts of eight);
-2. `attach` returns its devices, for which XLA's own compiler for TPUs or GPUs compiles;
-3. `count` returns stand-ins, for counts that compile nothing and need no plugin.
+2. `attach` returns its devices, for which XLA's own compiler for TPUs or GPUs compiles.
 """
 
-import dataclasses
 import importlib.util
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,21 +15,11 @@ from jax.experimental import topologies
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan.chips import CHIPS, GIB, Chip
 
-TPU_HOST = 4  # chips per host of a slice; v5e and v6e hosts may have 1 or 8
 INSTALL = (
   'install requirements/plan.txt with -c requirements/constraints.txt into an '
   'environment of its own (no GPU or TPU is needed)'
 )
 CUDNN = (9, 10)  # the version whose attention kernels the compiler may use
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-  """Stands in for a device of a mesh on which nothing is compiled."""
-
-  id: int
-  process_index: int  # the number of its host
-  platform: str  # 'gpu' or 'tpu'
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
@@ -82,20 +69,6 @@ def attach(topology: str) -> tuple[Chip, Sequence[Any]]:
     reason = str(error).partition('=== Source')[0]
     raise ValueError(f'--topology={topology}: {reason}') from error
   return chip, found.devices
-
-
-def count(topology: str) -> tuple[Chip, list[Device]]:
-  """Returns (chip, stand-ins for the devices) of a topology, without its compiler.
-
-  A TPU host has four chips; whether the arrangement exists is not checked.
-
-  Raises:
-    ValueError: the chip or the form of the shape is unknown.
-  """
-  chip, sizes = parse(topology)
-  per_host = sizes[-1] if chip.gpu else TPU_HOST
-  platform = 'gpu' if chip.gpu else 'tpu'
-  return chip, [Device(i, i // per_host, platform) for i in range(math.prod(sizes))]
 
 
 def target_config(chip: Chip) -> str:

@@ -17,9 +17,10 @@ from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import devices as devices_lib
 from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.chips import GIB, Chip
-from bapo_jax.tools.plan.programs import Job, Program
+from bapo_jax.tools.plan.programs import Program
 from bapo_jax.training import budget, resolve
 from bapo_jax.training.config import Config
+from bapo_jax.training.resolve import Resolved
 
 UNITS = {'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
 COLUMNS = ('arguments', 'output', 'temporaries', 'cache', 'resident', 'total')
@@ -40,12 +41,13 @@ class Row(NamedTuple):
     return chip.hbm - self.total / GIB
 
 
-def compiled(program: Program, mesh: Mesh) -> Row:
+def compiled(program: Program) -> Row:
   """Compiles a program; a program that the compiler refuses has only a total."""
   # Also with one device, unlike `sharding.current`: since jax 0.11 the kernels of an
   # absent GPU are lowered for the kind of device that the ambient mesh has.
-  with jax.set_mesh(mesh):
-    lowered = program.function.lower(*program.args, **program.static)
+  call = program.call
+  with jax.set_mesh(call.mesh):
+    lowered = call.lower()
     try:
       executable = lowered.compile()
     except Exception as error:
@@ -74,7 +76,7 @@ def bytes_needed(message: str, program: Program) -> float:
   found = total or re.search(r'temporaries \(([\d.]+)([KMGT])\)', message)
   if not found:
     return math.inf
-  arguments = 0 if total else programs.bytes_per_device(program.args)
+  arguments = 0 if total else programs.bytes_per_device(program.call.args)
   return float(found[1]) * UNITS[found[2]] + arguments + program.resident
 
 
@@ -83,15 +85,16 @@ def room(chip: Chip) -> float:
   return budget.DEVICE_SHARE * chip.hbm * GIB
 
 
-def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
-  """Yields (knob, value) to try in turn if a program of the job does not fit.
+def ladder(name: str, r: Resolved) -> Iterator[tuple[str, int | str]]:
+  """Yields (knob, value) to try in turn if a program of the run does not fit.
 
   Knobs that add no FLOPs come first, then batch sizes, largest first.
   """
-  config, _, schedule, mesh = job
-  shards = sharding.row_shards(mesh)
-  if name in ('prefill', 'decode'):
-    knob = {'prefill': 'prefill_batch_size', 'decode': 'max_num_seqs'}[name]
+  config = r.config
+  schedule = r.schedule
+  shards = sharding.row_shards(r.mesh)
+  if name in ('prefill', 'refresh', 'resume', 'decode'):
+    knob = 'max_num_seqs' if name == 'decode' else 'prefill_batch_size'
     n = getattr(config.sampler, knob) // 2
     while n >= shards and n % shards == 0:
       yield f'sampler.{knob}', n
@@ -99,7 +102,7 @@ def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
     return
   if name == 'tower':  # its block is fixed
     return
-  if not schedule.sequence_sharding and mesh.shape['tensor'] > 1:
+  if not schedule.sequence_sharding and r.mesh.shape['tensor'] > 1:
     yield 'model.sequence_sharding', 'on'
   if name == 'train step':
     if schedule.bounds_pass == 'stored':
@@ -112,27 +115,27 @@ def ladder(name: str, job: Job) -> Iterator[tuple[str, int | str]]:
     steps *= 2
 
 
-def planned(config: Config, mesh: Mesh, chip: Chip) -> Job:
-  """Returns the config's job (model, schedule, mesh) on a mesh of these chips."""
+def planned(config: Config, mesh: Mesh, chip: Chip) -> Resolved:
+  """Returns the config's run on a mesh of these chips."""
   spec = programs.device_spec(config, mesh.devices.flat[0].platform)
   sizes = budget.sizes_of(config, spec)
   schedule = budget.choose_schedule(sizes, spec, mesh, room(chip))
-  return Job(config, spec, schedule, mesh)
+  return programs.resolved(config, spec, mesh, schedule)
 
 
-def remedy(name: str, job: Job, chip: Chip) -> str:
+def remedy(name: str, r: Resolved, chip: Chip) -> str:
   """Adds flags until the program compiles and fits; describes them in a sentence."""
-  changed = job.config
+  changed = r.config
   flags = {}
   given = ''
-  for knob, value in ladder(name, job):
+  for knob, value in ladder(name, r):
     section, key = knob.split('.')
     changed = changed.with_values(**{section: {key: value}})
     flags[knob] = f'--config.{knob}={value}'
     given = ' '.join(flags.values())
     print(f'  {name}: trying {given}')
-    make = programs.programs_of(job.spec)[name]
-    spare = compiled(make(planned(changed, job.mesh, chip)), job.mesh).left(chip)
+    found = programs.programs_of(planned(changed, r.mesh, chip))
+    spare = compiled(found[name]).left(chip)
     if spare >= 0:
       return f'{given} fits, {spare:.1f} GiB left'
   if not given:
@@ -155,41 +158,41 @@ def run(config: Config, topology: str = 'v5p:2x2x4', workdir: str = '') -> int:
   chip, devices = devices_lib.attach(topology)
   print(heading(asked, topology, chip, devices))
   mesh = resolve.make_mesh(config, devices)
-  job = planned(config, mesh, chip)
-  routed = f', experts {job.spec.experts_kernel}' * bool(job.spec.experts)
-  sizes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
-  print(f'mesh {sizes}, attention {job.spec.attention}{routed}')
+  r = planned(config, mesh, chip)
+  routed = f', experts {r.spec.experts_kernel}' * bool(r.spec.experts)
+  axes = ' '.join(f'{axis}={n}' for axis, n in mesh.shape.items())
+  print(f'mesh {axes}, attention {r.spec.attention}{routed}')
   print(machine.CONFIRMED)
-  print(budget.sentence(job.sizes, job.schedule, job.counted.update, room(chip)))
-  if text := of_routes(job):
+  sizes = budget.sizes_of(config, r.spec)
+  print(budget.sentence(sizes, r.schedule, r.budget.update, room(chip)))
+  if text := of_routes(r):
     print(text)
   rows = {}
   verdicts = {}
-  for name, make in programs.programs_of(job.spec).items():
-    rows[name] = row = compiled(make(job), mesh)
+  for name, program in programs.programs_of(r).items():
+    rows[name] = row = compiled(program)
     spare = row.left(chip)
     if spare >= 0:
       verdicts[name] = f'fits, {spare:.1f} left'
       print(f'  {name} compiled')
     else:
       print(f'  {name} does not fit; searching for a smaller batch')
-      found = remedy(name, job, chip)
+      found = remedy(name, r, chip)
       verdicts[name] = f'{-spare:.1f} GiB too much; {found}'
   print(f'\n{memory_table(rows, verdicts)}')
   return int(not all(verdict.startswith('fits') for verdict in verdicts.values()))
 
 
-def of_routes(job: Job) -> str:
+def of_routes(r: Resolved) -> str:
   """Describes the memory of recorded routes; '' if none are recorded."""
-  size = budget.route_bytes(job.spec, job.shape['tensor'])
+  size = budget.route_bytes(r.spec, r.mesh.shape['tensor'])
   if not size:
     return ''
-  counted = job.counted
   share = size / (budget.RECORDED + size) / GIB
   return (
-    f'routes (model.replay_routes={job.spec.replay_routes}): '
-    f'{budget.route_bytes(job.spec):.0f} bytes per token; GiB per device: '
-    f'{share * counted.responses:.3g} responses, {share * counted.buffer:.3g} buffer'
+    f'routes (model.replay_routes={r.spec.replay_routes}): '
+    f'{budget.route_bytes(r.spec):.0f} bytes per token; GiB per device: '
+    f'{share * r.budget.responses:.3g} responses, {share * r.budget.buffer:.3g} buffer'
   )
 
 
