@@ -219,10 +219,10 @@ def _weighed(
 
 
 def about(kind: type[Any]) -> str:
-  """Returns the docstring of a rule without its list of arguments and results."""
+  """Returns the docstring of a rule without arguments, results and example."""
   rule = kind.function.function if issubclass(kind, Custom) else kind
   text = inspect.getdoc(rule) or ''
-  for heading in ('Args:', 'Returns:', 'Raises:'):
+  for heading in ('Args:', 'Returns:', 'Raises:', 'Example:'):
     text = text.partition(f'\n{heading}')[0]
   return text.strip()
 
