@@ -70,6 +70,11 @@ def params(spec=SPEC, seed=0) -> dict:
   return transformer.unflatten(flat)
 
 
+def drifted(params, step: int) -> dict:
+  """Returns the weights of a later step: a little larger than those of step 0."""
+  return jax.tree.map(lambda x: x * (1 + step / 50), params)
+
+
 def merged(weights):
   """Merges the adapters of a tree, as an export does; other weights are unchanged."""
 

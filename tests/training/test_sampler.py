@@ -45,7 +45,7 @@ def submissions(sampler, t, s):
   """Submits four steps with different weights; returns their groups and the rest."""
   futures = []
   for step in range(4):
-    weights = jax.tree.map(lambda x, k=step: x * (1 + k / 50), s.params)
+    weights = making.drifted(s.params, step)
     actor = Actor(sampler.place(t.actor(weights)), step)
     if step % 2:
       actor = Actor(sampler.place(t.actor(s.params)), 0, newest=actor)
