@@ -17,7 +17,7 @@ import oracles
 import pytest
 import runs
 import safetensors.numpy
-from runs import last_run, one_device, saved, source, tiny
+from runs import last_run, on_devices, saved, source, tiny
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip
@@ -329,7 +329,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
 def resumed(adapter_run):
   """Returns (trainer, state at step 0, state after the last step) of the adapters."""
   config, workdir, verifier = adapter_run
-  with one_device():
+  with on_devices(1):
     t, s = build.start(config, PhaseTimer(), verifier())
     with checkpoint.manager(str(workdir), 9, 1) as checkpoints:
       return t, s, resume.resume(checkpoints, t, s)[0]

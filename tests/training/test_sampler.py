@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import making
 import numpy as np
+import runs
 from runs import PARTIAL, same, tiny
 
 from bapo_jax import sharding
@@ -55,20 +56,18 @@ def submissions(sampler, t, s):
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 
 
-def test_three_places_sample_the_same(monkeypatch):
-  devices = jax.devices()
+def test_three_places_sample_the_same():
   found = []
   for rollout in (0, 1):
-    some = devices[: 1 + rollout]
-    monkeypatch.setattr(jax, 'devices', lambda *_, some=some: some)
     config = tiny(**KNOBS, **{'mesh.rollout': rollout})
     verifier = making.OddVerifier()
-    t, s = build.start(config, PhaseTimer(), verifier)
-    assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
-    found.append(submissions(t.sampler, t, s))
-    t.sampler.close()
+    with runs.on_devices(1 + rollout):
+      r = resolve.resolve(config)
+      t, s = build.start(config, PhaseTimer(), verifier)
+      assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
+      found.append(submissions(t.sampler, t, s))
+      t.sampler.close()
 
-  r = resolve.resolve(config)
   links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
   remote = RemoteSampler(links, r.mesh, PhaseTimer())
