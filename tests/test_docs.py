@@ -107,13 +107,6 @@ def test_the_function_of_problems_gives_a_run_its_problems(tmp_path):
   assert sources.imitated(config.problems, data) == data.training
 
 
-def test_a_wrong_override_is_found():
-  with pytest.raises(ValueError, match=r"rule='fixed' has low, high, dual"):
-    overridden('--config.clip.rule=fixed --config.clip.target=0.4')
-  with pytest.raises(ValueError, match=r'loss\.rule'):
-    overridden('--config.loss.rule=ppo')
-
-
 def test_every_knob_in_prose_is_a_knob():
   for name, text in DOCS.items():
     for words in code(text):
@@ -278,13 +271,6 @@ README = DOCS['README.md']
 
 def test_the_loop_is_the_loop():
   assert inspect.getsource(trainer.train_loop).rstrip() in README
-
-
-def test_two_commands_each_one_line():
-  commands = re.findall(r'^python3 -m venv \.venv && .*$', README, re.M)
-  assert len(commands) == 2
-  assert commands[0].endswith('-m bapo_jax.main --config=configs/aime.py')
-  assert commands[1].endswith('-m pytest')
 
 
 def test_it_is_read_in_ten_minutes():

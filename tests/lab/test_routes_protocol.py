@@ -6,7 +6,7 @@ import making
 import numpy as np
 import pytest
 
-from papers.bench import differences, experiments, routes
+from papers.bench import experiments, routes
 
 SETTING = experiments.get_experiment('routes')
 
@@ -86,23 +86,8 @@ def test_runs_that_end_low_are_counted_by_the_words_one_definition(results):
   assert cell.endswith('| 2 |')
 
 
-def test_the_effect_in_both_precisions_is_the_mean_of_the_two(results):
-  one, two, both = (
-    differences.by_seed(routes.replay('', ('gspo',), x, 'updates64'), results)
-    for x in (('float32',), ('bfloat16',), routes.PRECISIONS)
-  )
-  np.testing.assert_allclose(both, (one + two) / 2)
-
-
 def test_every_family_can_be_seen():
   # The smallest p of eight seeds is 2 of 256 sign patterns; Holm multiplies it.
   for family in {x.family for x in routes.DIFFERENCES}:
     members = [x for x in routes.DIFFERENCES if x.family == family]
     assert len(members) * 2 / 2 ** len(SETTING.seeds) < 0.05
-
-
-def test_arms_differ_in_the_routes_alone():
-  for method in routes.METHODS:
-    on, measure = (dict(SETTING.arms[f'{method}_{way}']) for way in ('on', 'measure'))
-    assert {k for k in on if on[k] != measure[k]} == {'model.replay_routes'}
-  assert [*SETTING.seeds] == [*range(700, 708)]

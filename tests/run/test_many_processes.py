@@ -31,7 +31,7 @@ def differences(one: Saved, other: Saved) -> dict[str, float]:
   """Part of the state -> the largest difference of its floats; all else is equal."""
   assert one.scalars == other.scalars
   assert one.arrays.keys() == other.arrays.keys()
-  far: dict[str, float] = {}
+  far = {}
   for name, x in one.arrays.items():
     x, y = np.asarray(x), np.asarray(other.arrays[name])
     if np.issubdtype(x.dtype, np.floating):

@@ -181,16 +181,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
   assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {'a.json': 'before'}
 
 
-def test_a_file_of_another_program_is_known_by_the_mark_that_it_lacks(tmp_path):
-  path = tmp_path / 'a'
-  files.check_ours(path, 'mark')  # nothing is there
-  path.write_bytes(b'\xff beside the mark')
-  files.check_ours(path, 'mark')
-  path.write_text('something else')
-  with pytest.raises(ValueError, match='a exists, and this program did not write it'):
-    files.check_ours(path, 'mark')
-
-
 def test_a_picture_is_written_once(tmp_path):
   one, two = png(4, 4, 1), png(4, 4, 2)
   names = files.write_pictures(tmp_path, [one, two, one, b'<svg>'])

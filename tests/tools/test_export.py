@@ -1,8 +1,6 @@
 """What a run saved is what an exported directory holds, with all that loads it."""
 
-import importlib
 import json
-import operator
 import os
 import pathlib
 import resource
@@ -16,7 +14,6 @@ import pictured
 import pytest
 import transformers
 from flax import traverse_util
-from ml_collections import ConfigDict
 from refusals import refused
 from runs import SOURCE, saved, source, tiny
 from safetensors.numpy import load_file
@@ -30,7 +27,6 @@ from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
 from bapo_jax.training import build, inputs
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.inputs import Model
 
 
@@ -165,27 +161,6 @@ def test_an_export_needs_no_function_of_the_run(tmp_path):
   args = main.parse(['bapo', 'export', str(workdir), f'--to={tmp_path}/out'])
   assert main.start(args) == 0
   assert (tmp_path / 'out' / 'config.json').exists()
-
-
-FILES = ('aime', 'async', 'countdown', 'distill', 'experts', 'finetune', 'tools')
-GIVEN = {'model.path': 'm', 'problems.source': 'a.jsonl', 'problems.test_source': 'b'}
-
-
-@pytest.mark.parametrize('file', FILES)
-def test_the_part_of_a_config_that_an_export_reads_is_valid_by_itself(file, tmp_path):
-  path = f'configs/{file}.py'
-  names = importlib.import_module(f'configs.{file}')
-  for variant in getattr(names, 'VARIANTS', ('',)):
-    values = config_lib.load(f'{path}:{variant}' if variant else path)
-    for name, value in GIVEN.items():  # what a file leaves to the user
-      if operator.attrgetter(name)(ConfigDict(values)) is None:
-        values = config_lib.merged(values, {name: value})
-    stored = config_lib.parse(values).model_dump(mode='json')
-    (tmp_path / 'config.json').write_text(json.dumps(stored))
-    (tmp_path / 'resolved.json').write_text('{"code": []}')
-    found = main.config_of(main.parse(['bapo', 'export', str(tmp_path)]))
-    for name in main.EXPORTED:
-      assert found.model_dump(mode='json')[name] == stored[name], (variant, name)
 
 
 SIZE = {'shortest_edge': 784, 'longest_edge': 1568}

@@ -5,7 +5,6 @@ tests/run/test_overlap.py and test_remote_sampler.py compare whole runs.
 
 import queue
 import threading
-from typing import Any
 
 import jax
 import making
@@ -21,7 +20,7 @@ from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.sampler import ThreadSampler
 from bapo_jax.training.submission import Actor, Round
 
-KNOBS: dict[str, Any] = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
+KNOBS = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
 
 
 class Loopback:
@@ -68,7 +67,7 @@ def test_three_places_sample_the_same():
       found.append(submissions(t.sampler, t, s))
       t.sampler.close()
 
-  links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
+  links = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
   remote = RemoteSampler(links, r.mesh, PhaseTimer())
   serving = threading.Thread(
