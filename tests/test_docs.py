@@ -7,9 +7,9 @@ import pathlib
 import re
 
 import pytest
+from refusals import KNOBS, SECTIONS
 
 from bapo_jax.data import sources
-from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import needs, trainer
@@ -28,13 +28,6 @@ DOCS = {
   str(path.relative_to(ROOT)): path.read_text()
   for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
-KNOBS = {name for name, _, _ in fields(Config())} | {
-  f'{part}.{knob}'
-  for part, rules in PARTS.items()
-  for kind in rules.names.values()
-  for knob in kind.model_fields
-}
-SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
 

@@ -82,16 +82,6 @@ def test_a_wrong_text_step_or_number_fails_parity(computed):
   assert 'log-probabilities, learner' in beyond(nan, TINY, params, batch)
 
 
-@pytest.mark.nightly
-def test_a_mesh_of_eight_devices_equals_the_oracle():
-  mesh = parity.places()['8 devices']
-  assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  params = parity.weights(parity.SPEC)
-  batch = parity.example(parity.SPEC, params)
-  found = parity.compute(parity.SPEC, params, batch, mesh)
-  assert not beyond(found, parity.SPEC, params, batch)
-
-
 def test_a_tiny_mixture_equals_the_oracle_by_its_recorded_routes():
   spec = dataclasses.replace(TINY, experts=4, active=2, ffn=16, experts_kernel='blocks')
   assert experts.SPEC.routes.numbers == parity.SPEC.layers * experts.SPEC.active

@@ -258,7 +258,7 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(derive, 'derive', derived)
   monkeypatch.setattr(main, 'PLANNING', {})
-  work = tmp_path / main.WORKDIR  # has a run, of which nothing can be read
+  work = tmp_path / 'runs/default'  # has a run, of which nothing can be read
   work.mkdir(parents=True)
   (work / 'metrics.jsonl').write_text('')
   (work / 'config.json').write_text('no JSON')
@@ -266,7 +266,7 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
   with pytest.raises(ValueError, match='derived from model, problems and machine'):
     main.main(main.parse(['bapo_jax', *flags]))
-  named = refused([*flags, f'--workdir={main.WORKDIR}'])
+  named = refused([*flags, '--workdir=runs/default'])
   assert 'runs/default/config.json' in named
 
 

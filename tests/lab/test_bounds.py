@@ -11,7 +11,7 @@ from bapo_jax.types import Batch
 from lab import experiments
 from lab.experiments import RunSpec
 from papers.bench import bounds
-from papers.bench.experiments import LIMIT, REPLAYING
+from papers.bench.experiments import LIMIT, REPLAYING, get_experiment, of_run
 
 SEARCHING = {
   'clip.rule': 'recipe',
@@ -110,3 +110,22 @@ def test_a_constant_records_the_choice_of_the_search():
   assert (float(found.low), float(found.high)) == (np.float32(0.9), 3)
   assert found.search_steps == searched.search_steps and found.dual == 3
   assert found.start_low == np.float32(0.8)
+
+
+def test_every_arm_has_the_protocol_s_search_and_a_partner_as_donor():
+  made = get_experiment('yoked_s1')
+  run = experiments.runs(made)
+  assert run['balanced-seed640'].config.clip == bounds.SEARCHES['balanced']
+  assert of_run('yoked', 'yoked', {'rate': 'lr0.0006'}, 601) == {
+    'problems.custom.seed': 601,
+    'clip.results': 'papers/bench/results/yoked',
+    'clip.donor': 'recipe-lr0.0006-seed600',
+  }
+  for name, count in (('yoked', 392), ('yoked_s1', 96), ('yoked_depths', 64)):
+    run = experiments.runs(get_experiment(name))
+    names = list(run)
+    assert len(names) == count
+    for yoked in (x for x in names if x.startswith('yoked')):
+      donor = run[yoked].config.clip.donor
+      # Two runs train at once: the donor of a run is over when the run begins.
+      assert names.index(donor) < names.index(yoked) - 3

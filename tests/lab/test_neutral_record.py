@@ -15,6 +15,7 @@ from notebooks import make
 ROOT = pathlib.Path(__file__).parents[2]
 RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '9_trl.jsonl'
 GRPO = {'clip.rule': 'fixed'}
+ONE_OF_FOUR = pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
 LOG_HALF = -0.693147
 
 
@@ -115,9 +116,7 @@ def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
     path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
     found = counterfactual.read(path)
     one = by(found, GRPO)
-    assert one.adv_BT[:, 0] == pytest.approx(
-      np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
-    )
+    assert one.adv_BT[:, 0] == ONE_OF_FOUR
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
@@ -143,9 +142,7 @@ def test_what_trl_wrote_is_cut_as_trl_cut_it():
   one = by(found, GRPO)
   # One of four is right in the first group, so the advantages are 3 and -1 over the
   # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
-  assert one.adv_BT[:4, 0] == pytest.approx(
-    np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
-  )
+  assert one.adv_BT[:4, 0] == ONE_OF_FOUR
   # What notebooks.make printed: TRL's clip_ratio of the updates 3 and 4.
   printed = {
     3: (0.2075471729040146, 0.5094339847564697),

@@ -91,3 +91,10 @@ def test_every_family_can_be_seen():
   for family in {x.family for x in routes.DIFFERENCES}:
     members = [x for x in routes.DIFFERENCES if x.family == family]
     assert len(members) * 2 / 2 ** len(SETTING.seeds) < 0.05
+
+
+def test_arms_differ_in_the_routes_alone():
+  for method in routes.METHODS:
+    on, measure = (dict(SETTING.arms[f'{method}_{way}']) for way in ('on', 'measure'))
+    assert {k for k in on if on[k] != measure[k]} == {'model.replay_routes'}
+  assert [*SETTING.seeds] == [*range(700, 708)]

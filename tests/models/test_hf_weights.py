@@ -22,9 +22,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import safetensors_io
 from bapo_jax.models.hf import weights as hf_weights
 
-SPEC = transformer.ModelSpec(
-  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
-)
+SPEC = dataclasses.replace(making.QWEN2, ffn=24, positions=64)
 REAL = pathlib.Path(__file__).parents[3] / 'shared/data/r1_distill_qwen_32b'
 SPECS = {
   'qwen2 tied': SPEC,

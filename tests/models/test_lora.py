@@ -151,9 +151,7 @@ def test_no_product_of_the_gradient_is_as_large_as_a_frozen_weight(tied):
 # ------- training adapters: their gradient, on one device and on eight, and what stays
 
 
-NARROW = transformer.ModelSpec(
-  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=False
-)
+NARROW = dataclasses.replace(making.QWEN2, vocab=24, head_width=8, tied=False)
 P = 4
 G = 4
 T = 12

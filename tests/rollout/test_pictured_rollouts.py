@@ -10,7 +10,7 @@ import numpy as np
 import oracles
 import pytest
 import runs
-from pictured import DRAWN, SEEING, forward, problems
+from pictured import SEEING, forward, problems
 from runs import last_run, tiny
 
 from bapo_jax import sharding
@@ -117,36 +117,6 @@ def test_every_shape_is_compiled_at_the_start(compiled):
 
 
 # ------------------------- runs on drawn pictures: trained weights, export, evaluation
-
-
-CELLS = {
-  'fixed': {'batch.rule': 'fresh_only', 'clip.rule': 'fixed'},
-  'adapters': {'lora.rank': 2},
-  'trained tower': {'model.train_tower': True, 'optimizer.lr': 1e-2},
-  'bfloat16': {'model.dtype': 'bfloat16', 'optimizer.lr': 1e-2},
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize('cell', CELLS)
-def test_pictures_train_the_weights_that_are_not_frozen(cell, tmp_path):
-  knobs = {'steps': 2, 'evaluate.every': 9} | CELLS[cell]
-  trained = runs.Recorded(tiny(**DRAWN | knobs), tmp_path / 'run', making.OddVerifier)
-  assert runs.train(*trained) == 0
-  saved = last_run(trained.workdir)
-  assert saved.scalars['updates'] > 0
-  names = [name.split('/') for name in saved.arrays]
-  parts = {part for kind, part, *_ in names if kind == 'params'}
-  tower = {'vision'} if trained.config.model.train_tower else set()
-  texts = {'layers'} if trained.config.lora.rank else {'embed', 'final_norm', 'layers'}
-  assert parts == texts | tower
-  (last,) = [row for row in metrics.read(str(trained.workdir)) if row['step'] == 2]
-  # The sampler's log-probabilities are the learner's, pictures included: sums of some
-  # ten float32 terms of size 10, and 25 times that.
-  if trained.config.model.dtype == 'float32':
-    assert last['rollout/logp_diff_max'] < 1e-4
-  if not trained.config.lora.rank:
-    assert_exported(trained, tmp_path / 'out')
 
 
 def test_a_run_on_pictures_trains_with_them_and_is_exported(pictured_run, tmp_path):
