@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import orbax.checkpoint as ocp
 import pictured
 import pytest
@@ -281,7 +280,7 @@ def source(path: pathlib.Path) -> str:
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
   spec = hf_config.read_spec(str(path), 'float32')
-  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
+  flat = traverse_util.flatten_dict(making.params(spec), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
   tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   tokenizer.chat_template = f'Q: {tokenizer.chat_template}'

@@ -55,7 +55,6 @@ CASES = [  # flags, what the sentence must say
     '--run=gs://bucket/run is not a path on this machine',
   ),
   (['export', '--to=s3://a/b'], '--to=s3://a/b is not a path on this machine'),
-  ([GOOD, '--config.model.path=gs://b/m'], 'model.path=gs://b/m is not a path on this'),
 ]
 
 

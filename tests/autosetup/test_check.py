@@ -6,7 +6,6 @@ import re
 import foreign
 import making
 import numpy as np
-import oracles
 import pytest
 import recordings
 from pictured import DRAWN
@@ -16,9 +15,7 @@ from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
 from bapo_jax.models import transformer
-from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.tools import export
 from bapo_jax.training import build, inputs, resolve, trainer
 from bapo_jax.training.config import Config
 from bapo_jax.training.submission import Round
@@ -245,22 +242,8 @@ def test_the_check_of_a_model_that_knows_nothing(
 # --------- --mode=check of a model that sees: its prompts have room for their pictures
 
 
-@pytest.fixture(scope='module')
-def config(tmp_path_factory):
-  """Of a run on drawn pictures with a model that is read from a directory."""
-  path = str(tmp_path_factory.mktemp('model'))
-  embedded = tiny(**DRAWN)
-  model = inputs.open_model(embedded)
-  spec, tokenizer = model.spec, model.tokenizer
-  flat = transformer.flatten(oracles.noisy(spec, 0))
-  hf_weights.save(path, flat.__getitem__, spec)
-  export.write_configs(path, embedded, model, 'float32')
-  tokenizer.backend.save_pretrained(path)
-  own = {'model.path': path, 'tokenizer.template': '{problem}\n'}
-  return tiny(**{k: v for k, v in DRAWN.items() if 'tower' not in k} | own)
-
-
-def test_lengths_count_what_pictures_take(config, one_device):
+def test_lengths_count_what_pictures_take(one_device):
+  config = tiny(**DRAWN)
   known = facts.gather(config, inputs.read(config))
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (

@@ -7,7 +7,6 @@ import pathlib
 import jax
 import making
 import numpy as np
-import oracles
 import pytest
 from refusals import sentence_of
 from safetensors.numpy import load_file, save_file
@@ -108,7 +107,7 @@ def test_an_unsupported_option_is_named_in_one_sentence(text, changes):
 
 @pytest.fixture(scope='module')
 def params():
-  return oracles.noisy(SPEC, 0)
+  return making.params(SPEC)
 
 
 @pytest.fixture(scope='module')

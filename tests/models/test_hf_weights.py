@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import processes
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -78,7 +77,7 @@ def test_any_devices_read_each_byte_once_in_any_blocks(
   tmp_path, monkeypatch, shape, block
 ):
   spec = dataclasses.replace(SPEC, tied=False, heads=8)
-  params = oracles.noisy(spec, 0)
+  params = making.params(spec)
   check_reads(tmp_path, monkeypatch, by_hand(params), spec, params, shape, block)
 
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import optax
-import oracles
 import pytest
 import runs
 import safetensors.numpy
@@ -290,7 +289,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   for each in (weights, making.merged(weights)):
     hidden_BTD = layers.forward(each, jnp.asarray(tokens_BT), spec)
     found = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(each))
-    oracles.close(found, expected, 256)
+    making.close(found, expected, count=4096)
   plain = layers.forward(params, jnp.asarray(tokens_BT), spec)
   assert np.abs(plain - hidden_BTD).max() > 0.1
 
@@ -316,7 +315,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   base = safetensors.numpy.load_file(f'{path}/model.safetensors')[name]
   whole = safetensors.numpy.load_file(f'{merged}/model.safetensors')
   scale = config.lora.alpha / 2
-  oracles.close(whole[name], base.astype('float32') + scale * b @ a, 16)
+  making.close(whole[name], base.astype('float32') + scale * b @ a, count=16)
   assert (tmp_path / 'alone' / 'tokenizer.json').exists()
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 import runs
 from pictured import SEEING, forward, problems
@@ -30,7 +29,7 @@ PROMPTS, GALLERY = problems()
 P, WIDTH = PROMPTS.tokens_PT.shape
 UID_B = np.arange(P * G, dtype=np.uint32) + 100
 KEY = jax.random.key(10)
-PARAMS = oracles.noisy(SEEING, 0)
+PARAMS = making.params(SEEING)
 ACTOR = decoder.actor(PARAMS, SEEING)
 KNOBS = {
   'group_size': G,
@@ -124,7 +123,19 @@ def test_a_run_on_pictures_trains_with_them_and_is_exported(pictured_run, tmp_pa
   rows = metrics.read(str(pictured_run.workdir))[1:]
   diffs = [row['rollout/logp_diff_max'] for row in rows]
   assert 0 < np.nanmax(diffs) < 1e-4
-  assert_exported(pictured_run, tmp_path / 'out')
+  config, workdir, _ = pictured_run
+  to = str(tmp_path / 'out')
+  assert export.export(config, str(workdir), to, 'float32') == 0
+  spec = hf_config.read_spec(to, 'float32')
+  found = transformer.flatten(hf_weights.load(to, spec, sharding.make(data=8)))
+  assert set(found) == set(transformer.describe(spec))
+  start = hf_weights.reader(inputs.resolve(config), spec)
+  saved = last_run(workdir).arrays
+  for name, array in found.items():
+    frozen = name.startswith('vision/')
+    expected = start(name) if frozen else saved[f'params/{name}']
+    np.testing.assert_array_equal(array, np.asarray(expected, np.float32), name)
+    assert frozen or not np.array_equal(expected, start(name)), f'{name} is trained'
 
 
 def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
@@ -144,22 +155,3 @@ def test_a_run_on_pictures_is_evaluated_again_and_without_pictures(
   for now, then in zip(samples[0], before, strict=True):
     assert now['response'] == then['response'] and now['logp'] == then['logp']
   assert [x['logp'] for x in samples[1]] != [x['logp'] for x in samples[0]]
-
-
-def assert_exported(run, to):
-  """The exported weights are those of the checkpoint; a frozen tower's of the start."""
-  made, path, _ = run
-  assert export.export(made, str(path), str(to), 'float32') == 0
-  spec = hf_config.read_spec(str(to), 'float32')
-  found = transformer.flatten(hf_weights.load(str(to), spec, sharding.make(data=8)))
-  assert set(found) == set(transformer.describe(spec))
-  start = hf_weights.reader(inputs.resolve(made), spec)
-  saved = last_run(path).arrays
-  part = 'params' if made.model.dtype == 'float32' else 'opt/master'
-  for name, array in found.items():
-    frozen = name.startswith('vision/') and not made.model.train_tower
-    expected = start(name) if frozen else saved[f'{part}/{name}']
-    if frozen and not name.endswith('norm'):  # the run computes with it as rounded
-      expected = jnp.asarray(expected).astype(made.model.dtype)
-    np.testing.assert_array_equal(array, np.asarray(expected, np.float32), name)
-    assert frozen or not np.array_equal(expected, start(name)), f'{name} is trained'

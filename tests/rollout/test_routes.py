@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 
 from bapo_jax import sharding
@@ -44,7 +43,7 @@ def prompts() -> Prompts:
 
 @functools.cache
 def actor(seed: int = 0):
-  return decoder.actor(oracles.noisy(SPEC, seed), SPEC)
+  return decoder.actor(making.params(SPEC, seed), SPEC)
 
 
 def submitted(spec: ModelSpec = SPEC, **knobs) -> PartialRollouts:
@@ -73,7 +72,7 @@ def ends(rows: decode.Rows) -> np.ndarray:
 
 def by_itself(seed: int, tokens_T: np.ndarray, n: int) -> np.ndarray:
   """Returns the routes of the first n tokens, layer by layer and one text alone."""
-  params = oracles.noisy(SPEC, seed)
+  params = making.params(SPEC, seed)
   x = layers.embed(params, jnp.asarray(tokens_T[None]), SPEC)
   turn = layers.rotations(jnp.arange(T)[None], SPEC)
   chosen = []
@@ -107,7 +106,7 @@ def test_slots_and_dispatches_change_no_route():
 def test_a_mesh_changes_no_route():
   mesh = sharding.make(data=2, fsdp=2, tensor=2)
   rollouts = submitted(mesh=mesh)
-  params = oracles.noisy(SPEC, 0)
+  params = making.params(SPEC)
   split = jax.device_put(params, sharding.shardings(params, mesh))
   rollouts.decode(decode.sync_actor(split, SPEC, mesh), jax.random.key(1))
   assert rollouts.rows.routes_BTX.sharding.spec[-1] == 'tensor'

@@ -6,10 +6,10 @@ import operator
 import os
 import pathlib
 import pwd
-import resource
 import subprocess
 import sys
 
+import processes
 import pytest
 from pictured import png
 
@@ -170,13 +170,8 @@ def test_a_write_replaces_the_whole_file(tmp_path):
 def test_a_write_that_fails_leaves_nothing(tmp_path):
   path = tmp_path / 'a.json'
   path.write_text('before')
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-  try:
-    with pytest.raises(OSError) as error:
-      files.write(path, 'x' * 5000)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  with processes.small_files(1000), pytest.raises(OSError) as error:
+    files.write(path, 'x' * 5000)
   assert error.value.filename == str(path)
   assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {'a.json': 'before'}
 
@@ -190,6 +185,10 @@ def test_a_picture_is_written_once(tmp_path):
   (tmp_path / names[0]).write_bytes(b'kept')
   assert files.write_pictures(tmp_path, [one]) == names[:1]
   assert (tmp_path / names[0]).read_bytes() == b'kept'
+
+
+def test_an_error_without_a_message_is_named_by_its_type():
+  assert files.first_line(EOFError()) == 'EOFError'
 
 
 @pytest.mark.parametrize('content', [None, b'{"a": ', b'[' * 100_000, b'\xff', b'[1]'])

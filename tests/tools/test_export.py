@@ -3,14 +3,13 @@
 import json
 import os
 import pathlib
-import resource
 
 import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pictured
+import processes
 import pytest
 import transformers
 from flax import traverse_util
@@ -39,7 +38,7 @@ def run(request, tmp_path_factory):
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'tokenizer.path': name})
   experiment.claim(workdir, config)
-  params = oracles.noisy(inputs.open_model(config).spec, 1)
+  params = making.params(inputs.open_model(config).spec, 1)
   layout = sharding.shardings(params, sharding.make(2, 2, 2))
   saved(workdir, jax.device_put(params, layout))
   return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__
@@ -102,16 +101,6 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def limited(bytes_of_file, call):
-  """Calls a function in whose process no file may be larger: as on a full disk."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_of_file, before[1]))
-  try:
-    return call()
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize('size', [100, 2500, 6000])
 def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
   run, size, tmp_path
@@ -120,7 +109,8 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
   (tmp_path / 'out.part').mkdir()  # of someone else
   flags = ['export', workdir, f'--to={tmp_path}/out']
   inputs.open_model(main.config_of(main.parse(['bapo', *flags])))  # while there is room
-  line = limited(size, lambda: refused(flags))
+  with processes.small_files(size):
+    line = refused(flags)
   assert 'out.bapo_jax.part' in line and 'cannot be used (File too large); free' in line
   assert os.listdir(tmp_path) == ['out.part']
 
@@ -156,7 +146,7 @@ def test_an_export_needs_no_function_of_the_run(tmp_path):
     | {'sampler.group_size': 64, 'sampler.max_num_seqs': 512}
   )
   experiment.claim(str(workdir), config)
-  saved(workdir, oracles.noisy(inputs.open_model(config).spec, 1))
+  saved(workdir, making.params(inputs.open_model(config).spec, 1))
   (tmp_path / 'my.py').unlink()
   args = main.parse(['bapo', 'export', str(workdir), f'--to={tmp_path}/out'])
   assert main.start(args) == 0

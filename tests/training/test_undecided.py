@@ -243,17 +243,6 @@ def test_the_metrics_of_a_step_count_what_was_decided():
   assert math.isnan(row['rollout/accuracy']) and math.isnan(row['rollout/reward'])
 
 
-def test_parts_of_a_reward_add_up_to_it():
-  # The second response has no `style`, and the third no verdict.
-  parts = [{'fit': 1.0, 'style': -2.0}, {'fit': 0.5}]
-  verdicts = [Verdict(True, '', None, sum(x.values()), x) for x in parts]
-  sums = rollout_lib._part_sums([*verdicts, Verdict(None, 'late', None)])
-  of_rollout = rollout_lib.Rollout(types.empty_groups(1, 3, 1), [], [], parts=sums)
-  means = step_metrics._reward_parts([of_rollout])
-  assert means == {'reward/fit': 0.75, 'reward/style': -1.0}
-  assert sum(means.values()) == np.mean([-1.0, 0.5])
-
-
 def answered(right, reward=None, answer=None, parts=None):
   return {
     'correct': right,
