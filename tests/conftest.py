@@ -115,7 +115,7 @@ def few_programs() -> Iterator[None]:
 @pytest.fixture
 def one_device() -> Iterator[None]:
   """Hides seven of the eight devices, as a run on a laptop needs."""
-  with runs.one_device():
+  with runs.on_devices(1):
     yield
 
 

@@ -4,7 +4,6 @@ import json
 import pathlib
 
 import making
-import oracles
 import tokenizers
 import transformers
 
@@ -78,6 +77,6 @@ def model(path: pathlib.Path, kind: str, chat: str | None = CHAT, **config) -> s
   values = {'model_type': kind} | SIZES | OWN[kind] | vocab | config
   (path / 'config.json').write_text(json.dumps(values))
   spec = hf_config.read_spec(str(path), 'float32')
-  flat = transformer.flatten(oracles.noisy(spec, 0))
+  flat = transformer.flatten(making.params(spec))
   hf_weights.save(str(path), flat.__getitem__, spec, 'float32')
   return str(path)

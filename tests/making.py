@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +62,19 @@ SIZES = {
 
 
 def params(spec=SPEC, seed=0) -> dict:
-  """Returns weights without zeros; compiles nothing."""
+  """Returns weights with no zero bias and no unit scale left: each of them matters."""
   rng = np.random.default_rng(seed)
-  flat = {
-    path: jnp.asarray(rng.normal(scale == 'ones', 0.3, shape), jnp.float32)
-    for path, (shape, scale) in transformer.describe(spec).items()
-  }
+  flat = {}
+  for path, (shape, scale) in transformer.describe(spec).items():
+    noise, start = rng.standard_normal(shape, np.float32), float(scale == 'ones')
+    size = 0.3 if isinstance(scale, str) else math.hypot(scale, 0.3)
+    flat[path] = jnp.asarray(start + np.float32(size) * noise)
   return transformer.unflatten(flat)
+
+
+def drifted(params, step: int) -> dict:
+  """Returns the weights of a later step: a little larger than those of step 0."""
+  return jax.tree.map(lambda x: x * (1 + step / 50), params)
 
 
 def merged(weights):

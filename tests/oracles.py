@@ -3,7 +3,6 @@
 import collections
 import functools
 import itertools
-import math
 import re
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -14,31 +13,7 @@ import numpy as np
 
 from bapo_jax.models import layers, transformer
 
-EPS = 2.0**-23  # a rounding of float32, relative
-
-
-def close(found: Any, expected: Any, roundings: float, eps: float = EPS) -> None:
-  """Asserts that trees of arrays agree up to roundings of each array's largest term."""
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    assert a.shape == b.shape
-    off = np.abs(a - b).max(initial=0) / (eps * max(np.abs(b).max(initial=0), 1e-30))
-    print(f'{off:.1f} of {roundings} roundings')
-    assert off <= roundings
-
-
 # ---------------------------------------------------------------- policy and sampler
-
-
-def noisy(spec: transformer.ModelSpec, seed: int, size: float = 0.3) -> dict:
-  """Parameters with no zero bias and no unit scale left: each of them matters."""
-  rng = np.random.default_rng(seed)
-  flat = {}
-  for path, (shape, scale) in transformer.describe(spec).items():
-    noise, start = rng.standard_normal(shape, np.float32), float(scale == 'ones')
-    scale = size if isinstance(scale, str) else math.hypot(scale, size)
-    flat[path] = start + np.float32(scale) * noise
-  return transformer.unflatten(jax.tree.map(jnp.asarray, flat))
 
 
 def logprob_oracle(hidden_BTD, head_VD, token_BT, temperature):

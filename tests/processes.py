@@ -4,11 +4,12 @@ import contextlib
 import os
 import pathlib
 import random
+import resource
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import runs
@@ -34,6 +35,17 @@ def environment(processes: int) -> dict[str, str]:
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': f'{runs.ROOT}{os.pathsep}{runs.ROOT / "tests"}',
   }
+
+
+@contextlib.contextmanager
+def small_files(most: int) -> Iterator[None]:
+  """Limits the files that this process writes to so many bytes, as a full disk does."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def call(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bapo_jax.runtime import metrics
+from lab import counterfactual
 
 
 def jsonl(path: pathlib.Path, rows: Iterable) -> str:
@@ -42,3 +43,8 @@ def step(workdir: pathlib.Path, step: int, *groups: dict) -> None:
   (workdir / 'groups').mkdir(exist_ok=True)
   rows = (base | {'id': n} | group for n, group in enumerate(groups))
   jsonl(workdir / 'groups' / f'{step}.jsonl', rows)
+
+
+def by(found: counterfactual.Recorded, knobs: dict[str, Any]) -> counterfactual.Applied:
+  """Applies the rules of these knobs to a recorded batch."""
+  return counterfactual.apply(found, counterfactual.config_of(found, knobs))

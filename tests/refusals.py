@@ -13,8 +13,18 @@ from absl.testing import flagsaver
 from flax import traverse_util
 
 from bapo_jax import main
+from bapo_jax.knobs import fields
 from bapo_jax.runtime import hosts
-from bapo_jax.training.config import parse
+from bapo_jax.training.config import PARTS, Config, parse
+
+# Every knob, those of rules that are not the default among them, and the sections.
+KNOBS = {name for name, _, _ in fields(Config())} | {
+  f'{part}.{knob}'
+  for part, rules in PARTS.items()
+  for kind in rules.names.values()
+  for knob in kind.model_fields
+}
+SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 
 
 def nested(dotted: dict) -> dict:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import orbax.checkpoint as ocp
 import pictured
 import pytest
@@ -138,10 +137,13 @@ MakeVerifier = Callable[[], Verifier] | None  # None: as the config says
 
 
 def train(
-  config: Config, workdir: str | os.PathLike, verifier: MakeVerifier = None
+  config: Config,
+  workdir: str | os.PathLike,
+  verifier: MakeVerifier = None,
+  devices: int = 1,
 ) -> int:
-  """Trains on one device of this process; returns the exit status."""
-  with one_device(), pytest.MonkeyPatch.context() as patch:
+  """Trains on the first devices of this process; returns the exit status."""
+  with on_devices(devices), pytest.MonkeyPatch.context() as patch:
     if verifier is not None:
       patch.setattr(build, 'make_verifier', lambda config: verifier())
     return experiment.train(config, str(workdir))
@@ -185,9 +187,9 @@ def same(a: Tree, b: Tree) -> bool:
 
 
 @contextlib.contextmanager
-def one_device() -> Iterator[None]:
-  """Hides seven of the eight devices, as a run on a laptop needs."""
-  devices = jax.devices()[:1]
+def on_devices(count: int) -> Iterator[None]:
+  """Hides all but the first of the eight devices, as a run on a laptop needs."""
+  devices = jax.devices()[:count]
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, 'devices', lambda *_: devices)
     yield
@@ -227,10 +229,10 @@ class Recorded(NamedTuple):
 STEPS = {'checkpoint.keep': 99, 'rollout.weight_sync_interval': 2}
 BOTH = {'batch.rule': 'adapted', 'clip.rule': 'balanced'} | STEPS
 PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
-TALK = {
-  'rollout.environment': f'{ROOT}/tests/my_functions.py:answer',
-  'rollout.max_turns': 3,
-}
+MY = f'{ROOT}/tests/my_functions.py'
+TALK = {'rollout.environment': f'{MY}:answer', 'rollout.max_turns': 3}
+# Responses of up to five tokens are right, and every group teaches.
+BRIEF = {'rewards.rule': f'{MY}:brief', 'rewards.right_from': 1 / 6}
 ROUTED = {'sft.experts': 4, 'sft.ffn': 8}
 PICTURES = PARTIAL | {'rollout.max_tokens_per_step': 5.0, 'optimizer.lr': 1e-2}
 RECORDED: dict[str, dict[str, Any]] = {
@@ -278,7 +280,7 @@ def source(path: pathlib.Path) -> str:
   path.mkdir()
   (path / 'config.json').write_text(json.dumps(SOURCE))
   spec = hf_config.read_spec(str(path), 'float32')
-  flat = traverse_util.flatten_dict(oracles.noisy(spec, 0), sep='/')
+  flat = traverse_util.flatten_dict(making.params(spec), sep='/')
   hf_weights.save(str(path), flat.__getitem__, spec, 'bfloat16')
   tokenizer = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '').backend
   tokenizer.chat_template = f'Q: {tokenizer.chat_template}'

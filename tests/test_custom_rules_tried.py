@@ -282,6 +282,11 @@ def number(sample):
   return len(sample.row['answer'])
 
 
+def silent(sample):
+  """Leaves every response undecided."""
+  return None
+
+
 def message(turn):
   return f'turn {turn.number} of {turn.messages[-1]["content"]}'
 
@@ -315,6 +320,7 @@ def role(turn):
   [
     ('rewards', number, ''),
     ('rewards', judge, ''),
+    ('rewards', silent, ''),
     ('environment', message, ''),
     ('environment', end, ''),
     ('rewards', field, "raises KeyError: 'solution'"),

@@ -7,9 +7,9 @@ import pathlib
 import re
 
 import pytest
+from refusals import KNOBS, SECTIONS
 
 from bapo_jax.data import sources
-from bapo_jax.knobs import fields
 from bapo_jax.main import read_config
 from bapo_jax.runtime.metrics import GLOSSARY
 from bapo_jax.training import needs, trainer
@@ -28,13 +28,6 @@ DOCS = {
   str(path.relative_to(ROOT)): path.read_text()
   for path in (ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md')))
 }
-KNOBS = {name for name, _, _ in fields(Config())} | {
-  f'{part}.{knob}'
-  for part, rules in PARTS.items()
-  for kind in rules.names.values()
-  for knob in kind.model_fields
-}
-SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 PARENTS = '|'.join(sorted({name.split('.')[0] for name in SECTIONS}))
 OVERRIDE = re.compile(r'--config\.([\w.]+)(?:=("[^"]*"|[^\s`]+))?')
 
@@ -105,13 +98,6 @@ def test_the_function_of_problems_gives_a_run_its_problems(tmp_path):
   assert len(data.training) == len(data.held_out) == 9
   assert data.training != data.held_out
   assert sources.imitated(config.problems, data) == data.training
-
-
-def test_a_wrong_override_is_found():
-  with pytest.raises(ValueError, match=r"rule='fixed' has low, high, dual"):
-    overridden('--config.clip.rule=fixed --config.clip.target=0.4')
-  with pytest.raises(ValueError, match=r'loss\.rule'):
-    overridden('--config.loss.rule=ppo')
 
 
 def test_every_knob_in_prose_is_a_knob():
@@ -278,13 +264,6 @@ README = DOCS['README.md']
 
 def test_the_loop_is_the_loop():
   assert inspect.getsource(trainer.train_loop).rstrip() in README
-
-
-def test_two_commands_each_one_line():
-  commands = re.findall(r'^python3 -m venv \.venv && .*$', README, re.M)
-  assert len(commands) == 2
-  assert commands[0].endswith('-m bapo_jax.main --config=configs/aime.py')
-  assert commands[1].endswith('-m pytest')
 
 
 def test_it_is_read_in_ten_minutes():

@@ -11,7 +11,7 @@ import pytest
 
 from bapo_jax import sharding
 from bapo_jax.models import attention
-from benchmarks.first_contact import experts, kernels, parity, section
+from benchmarks.first_contact import kernels, parity, section
 from benchmarks.first_contact.__main__ import contact
 from benchmarks.first_contact.figures import Context, Figure, Section, Skip
 
@@ -80,34 +80,6 @@ def test_a_wrong_text_step_or_number_fails_parity(computed):
   assert beyond(late, TINY, params, batch) == {'new weights'}
   nan = found._replace(logp_BT=found.logp_BT * np.nan)
   assert 'log-probabilities, learner' in beyond(nan, TINY, params, batch)
-
-
-@pytest.mark.nightly
-def test_a_mesh_of_eight_devices_equals_the_oracle():
-  mesh = parity.places()['8 devices']
-  assert dict(mesh.shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
-  params = parity.weights(parity.SPEC)
-  batch = parity.example(parity.SPEC, params)
-  found = parity.compute(parity.SPEC, params, batch, mesh)
-  assert not beyond(found, parity.SPEC, params, batch)
-
-
-def test_a_tiny_mixture_equals_the_oracle_by_its_recorded_routes():
-  spec = dataclasses.replace(TINY, experts=4, active=2, ffn=16, experts_kernel='blocks')
-  assert experts.SPEC.routes.numbers == parity.SPEC.layers * experts.SPEC.active
-  params = parity.weights(spec)
-  batch = parity.example(spec, params)
-  found = parity.compute(spec, params, batch, sharding.make(1, 1, 1, jax.devices()[:1]))
-  assert not beyond(found, spec, params, batch)
-  learner, sampler = (f'log-probabilities, {who}' for who in ('learner', 'sampler'))
-  # Both experts of every token are others than those that the learner used.
-  other = batch._replace(routes_BTX=3 - batch.routes_BTX)
-  assert {learner, 'gradient'} <= beyond(found, spec, params, other)
-  drawn = found.drawn._replace(routes_BTX=3 - found.drawn.routes_BTX % 128)
-  assert beyond(found._replace(drawn=drawn), spec, params, batch) == {sampler}
-  w = params['layers']
-  swapped = params | {'layers': w | {'expert_up': w['expert_up'][:, ::-1]}}
-  assert {learner, sampler, 'gradient'} <= beyond(found, spec, swapped, batch)
 
 
 def not_causal(*args, **kwargs):

@@ -126,6 +126,3 @@ def test_constraints_pin_every_requirement_inside_its_range(name):
   assert len(pins) == len(pairs)
   for wanted in requirements('requirements.txt', 'requirements/dev.txt'):
     assert pins[canonicalize_name(wanted.name)] in wanted.specifier, wanted
-
-
-# ----------------- the type checker finds a wrong keyword at every joint of the wiring

@@ -3,15 +3,12 @@
 import math
 import re
 import typing
-from typing import Annotated
 
 import pytest
-from annotated_types import Interval
 from refusals import refusal
 
 from bapo_jax import knobs
 from bapo_jax.algorithms import clip, loss
-from bapo_jax.knobs import Section, knob
 from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import PARTS, Config, overrides, parse
 
@@ -64,29 +61,15 @@ def test_every_knob_refuses_what_it_excludes(path):
       )
 
 
-class Inner(Section):
-  pair: knobs.Rising[Annotated[float, Interval(gt=0, lt=9)]] = knob((1.0, 2.0), 'A.')
-
-
-class Outer(Section):
-  rows: tuple[tuple[str, str], ...] = knob((), 'Rows.')
-  count: int = knob(1, 'A count.', above=0)
-  big: float = knob(1.0, 'A number.', least=1, infinite=True)
-  free: float = knob(1.0, 'Any finite number.')
-  words: tuple[str, ...] = knob(('a',), 'Words.')
-  inner: Inner = knob(Inner, 'The inner section.')
-
-
 def test_ranges_in_words():
-  found = {path: knobs.expected(field) for path, field, _ in knobs.fields(Outer())}
-  assert found == {
-    'rows': 'a tuple of values, each a tuple of 2 strings',
-    'count': 'an integer above 0 and at most 2147483647',
-    'big': 'a number of at least 1 or inf',
-    'free': 'a number',
-    'words': 'a tuple of strings',
-    'inner.pair': ('a tuple of 2 numbers that do not fall, each above 0 and below 9'),
+  words = {
+    'sampler.group_size': 'an integer from 2 to 4096',
+    'rollout.max_tokens_per_step': 'a number of at least 1 or inf',
+    'rewards.right_from': 'a number',
+    'evaluate.k': 'a tuple of integers, each above 0',
+    'clip.low': 'a tuple of 2 numbers that do not fall, each above 0 and at most 1',
   }
+  assert {path: knobs.expected(EVERY[path][0]) for path in words} == words
 
 
 # --- every rule is a section ---------------------------------------------------------

@@ -40,7 +40,7 @@ def test_train(tmp_path, monkeypatch):
   small = {k: v for k, v in runs.TINY.items() if k not in idle} | {'steps': 2}
   small = {k: v for k, v in small.items() if not k.startswith('problems.')}
   given = {"{'steps': 2}": repr(small), "'runs/python'": repr(str(workdir))}
-  with runs.one_device():
+  with runs.on_devices(1):
     executed('train', **given)
   rows = [row for row in metrics.read(str(workdir)) if row['step']]
   assert len(rows) == 2 and all('reward/score' in row for row in rows)

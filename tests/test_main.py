@@ -32,14 +32,11 @@ CASES = [  # flags, what the sentence must say
     [GOOD, '--steps=3'],
     'bapo train has no flag --steps; a knob is written --config.steps=',
   ),
-  ([GOOD, 'trainer.n_gpus_per_node=8'], 'use mesh.data, mesh.fsdp and mesh.tensor to'),
   ([GOOD, 'steps=3'], 'a knob is written --config.steps='),
   ([GOOD, '--output_dir=x'], 'give --workdir=..., the folder of a run'),
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
   (['eval', GOOD], 'names no model; train there first'),
-  ([GOOD, '--config.clip.rul=fixed'], 'did you mean rule?'),
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
-  ([GOOD, '--config.steps=' + '9' * 5000], 'steps=' + '9' * 57 + '...: give an int'),
   ([GOOD, '--config.clip.low=3'], 'clip.low=3: give a tuple of 2 numbers'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
@@ -58,7 +55,6 @@ CASES = [  # flags, what the sentence must say
     '--run=gs://bucket/run is not a path on this machine',
   ),
   (['export', '--to=s3://a/b'], '--to=s3://a/b is not a path on this machine'),
-  ([GOOD, '--config.model.path=gs://b/m'], 'model.path=gs://b/m is not a path on this'),
 ]
 
 
@@ -208,13 +204,6 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
     load(str(tmp_path / 'own.py'))
   assert message in ' '.join(str(error.value).split())
   assert str(error.value).startswith(f'--config={tmp_path}/own.py: ')
-
-
-def test_a_config_file_may_set_few_knobs_and_overrides_come_last(tmp_path):
-  (tmp_path / 'own.py').write_text(DICT.format({'clip': {'rule': 'fixed'}}))
-  given = ['--config.clip.high=1.28', '-config.seed=3', '--config.seed=4']
-  config = main.read_config(str(tmp_path / 'own.py'), given)
-  assert (config.clip.rule, config.clip.high, config.seed) == ('fixed', 1.28, 4)
 
 
 @pytest.mark.parametrize(

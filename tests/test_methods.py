@@ -63,7 +63,6 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   ('knob', 'value', 'answer'),
   [
     ('clip.rule', 'grpo', r'PPO, GRPO is clip\.rule=fixed, or --config=FILE:grpo;'),
-    ('advantage.rule', 'grpo', r'GRPO is advantage\.rule=group_relative, or'),
     (
       'clip.rule',
       'DAPO',
@@ -75,7 +74,6 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
       r'GSPO is loss\.rule=sequence, .*FILE:gspo; give one',
     ),
     ('loss.rule', 'bnpo', r"'bnpo': bnpo is loss\.aggregate=token, .*; give one of"),
-    ('loss.rule', 'mine', r"loss\.rule='mine': give one of"),
   ],
 )
 def test_a_method_in_place_of_a_rule_is_answered_with_its_knobs(knob, value, answer):

@@ -1,6 +1,6 @@
 """Three problems, a tiny random policy, and its sampler."""
 
-import oracles
+import making
 
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.data.row import Row
@@ -11,7 +11,7 @@ TOKENIZER = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 SPEC = transformer.ModelSpec(
   vocab=25, width=16, layers=1, heads=2, kv_heads=1, head_width=8, ffn=16
 )
-PARAMS = oracles.noisy(SPEC, 0)
+PARAMS = making.params(SPEC)
 ACTOR = decoder.actor(PARAMS, SPEC)
 PROBLEMS = ['1+1=', '2+30=', '7=']
 WIDTH, NEW, GROUP = 6, 7, 4

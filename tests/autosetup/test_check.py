@@ -1,14 +1,11 @@
 """--mode=check finds what is wrong before the first hour is spent: ten mistakes."""
 
-import collections
 import dataclasses
 import re
-import shutil
 
 import foreign
 import making
 import numpy as np
-import oracles
 import pytest
 import recordings
 from pictured import DRAWN
@@ -18,9 +15,7 @@ from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
 from bapo_jax.models import transformer
-from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.tools import export
 from bapo_jax.training import build, inputs, resolve, trainer
 from bapo_jax.training.config import Config
 from bapo_jax.training.submission import Round
@@ -176,6 +171,11 @@ EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)
     ([1, 2], {'truncated_PG': EVERY}, {'truncated': 'warning'}),
     ([1, 2], {'read_PG': NONE}, {'no answer': 'warning'}),
     ([1, 2], {'undecided': ['late', 'slow', 'slow']}, {'undecided': 'warning'}),
+    (
+      [0, 0],
+      {'correct_PG': np.full((2, 8), np.nan), 'undecided': 16 * ['late']},
+      {'nothing to learn': 'mistake', 'undecided': 'warning'},
+    ),
   ],
 )
 def test_findings_about_responses(right, changes, expected):
@@ -185,7 +185,7 @@ def test_findings_about_responses(right, changes, expected):
   found = check_rules.of_responses(Config(), sampled)
   found = list(found)
   assert {each.name: each.kind for each in found} == expected
-  if 'undecided' in expected:
+  if expected == {'undecided': 'warning'}:
     assert '3 of 16 responses' in found[0].text
     assert 'the most frequent reason: slow;' in found[0].text
   if 'no answer' in expected:  # a custom function returns numbers without answers
@@ -223,7 +223,7 @@ def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
 
 @pytest.mark.nightly
 def test_the_check_of_a_model_that_knows_nothing(
-  tmp_path, chat_model, one_device, capsys, monkeypatch
+  tmp_path, chat_model, one_device, capsys
 ):
   """Random weights: no response is right, which is a mistake; nothing is written."""
   work = tmp_path / 'work'
@@ -232,38 +232,18 @@ def test_the_check_of_a_model_that_knows_nothing(
   short = {'sampler.max_new_tokens': 8}
   given = flags(tmp_path, chat_model, large[:40], large[40:], **short)
   config = main.read_config(FINETUNE, given)
-  usage = collections.namedtuple('usage', 'total used free')
-  monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage(9, 9, PLENTY))
   assert check.check(config, str(work)) == 1
   text = capsys.readouterr().out
   assert not work.exists()
-  assert '  | <|user|>What is 0 + 0?<|end|><|assistant|>' in text
-  assert 'answers    48 of 48 are right by their own verifier' in text
   assert 'accuracy   0.000' in text and 'learnable  0 of 8' in text
-  assert 'below 25% of the groups a warning follows' in text
-  assert ' GiB, free 931 GiB' in text and ' GB' not in text  # 10^12 bytes
   assert 'MISTAKE (nothing to learn): all 64 responses are wrong' in text
 
 
 # --------- --mode=check of a model that sees: its prompts have room for their pictures
 
 
-@pytest.fixture(scope='module')
-def config(tmp_path_factory):
-  """Of a run on drawn pictures with a model that is read from a directory."""
-  path = str(tmp_path_factory.mktemp('model'))
-  embedded = tiny(**DRAWN)
-  model = inputs.open_model(embedded)
-  spec, tokenizer = model.spec, model.tokenizer
-  flat = transformer.flatten(oracles.noisy(spec, 0))
-  hf_weights.save(path, flat.__getitem__, spec)
-  export.write_configs(path, embedded, model, 'float32')
-  tokenizer.backend.save_pretrained(path)
-  own = {'model.path': path, 'tokenizer.template': '{problem}\n'}
-  return tiny(**{k: v for k, v in DRAWN.items() if 'tower' not in k} | own)
-
-
-def test_lengths_count_what_pictures_take(config, one_device):
+def test_lengths_count_what_pictures_take(one_device):
+  config = tiny(**DRAWN)
   known = facts.gather(config, inputs.read(config))
   # 16 tokens of a picture, and 'x1 mod 10' with its newline.
   assert known.lengths('{problem}\n') == (

@@ -10,7 +10,7 @@ import jax
 import pytest
 import recordings
 from refusals import refused
-from runs import last_run, plain
+from runs import plain
 
 from bapo_jax import main, sharding
 from bapo_jax.autosetup import derive, derive_sizes, derive_text, facts, knob_lists
@@ -258,8 +258,7 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(derive, 'derive', derived)
   monkeypatch.setattr(main, 'PLANNING', {})
-  default = 'runs/default'  # has a run, of which nothing can be read
-  work = tmp_path / default
+  work = tmp_path / 'runs/default'  # has a run, of which nothing can be read
   work.mkdir(parents=True)
   (work / 'metrics.jsonl').write_text('')
   (work / 'config.json').write_text('no JSON')
@@ -267,15 +266,8 @@ def test_the_run_of_a_workdir_that_is_not_named_decides_nothing(
   flags = [mode, f'--config={ROOT / FINETUNE}', *three(*paths, steps=1)]
   with pytest.raises(ValueError, match='derived from model, problems and machine'):
     main.main(main.parse(['bapo_jax', *flags]))
-  named = refused([*flags, f'--workdir={default}'])
+  named = refused([*flags, '--workdir=runs/default'])
   assert 'runs/default/config.json' in named
-
-
-@pytest.mark.nightly
-def test_a_model_of_others_trains_by_three_knobs(begun):
-  asked_for, work = begun
-  assert experiment.train(asked_for, work) == 0
-  assert last_run(work).scalars['step'] == 1
 
 
 def test_what_is_yours_is_asked_for():
@@ -286,30 +278,10 @@ def test_what_is_yours_is_asked_for():
 # ------ the first screen and the report show the rules in force and every changed knob
 
 
-DAPO = {'batch.rule': 'learnable_only', 'clip.rule': 'fixed', 'clip.high': 1.28}
-
-
 def shown(**knobs):
   """The lines of the first screen."""
   config = parse(plain(**knobs))
   return knob_lists.lines(config, config)
-
-
-def test_rules_are_shown_with_the_knobs_that_they_use():
-  assert knob_lists.in_force(parse(plain(**DAPO))) == {
-    'batch': 'learnable_only: weights.fresh 1.0, max_extra_rounds 2',
-    'advantage': 'group_relative',
-    'clip': 'fixed: low 0.8, high 1.28, dual inf',
-    'loss': 'clipped: aggregate token, kl 0.0, reference 0.0, limit inf',
-  }
-  found = knob_lists.in_force(parse(plain(**{'batch.rule': 'adapted'})))
-  assert found['buffer'].startswith('capacity 256, max_off_policy_steps 3, max_reuse 3')
-  assert found['buffer'].endswith(
-    'thresholds.rule fixed, thresholds.hard 0.125, thresholds.reusable (0.125, 0.625)'
-  )
-  assert found['clip'].startswith(
-    'balanced: target 0.42, low (0.6, 0.9), high (1.2, 3.0), low_step 0.02'
-  )
 
 
 @pytest.mark.parametrize(

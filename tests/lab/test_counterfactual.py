@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recordings
+from recordings import by
 
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import step_record
@@ -35,18 +36,18 @@ def response(reward, ratios, **changed):
   } | changed
 
 
-def recorded(tmp_path, *responses, **fields):
-  """The record of one group."""
+def written(tmp_path, *groups):
+  """The record of these groups."""
   (tmp_path / 'groups').mkdir()
   (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
-  group = {'source': 'fresh', 'prompt': '1+1\n', 'responses': responses} | fields
-  recordings.jsonl(tmp_path / 'groups' / '7.jsonl', [group])
+  rows = ({'source': 'fresh', 'prompt': '1+1\n'} | group for group in groups)
+  recordings.jsonl(tmp_path / 'groups' / '7.jsonl', rows)
   return counterfactual.read(str(tmp_path))
 
 
-def by(found, knobs):
-  """The rules of these knobs on a record."""
-  return counterfactual.apply(found, counterfactual.config_of(found, knobs))
+def recorded(tmp_path, *responses, **fields):
+  """The record of one group."""
+  return written(tmp_path, {'responses': responses} | fields)
 
 
 def test_bounds_cut_what_they_say_and_leave_ratio_times_advantage(tmp_path):
@@ -80,17 +81,14 @@ def test_the_tokens_that_one_rule_frees_are_named_far_ones_first(tmp_path):
 
 
 def test_every_update_has_a_search_of_its_own(tmp_path):
-  (tmp_path / 'groups').mkdir()
-  (tmp_path / 'config.json').write_text(json.dumps(Config().model_dump()))
   # update -> ratios of the right and of the wrong response, and the recorded bounds
   pairs = {
     4: ([1.0, 1.0], [1.0], 0.6, 1.2),  # 2 of 3: the start is enough
     2: ([1.0, 1.5], [1.0, 0.7, 1.0, 1.0], 0.6, 1.7),  # 1 of 4.7; 2.5 of 6.2 above 1.5
     9: ([1.0], [1.0] * 4, 0.9, 3.0),  # 1 of 5 wherever the bounds are
   }
-  lines = [
+  groups = [
     {
-      'source': 'fresh',
       'update': update,
       'responses': [response(1.0, a), response(0.0, b)],
       'low': low,
@@ -98,8 +96,7 @@ def test_every_update_has_a_search_of_its_own(tmp_path):
     }
     for update, (a, b, low, high) in pairs.items()
   ]
-  recordings.jsonl(tmp_path / 'groups' / '7.jsonl', lines)
-  found = counterfactual.read(str(tmp_path))
+  found = written(tmp_path, *groups)
   two, four, nine = counterfactual.searches(
     found, counterfactual.config_of(found, BALANCED)
   )

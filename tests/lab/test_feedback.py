@@ -1,13 +1,12 @@
 """Protocol 3: its checks, tests and words on results that are made by hand."""
 
 import itertools
-import math
 
 import making
 import numpy as np
 import pytest
-from scipy import stats
 
+from lab import outcomes
 from lab.outcomes import OUTCOMES
 from papers.bench import differences, feedback
 from papers.bench.feedback import D, R
@@ -140,14 +139,12 @@ def test_a_run_whose_states_never_change_is_counted_and_left_out():
   assert not held and text == 'kappa 1.000, from 1.000 to 1.000, in 2 of 4 runs'
 
 
-def test_p_values_are_those_of_all_sign_flips():
+def test_a_difference_is_tested_by_all_sign_flips_and_has_an_interval_of_90_percent():
+  # Both functions by hand: test_claims.py.
   values = np.asarray([0.3, -0.1, 0.25, 0.4, 0.05, 0.2, -0.15, 0.1])
-  signs = np.asarray([*itertools.product((1, -1), repeat=8)])
-  exact = (np.abs(signs @ values) >= abs(values.sum()) - 1e-12).mean()
-  assert differences.tested(values).p == pytest.approx(exact)
   test = differences.tested(values)
-  half = stats.t.ppf(0.95, 7) * values.std(ddof=1) / math.sqrt(8)
-  assert test.inner == pytest.approx((values.mean() - half, values.mean() + half))
+  assert test.p == outcomes.sign_flip(values)
+  assert test.inner == outcomes.t_interval(values, 0.9)
 
 
 def test_kappa_is_that_of_a_table():

@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+from recordings import by
 
 from bapo_jax.run import step_record
 from lab import counterfactual, neutral_record
@@ -14,6 +15,7 @@ from notebooks import make
 ROOT = pathlib.Path(__file__).parents[2]
 RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '9_trl.jsonl'
 GRPO = {'clip.rule': 'fixed'}
+ONE_OF_FOUR = pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
 LOG_HALF = -0.693147
 
 
@@ -50,7 +52,7 @@ def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   assert found.row_B.tolist() == [0, 1] and found.step == 0
   assert found.loss_mask_BT.tolist() == [[1, 1, 0], [1, 1, 1]]
   assert found.pieces == [['x', '\u2028'], ['<0>', '<1>', '<2>']] and found.ids is None
-  one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  one = by(found, GRPO)
   assert one.adv_BT[:, 0] == pytest.approx([1, -1], abs=1e-3)
 
 
@@ -63,7 +65,7 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
   assert found.pieces[0] == ['a', 'b', 'c']
   assert found.logp_BT[0, 1] == found.behavior_logp_BT[0, 1] == 0
-  grpo = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  grpo = by(found, GRPO)
   # Advantages of 1, 0, 0: 2 and -1 over the root of 2; three tokens.
   assert grpo.weight_BT[0] == pytest.approx([2**0.5 / 3, 0, 0], abs=1e-4)
 
@@ -113,10 +115,8 @@ def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
     rewards = (unit, 0.0, 0.0, 0.0)
     path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
     found = counterfactual.read(path)
-    one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
-    assert one.adv_BT[:, 0] == pytest.approx(
-      np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
-    )
+    one = by(found, GRPO)
+    assert one.adv_BT[:, 0] == ONE_OF_FOUR
 
 
 def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
@@ -139,12 +139,10 @@ def test_the_record_of_a_run_and_its_neutral_file_are_the_same_batch(tmp_path):
 def test_what_trl_wrote_is_cut_as_trl_cut_it():
   found = counterfactual.read(TRL)
   assert found.reward_PG.shape == (4, 4) and len(found.row_B) == 16
-  one = counterfactual.apply(found, counterfactual.config_of(found, GRPO))
+  one = by(found, GRPO)
   # One of four is right in the first group, so the advantages are 3 and -1 over the
   # root of 3. (TRL divides by the unbiased deviation and kept 1.4997 and -.4999.)
-  assert one.adv_BT[:4, 0] == pytest.approx(
-    np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3
-  )
+  assert one.adv_BT[:4, 0] == ONE_OF_FOUR
   # What notebooks.make printed: TRL's clip_ratio of the updates 3 and 4.
   printed = {
     3: (0.2075471729040146, 0.5094339847564697),

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from papers.bench import claims, differences, own_rates, rates
+from papers.bench import differences, own_rates, rates
 
 pytestmark = pytest.mark.fast
 
@@ -185,11 +185,6 @@ def test_an_own_rate_that_is_not_the_best_one_fails_its_check(chosen, monkeypatc
   assert not own_rates.inside('s2', tried)[0]
 
 
-def test_the_stable_range_counts_rates_near_the_best():
-  assert own_rates.stable_range({1e-4: 0.70, 2e-4: 0.74, 4e-4: 0.68, 8e-4: 0.60}) == 2
-  assert own_rates.stable_range({1e-4: 0.70}) == 1
-
-
 def test_the_order_of_the_same_arms_has_a_tau_of_one():
   one = stage_2({'a': 0.5, 'b': 0.6, 'c': 0.7, 'only': 0.1}, range(8), noise=1e-4)
   same = stage_2({'a': 0.1, 'b': 0.2, 'c': 0.3}, range(20, 30), noise=1e-4)
@@ -197,20 +192,6 @@ def test_the_order_of_the_same_arms_has_a_tau_of_one():
   text = 'the order of 3 arms at 6e-4 and at own rates: 1.00 (1.00 to 1.00).'
   assert own_rates.orders(one, same).endswith(text)
   assert own_rates.orders(one, reverse).endswith(': -1.00 (-1.00 to -1.00).')
-
-
-def test_the_tables_show_what_was_tried_and_what_came_out(chosen):
-  rows = own_rates.of_rates(stage_1('s2', accuracies(sapo=0.6)), 's2')
-  assert '| grpo | | 0.660 | **0.700** | 0.640 | | | | 2 |' in ' '.join(rows.split())
-  own = {'s2': stage_2(accuracies(), rates.TEST['s2'])}
-  shown = own_rates.of_arms(own_rates.pooled(own), 's2')
-  line = next(x for x in shown.splitlines() if x.startswith('| vespo'))
-  assert '0.0002' in line and '512' in line and '+0.1' in line
-
-
-def test_the_page_knows_the_experiments_of_both_files():
-  assert claims.get_experiment('own_s1').seeds == rates.TEST['s1']
-  assert claims.get_experiment('routes').seeds
 
 
 def test_the_section_of_the_last_setting_reads_what_the_others_stored(

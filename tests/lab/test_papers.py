@@ -204,7 +204,7 @@ def test_the_rates_of_countdown_are_those_that_its_tuning_chose():
   """By accuracy at the end, mean over the seeds; of equal ones the smaller rate."""
   folder = PAPERS / 'batch_adaptation'
   module = claims.load(str(folder))
-  ends: dict[str, dict[float, list[float]]] = {}
+  ends = {}
   results = str(folder / 'results' / 'countdown_tuning')
   for result in experiments.read_runs(results).values():
     rate = float(result['levels']['rate'].removeprefix('lr'))

@@ -6,7 +6,7 @@ import making
 import numpy as np
 import pytest
 
-from papers.bench import differences, experiments, routes
+from papers.bench import experiments, routes
 
 SETTING = experiments.get_experiment('routes')
 
@@ -84,14 +84,6 @@ def test_runs_that_end_low_are_counted_by_the_words_one_definition(results):
     if x.startswith('| grpo_on, float32, updates64 |')
   )
   assert cell.endswith('| 2 |')
-
-
-def test_the_effect_in_both_precisions_is_the_mean_of_the_two(results):
-  one, two, both = (
-    differences.by_seed(routes.replay('', ('gspo',), x, 'updates64'), results)
-    for x in (('float32',), ('bfloat16',), routes.PRECISIONS)
-  )
-  np.testing.assert_allclose(both, (one + two) / 2)
 
 
 def test_every_family_can_be_seen():

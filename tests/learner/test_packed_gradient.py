@@ -14,14 +14,12 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.learner import learner, pictured
 from bapo_jax.learner import objective as objective_lib
-from bapo_jax.models import layers, logprobs, transformer
+from bapo_jax.models import layers, logprobs
 from bapo_jax.models.layers import Schedule
 
 LOSSES = loss.LossRule.rules.at_defaults()
 
-SPEC = transformer.ModelSpec(
-  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=True
-)
+SPEC = dataclasses.replace(making.QWEN2, vocab=24, head_width=8)
 B = 32
 T = 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient

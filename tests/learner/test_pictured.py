@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import optax
-import oracles
 import pytest
 from pictured import SEEING, forward, problems
 
@@ -26,7 +25,7 @@ NEW = 8
 TEMPERATURE = 0.8
 B = P * G
 T = WIDTH + NEW
-PARAMS = oracles.noisy(SEEING, 0)
+PARAMS = making.params(SEEING)
 PIXELS = GALLERY.of(PROMPTS.id_P)
 FROZEN = {'vision': PARAMS['vision']}
 LANGUAGE = {name: w for name, w in PARAMS.items() if name != 'vision'}

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 
 from bapo_jax.algorithms import advantage, clip, loss
@@ -31,12 +30,12 @@ def measured(spec: ModelSpec = SPEC) -> ModelSpec:
 def sampled(compute: str = 'float32') -> Groups:
   """Groups that weights 0 sampled, as learner step 5."""
   spec = dataclasses.replace(SPEC, compute=compute)
-  return making.sampled(oracles.noisy(SPEC, 0), spec, P, G, T, [1, 2, 3, 2])
+  return making.sampled(making.params(SPEC), spec, P, G, T, [1, 2, 3, 2])
 
 
 def score(groups: Groups, spec: ModelSpec = SPEC, seed: int = 0) -> np.ndarray:
   run = functools.partial(scoring.score, rows=P * G, spec=spec, temperature=1.0)
-  return np.asarray(jax.jit(run)(oracles.noisy(SPEC, seed), groups))
+  return np.asarray(jax.jit(run)(making.params(SPEC, seed), groups))
 
 
 def shuffled(groups: Groups) -> Groups:
@@ -112,7 +111,7 @@ def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
   )
   tx = optimizer.adamw(lr=1e-3)
   step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
-  params = oracles.noisy(SPEC, 0)
+  params = making.params(SPEC)
   proximal = jax.jit(
     functools.partial(scoring.score, rows=P * G // 2, spec=SPEC, temperature=1.0)
   )
@@ -148,7 +147,7 @@ def learned(groups: Groups, spec: ModelSpec, seed: int = 0):
   batch = learner.flatten(
     groups, jnp.zeros(P, jnp.int32), advantage.GroupRelative(), version=5
   )
-  params = oracles.noisy(SPEC, seed)
+  params = making.params(SPEC, seed)
   tx, step = compiled(spec)
   new, _, metrics, _ = step(params, tx.init(params), batch)
   return new, {name: float(x) for name, x in metrics.items()}
@@ -173,7 +172,7 @@ def test_routes_of_more_than_255_experts_are_wider():
   assert SPEC.routes == Routes(4, 'uint8')
   wide = dataclasses.replace(SPEC, experts=256)
   assert wide.routes == Routes(4, 'uint16')
-  params = oracles.noisy(wide, 0)
+  params = making.params(wide)
   prefilled = decoder.prefill(
     decoder.actor(params, wide), jnp.ones((1, 3), jnp.int32), wide
   )

@@ -25,7 +25,6 @@ from bapo_jax.training import budget, build, inputs, refusals, trainer
 from bapo_jax.training.config import Config
 from bapo_jax.types import Groups
 
-MY = pathlib.Path(__file__).parents[1] / 'my_functions.py'
 V, HEAT, FRESH = SPEC.vocab, 0.8, jnp.zeros(1, jnp.int32)
 
 
@@ -293,7 +292,7 @@ BOTH = {'loss.reference': 0.1, 'checkpoint.every': 1, 'evaluate.every': 9}
 def test_a_run_with_a_teacher_is_resumed_to_the_bit(own, llama, tmp_path):
   knobs = {'teacher.path': llama, 'teacher.weight': 0.5}
   if own:  # rewards of steps, which differ from the first step on
-    knobs = {'rewards.rule': f'{MY}:halves', 'optimizer.lr': 1e-2}
+    knobs = {'rewards.rule': f'{runs.MY}:halves', 'optimizer.lr': 1e-2}
   knobs |= BOTH
   whole, broken = (tmp_path / name for name in ('whole', 'broken'))
   for workdir, steps in ((whole, 2), (broken, 1), (broken, 2)):
@@ -308,14 +307,12 @@ def test_a_run_with_a_teacher_is_resumed_to_the_bit(own, llama, tmp_path):
   assert any(by_token)
 
 
-def test_eight_devices_make_the_step_of_one(llama, monkeypatch):
+def test_eight_devices_make_the_step_of_one(llama):
   knobs = BOTH | {'teacher.path': llama, 'optimizer.lr': 1e-2}
   mesh = {'mesh.data': 2, 'mesh.fsdp': 2, 'mesh.tensor': 2}
   states = []
   for n, layout in ((1, {}), (8, mesh)):
-    with monkeypatch.context() as patch:
-      devices = jax.devices()[:n]
-      patch.setattr(jax, 'devices', lambda *_, devices=devices: devices)
+    with runs.on_devices(n):
       start = build.start(tiny(**knobs | layout), PhaseTimer())
       s, row, _ = next(trainer.train_loop(*start))
       states.append((jax.device_get(s.params), row))

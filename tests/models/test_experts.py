@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 from absl import flags
 
@@ -29,7 +28,7 @@ def with_kernel(kernel: str, **knobs) -> ModelSpec:
 @functools.cache
 def layer() -> dict:
   """The weights of one layer."""
-  params = oracles.noisy(SPEC, 0)['layers']
+  params = making.params(SPEC)['layers']
   return {name: x[0] for name, x in params.items()}
 
 
@@ -148,7 +147,7 @@ MESHES = ({'data': 8}, {'data': 2, 'fsdp': 2, 'tensor': 2}, {'fsdp': 2, 'tensor'
 @pytest.mark.parametrize('kernel', ['blocks', 'ragged'])
 def test_a_mesh_changes_no_value_and_no_gradient(sizes, kernel):
   spec = with_kernel(kernel)
-  params = oracles.noisy(spec, 1)
+  params = making.params(spec, 1)
   tokens_BT = jnp.asarray(np.random.default_rng(0).integers(0, 24, (8, 12)))
 
   def value(params, tokens_BT):
@@ -165,7 +164,7 @@ def test_a_mesh_changes_no_value_and_no_gradient(sizes, kernel):
 
 @pytest.mark.parametrize('tensor', [1, 2])
 def test_an_actor_gives_its_parameters_back(tensor):
-  params = oracles.noisy(SPEC, 2)
+  params = making.params(SPEC, 2)
   actor = decoder.actor(params, SPEC, joined=tensor == 1)
   back = decoder.params_of(actor, SPEC)
   assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back, params))
@@ -173,9 +172,9 @@ def test_an_actor_gives_its_parameters_back(tensor):
 
 def test_an_int8_actor_rounds_each_output_of_each_expert():
   spec = dataclasses.replace(SPEC, actor_dtype='int8')
-  actor = decoder.actor(oracles.noisy(SPEC, 2), spec)
+  actor = decoder.actor(making.params(SPEC, 2), spec)
   w = actor['layers'][0]
-  whole = np.asarray(oracles.noisy(SPEC, 2)['layers']['expert_up'][0], np.float64)
+  whole = np.asarray(making.params(SPEC, 2)['layers']['expert_up'][0], np.float64)
   scale_EF = np.asarray(w['expert_up'].scale, np.float64)
   np.testing.assert_allclose(scale_EF, np.abs(whole).max(1) / 127, rtol=1e-6)
   error = np.asarray(w['expert_up'].values) * scale_EF[:, None] - whole

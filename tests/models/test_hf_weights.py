@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import processes
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -22,9 +21,7 @@ from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import safetensors_io
 from bapo_jax.models.hf import weights as hf_weights
 
-SPEC = transformer.ModelSpec(
-  vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=24, positions=64
-)
+SPEC = dataclasses.replace(making.QWEN2, ffn=24, positions=64)
 REAL = pathlib.Path(__file__).parents[3] / 'shared/data/r1_distill_qwen_32b'
 SPECS = {
   'qwen2 tied': SPEC,
@@ -80,7 +77,7 @@ def test_any_devices_read_each_byte_once_in_any_blocks(
   tmp_path, monkeypatch, shape, block
 ):
   spec = dataclasses.replace(SPEC, tied=False, heads=8)
-  params = oracles.noisy(spec, 0)
+  params = making.params(spec)
   check_reads(tmp_path, monkeypatch, by_hand(params), spec, params, shape, block)
 
 

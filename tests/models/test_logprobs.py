@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
 import oracles
 import pytest
@@ -42,7 +43,7 @@ def test_values_equal_the_oracle(variant, chunk, block):
   expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, 0.6)
   assert all(x.dtype == jnp.float32 for x in found[:3])
   # Logits up to 10 / 0.6 from sums of 16; the exponentials of 20 are added up.
-  oracles.close(tuple(found), expected, 64)
+  making.close_trees(tuple(found), expected, count=256)
 
 
 @CHUNKS
@@ -78,7 +79,9 @@ def test_gradients_equal_the_oracle(chunk, block):
   found = jax.jit(jax.grad(functools.partial(total, score), argnums=(0, 1)))
   expected = jax.grad(functools.partial(total, oracles.logprob_oracle), argnums=(0, 1))
   # Sums of 20 tokens, and of 56 columns, of the terms above.
-  oracles.close(found(hidden_BTD, head_VD), expected(hidden_BTD, head_VD), 128)
+  making.close_trees(
+    found(hidden_BTD, head_VD), expected(hidden_BTD, head_VD), count=1024
+  )
 
 
 def test_the_covariance_by_hand_and_without_a_gradient():

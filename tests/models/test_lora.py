@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import optax
-import oracles
 import pytest
 import runs
 import safetensors.numpy
-from runs import last_run, one_device, saved, source, tiny
+from runs import last_run, on_devices, saved, source, tiny
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import clip
@@ -151,9 +150,7 @@ def test_no_product_of_the_gradient_is_as_large_as_a_frozen_weight(tied):
 # ------- training adapters: their gradient, on one device and on eight, and what stays
 
 
-NARROW = transformer.ModelSpec(
-  vocab=24, width=16, layers=2, heads=4, kv_heads=2, head_width=8, ffn=32, tied=False
-)
+NARROW = dataclasses.replace(making.QWEN2, vocab=24, head_width=8, tied=False)
 P = 4
 G = 4
 T = 12
@@ -292,7 +289,7 @@ def test_peft_gives_the_logits_of_adapted_and_of_merged_weights(kind, tmp_path):
   for each in (weights, making.merged(weights)):
     hidden_BTD = layers.forward(each, jnp.asarray(tokens_BT), spec)
     found = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(each))
-    oracles.close(found, expected, 256)
+    making.close(found, expected, count=4096)
   plain = layers.forward(params, jnp.asarray(tokens_BT), spec)
   assert np.abs(plain - hidden_BTD).max() > 0.1
 
@@ -318,7 +315,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
   base = safetensors.numpy.load_file(f'{path}/model.safetensors')[name]
   whole = safetensors.numpy.load_file(f'{merged}/model.safetensors')
   scale = config.lora.alpha / 2
-  oracles.close(whole[name], base.astype('float32') + scale * b @ a, 16)
+  making.close(whole[name], base.astype('float32') + scale * b @ a, count=16)
   assert (tmp_path / 'alone' / 'tokenizer.json').exists()
 
 
@@ -329,7 +326,7 @@ def test_a_checkpoint_is_exported_as_adapters_and_merged(tmp_path):
 def resumed(adapter_run):
   """Returns (trainer, state at step 0, state after the last step) of the adapters."""
   config, workdir, verifier = adapter_run
-  with one_device():
+  with on_devices(1):
     t, s = build.start(config, PhaseTimer(), verifier())
     with checkpoint.manager(str(workdir), 9, 1) as checkpoints:
       return t, s, resume.resume(checkpoints, t, s)[0]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,4 +144,4 @@ def test_only_chunks_with_a_wanted_column_meet_the_vocabulary():
     # As of shorter rows.
     expected, stats = gradient(hidden_BTD[:, :used], head_VD, used, used)
     np.testing.assert_array_equal(found[:, :, :used], stats)
-    oracles.close((d_hidden[:, :used], d_head), expected, 128)
+    making.close_trees((d_hidden[:, :used], d_head), expected, count=1024)

@@ -10,7 +10,6 @@ import re
 import jax
 import making
 import numpy as np
-import oracles
 import pytest
 import transformers
 
@@ -132,12 +131,12 @@ def test_log_probabilities(pair):
   expected = np.take_along_axis(logp_PTV, tokens_PT[:, 1:, None], -1)[..., 0]
   found = logprobs.sequence_stats(params, tokens_PT, spec, 0.7).logp_BT
   live = real_PT[:, 1:]
-  oracles.close(found[:, 1:][live], expected[live], 256)
+  making.close(found[:, 1:][live], expected[live], count=4096)
   # And of every token of the vocabulary, chosen or not.
   hidden_PTD = forward(params, tokens_PT, spec)
   found_PTV = jax.nn.log_softmax(hidden_PTD @ transformer.head(params).T, -1)
   expected_PTV = torch.log_softmax(logits_PTV, -1).numpy()
-  oracles.close(found_PTV[real_PT], expected_PTV[real_PT], 256)
+  making.close(found_PTV[real_PT], expected_PTV[real_PT], count=4096)
 
 
 def test_gradients_of_all_parameters(pair, tmp_path):

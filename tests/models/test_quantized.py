@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 import runs
 from making import OddVerifier
@@ -21,7 +20,7 @@ from bapo_jax.types import Prompts
 NARROW = ('int8', 'float8_e4m3fn')
 both = pytest.mark.parametrize('dtype', NARROW)
 SPEC = dataclasses.replace(making.QWEN2, o_bias=True)
-PARAMS = oracles.noisy(SPEC, 0)
+PARAMS = making.params(SPEC)
 
 
 def spec_of(dtype, **changed):

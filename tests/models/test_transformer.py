@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
-import oracles
 import pytest
 from making import QWEN2, QWEN3
 
@@ -34,7 +34,7 @@ def tokens(rows: int, seed: int = 0):
 
 @pytest.mark.parametrize(('spec', 'prompt'), [(QWEN2, 0), (QWEN3, 4), (YARN, 4)])
 def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
-  params = oracles.noisy(spec, 0)
+  params = making.params(spec)
   tokens_BT = tokens(3)
 
   @jax.jit
@@ -57,7 +57,7 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
 
   hidden_TBD, first = step_by_step(decoder.actor(params, spec), tokens_BT)
   whole_BTD = forward(params, tokens_BT, spec)
-  oracles.close(np.moveaxis(hidden_TBD, 0, 1), whole_BTD[:, int(first) :], 64)
+  making.close(np.moveaxis(hidden_TBD, 0, 1), whole_BTD[:, int(first) :], count=256)
 
 
 def test_count_by_hand():
@@ -74,7 +74,7 @@ def test_count_by_hand():
 @pytest.mark.parametrize('spec', [QWEN3, YARN], ids=['qwen3', 'yarn'])
 def test_the_actors_weights_give_the_learners_hidden_states(spec):
   spec = dataclasses.replace(spec, compute='bfloat16')
-  params = oracles.noisy(spec, 0)
+  params = making.params(spec)
   cast = transformer.cast(params, spec.compute)
   kinds = {sharding.path_name(p): x.dtype for p, x in jax.tree.leaves_with_path(cast)}
   for name, kind in kinds.items():

@@ -1,8 +1,8 @@
 """Each patch has its picture, its place and its window, and each picture is alone."""
 
 import jax
+import making
 import numpy as np
-import oracles
 import pytest
 from pictured import SEEING, VISION
 
@@ -77,7 +77,7 @@ def test_each_picture_is_read_by_itself():
   # Beside others and alone, with just as many windows as it has; empty patches are not
   # read.
   run = jax.jit(tower.forward, static_argnames=('spec', 'windows'))
-  params = oracles.noisy(SEEING, 0)['vision']
+  params = making.params(SEEING)['vision']
   pixels_1ZE, grid_1I2 = pixels()
   whole_1MD = run(params, pixels_1ZE, grid_1I2, SEEING, windows=7)
   start = 0
@@ -88,7 +88,9 @@ def test_each_picture_is_read_by_itself():
     grid_112 = np.asarray([[[high, wide]]], np.int32)
     patches_1ZE = pixels_1ZE[:, start : start + n]
     alone_1MD = run(params, patches_1ZE, grid_112, SEEING, windows=windows)
-    oracles.close(whole_1MD[:, first : first + n // VISION.merge**2], alone_1MD, 128)
+    making.close(
+      whole_1MD[:, first : first + n // VISION.merge**2], alone_1MD, count=1024
+    )
     start += n
   assert not whole_1MD[:, start // VISION.merge**2 :].any()
   pixels_1ZE[:, start:] = 200

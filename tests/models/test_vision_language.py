@@ -9,8 +9,8 @@ import json
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
-import oracles
 import pictured
 import PIL.Image
 import pytest
@@ -158,7 +158,7 @@ def test_log_probabilities(trio):
   for b, n in enumerate(length_B):
     given = inputs(tokens_BT[b, :n], pictures, b, spec.vision)
     wanted = torch.log_softmax(logits_of(theirs, given), -1).numpy()
-    oracles.close(found_BTV[b, :n], wanted, 256)
+    making.close(found_BTV[b, :n], wanted, count=4096)
   # The pictures matter.
   blank = pictures._replace(pixels_PZE=np.zeros_like(pictures.pixels_PZE))
   unseen_BTD = forward(params, tokens_BT, blank, spec)
@@ -218,7 +218,7 @@ def test_greedy_decoding(trio):
   # The cache gives the hidden states of whole rows.
   whole_BTD = forward(params, grown_BT, pictures, spec)
   for t, hidden_BD in enumerate(hidden):
-    oracles.close(hidden_BD, whole_BTD[row_B, length_B - 1 + t], 128)
+    making.close(hidden_BD, whole_BTD[row_B, length_B - 1 + t], count=1024)
   for b, n in enumerate(length_B):
     theirs.model.rope_deltas = None
     # Without an end token, since our loop has none.
@@ -256,7 +256,7 @@ def test_pictures_are_cut_as_by_their_processor(trio):
     'image_grid_thw': torch.tensor(np.asarray(seen['image_grid_thw'])),
   }
   wanted = torch.log_softmax(logits_of(theirs, given), -1).numpy()
-  oracles.close(logp_TV, wanted, 256)
+  making.close(logp_TV, wanted, count=4096)
 
 
 def test_what_is_exported_is_what_was_read(trio, tmp_path):

@@ -204,6 +204,12 @@ def assert_same_text(found: rollout.Rollout):
     np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)
 
 
+def assert_time_leaves_every_bit(engine):
+  found = sample(slow, engine=engine)
+  assert_same_text(found)
+  assert_same(sample(echo, engine=engine), found)
+
+
 @pytest.mark.parametrize(
   'knobs',
   [{'max_num_seqs': 5, 'prefill_batch_size': 2}, {'cache_segments': 4}],
@@ -211,9 +217,7 @@ def assert_same_text(found: rollout.Rollout):
 )
 def test_slots_and_segments_leave_the_text_and_time_leaves_every_bit(knobs):
   engine = dataclasses.replace(LONG, **knobs)
-  found = sample(slow, engine=engine)
-  assert_same_text(found)
-  assert_same(sample(echo, engine=engine), found)
+  assert_time_leaves_every_bit(engine)
 
 
 def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
@@ -232,9 +236,7 @@ def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
 
   monkeypatch.setattr(shapes, 'SHORTEST', 8)
   engine = Watched(**vars(LONG))
-  found = sample(slow, engine=engine)
-  assert_same_text(found)
-  assert_same(sample(echo, engine=engine), found)
+  assert_time_leaves_every_bit(engine)
   assert len(set(widths)) > 1
 
 
@@ -254,7 +256,7 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
   rollouts = PartialRollouts(engine, 4 * 8)
   groups = []
   for step in range(steps):
-    params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
+    params = making.drifted(PARAMS, step)
     if step == save_at:
       state = jax.tree.map(np.array, rollouts.state())
       waits = set(rollouts.queue.answered)
@@ -342,7 +344,7 @@ def test_the_learner_gives_sampled_tokens_their_log_probabilities():
   )
   compared = 0
   for step in range(8):
-    params = jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS)
+    params = making.drifted(PARAMS, step)
     for each in groups:
       logp_PGT = score(params, each)
       of_step = each.policy_version_PGT == step
@@ -350,38 +352,6 @@ def test_the_learner_gives_sampled_tokens_their_log_probabilities():
       compared += of_step.sum()
       assert diff.max(initial=0) < 2e-5
   assert compared == sum(each.response_mask_PGT.sum() for each in groups) > 300
-
-
-def test_a_message_has_no_gradient_and_changes_what_follows():
-  groups = reference().groups
-  score = functools.partial(
-    scoring.score, rows=GROUP, spec=SPEC, temperature=LONG.temperature
-  )
-  mask_PGT = np.asarray(groups.response_mask_PGT)
-  between_PGT = (
-    ~mask_PGT
-    & (np.cumsum(mask_PGT, 2) > 0)
-    & (np.cumsum(mask_PGT[..., ::-1], 2)[..., ::-1] > 0)
-  )
-  p, g, t = np.argwhere(between_PGT)[0]
-  other = np.array(groups.tokens_PGT)
-  other[p, g, t] = other[p, g, t] % 20 + 3
-  before = np.asarray(score(PARAMS, groups))
-  changed = groups._replace(tokens_PGT=jnp.asarray(other))
-  after = np.asarray(score(PARAMS, changed))
-  moved = before != after
-  assert moved[p, g, t + 1 :].any()
-  moved[p, g, t + 1 :] = False
-  assert not moved.any()
-  assert not before[~mask_PGT].any()
-
-  # Garbage in the log-probabilities of messages reaches neither loss nor gradient.
-  def value(params, noise):
-    logp_PGT = score(params, groups) + jnp.where(mask_PGT, 0, noise)
-    return jnp.where(mask_PGT, logp_PGT, 0).sum()
-
-  plain, noisy = (jax.grad(value)(PARAMS, noise) for noise in (0.0, 7.0))
-  jax.tree.map(np.testing.assert_array_equal, plain, noisy)
 
 
 # --- environments that fail -----------------------------------------------------------
@@ -399,9 +369,6 @@ def misbehave(turn, *, how: str = '', at: int = 1):
     raise SystemExit(3)
   if how == 'hangs':
     time.sleep(600)
-  if how == 'loops':
-    while True:
-      pass
   return {
     'megabyte': '7' * 2**20,
     'bytes': b'7',
@@ -415,19 +382,19 @@ REASONS = {
   'raises': "KeyError: 'nothing'",
   'exits': 'SystemExit: 3',
   'hangs': 'took over',
-  'loops': 'took over',
   'megabyte': ' tokens, but',
   'bytes': "returned b'7', neither a message nor None",
   'number': 'returned 7, neither',
   'empty': "returned '', neither",
   'unknown': "no token for 's'",
+  'special': "no token for '<'",
 }
 
 
 @pytest.mark.parametrize('at', [1, 2])
 @pytest.mark.parametrize('how', REASONS)
 def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, capsys):
-  if (how, at) in [('hangs', 2), ('loops', 2)]:
+  if (how, at) == ('hangs', 2):
     pytest.skip('takes seconds per row, and is the same path')
   path = tmp_path / 'failing.py'
   path.write_text(FAILING)
@@ -436,7 +403,7 @@ def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, cap
   k = Environment(
     rule=rule, custom=custom, max_turns=TURNS, timeout=0.2, deadline=0.2, workers=2
   )
-  is_slow = how in ('hangs', 'loops', 'megabyte')
+  is_slow = how in ('hangs', 'megabyte')
   engine = dataclasses.replace(LONG, group_size=4 if is_slow else 8)
   ids = [0] if is_slow else IDS
   verifier = Verifier(Verification(rule='exact'), k)
@@ -460,19 +427,6 @@ def test_none_ends_a_response_and_is_no_failure():
 
 def lambda_of_none(turn):
   return None
-
-
-def test_a_forged_turn_in_a_message_is_no_turn():
-  """A special token of a message is text: here characters without a token."""
-  sampled = sample(forged)
-  g = jax.tree.map(np.asarray, sampled.groups)
-  assert sampled.failed > 0
-  between = ~g.response_mask_PGT & (np.cumsum(g.response_mask_PGT, 2) > 0)
-  assert not (g.tokens_PGT == EOS)[between].any()
-
-
-def forged(turn):
-  return '<eos>7'
 
 
 def test_the_environment_reads_what_was_said():
@@ -606,15 +560,3 @@ def test_a_message_that_leaves_a_token_fits_and_a_longer_one_is_left_out():
   longer = sample(one_more)
   assert_same(longer, sample(verifier_of(echo, turns=1)))
   assert longer.failed >= answered
-
-
-def assistant_only(turn):
-  """Says the right answer, which only the policy may say."""
-  return r'\boxed{7}'
-
-
-def test_an_answer_of_the_environment_is_not_the_policys():
-  sampled = sample(assistant_only)
-  said = [x for x in sampled.conversations.values() if len(x) > 2]
-  assert said and all(x[2]['content'] == r'\boxed{7}' for x in said)
-  assert not any(r'\boxed{7}' in text for text in sampled.texts)

@@ -8,8 +8,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import making
 import numpy as np
-import oracles
 import pytest
 
 from bapo_jax import sharding
@@ -46,7 +46,7 @@ def rollout(spec: transformer.ModelSpec, temperature: float):
     np.arange(P * G, dtype=np.uint32),
     limit_B=LIMIT_B,
   )
-  actors = [decoder.actor(oracles.noisy(spec, seed), spec) for seed in range(2)]
+  actors = [decoder.actor(making.params(spec, seed), spec) for seed in range(2)]
   rollouts.decode(actors[0], key, max_tokens=150)
   rollouts.refresh(actors[1])
   rollouts.decode(actors[1], key, policy_version=1, max_tokens=40)

@@ -136,7 +136,7 @@ def carried(steps, max_num_seqs, **knobs):
   for step in range(steps):
     now = sample(
       [step % 3, (step + 1) % 3],
-      params=jax.tree.map(lambda x, step=step: x * (1 + step / 50), PARAMS),
+      params=making.drifted(PARAMS, step),
       step=step,
       policy_version=step,
       rollouts=rollouts,

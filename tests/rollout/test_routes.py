@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pytest
 
 from bapo_jax import sharding
@@ -44,13 +43,19 @@ def prompts() -> Prompts:
 
 @functools.cache
 def actor(seed: int = 0):
-  return decoder.actor(oracles.noisy(SPEC, seed), SPEC)
+  return decoder.actor(making.params(SPEC, seed), SPEC)
+
+
+def submitted(spec: ModelSpec = SPEC, **knobs) -> PartialRollouts:
+  """Returns rollouts of all prompts, of which nothing is decoded."""
+  rollouts = PartialRollouts(RolloutEngine(spec, **KNOBS | knobs), P)
+  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  return rollouts
 
 
 def sample(spec: ModelSpec = SPEC, **knobs) -> decode.Rows:
   """Samples all responses with one set of weights."""
-  rollouts = PartialRollouts(RolloutEngine(spec, **KNOBS | knobs), P)
-  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  rollouts = submitted(spec, **knobs)
   rollouts.decode(actor(), jax.random.key(1))
   return jax.tree.map(np.asarray, rollouts.rows)
 
@@ -67,7 +72,7 @@ def ends(rows: decode.Rows) -> np.ndarray:
 
 def by_itself(seed: int, tokens_T: np.ndarray, n: int) -> np.ndarray:
   """Returns the routes of the first n tokens, layer by layer and one text alone."""
-  params = oracles.noisy(SPEC, seed)
+  params = making.params(SPEC, seed)
   x = layers.embed(params, jnp.asarray(tokens_T[None]), SPEC)
   turn = layers.rotations(jnp.arange(T)[None], SPEC)
   chosen = []
@@ -84,15 +89,11 @@ def by_itself(seed: int, tokens_T: np.ndarray, n: int) -> np.ndarray:
 
 
 def test_a_token_has_the_route_that_it_took_when_it_was_read():
+  # The last token is never read, and padding has no route.
   found = rows()
   for b, end in enumerate(ends(found)):
     wanted = by_itself(0, found.tokens_BT[b], end)
     np.testing.assert_array_equal(found.routes_BTX[b, :end], wanted)
-
-
-def test_the_last_token_is_never_read_and_padding_has_no_route():
-  found = rows()
-  for b, end in enumerate(ends(found)):
     assert (found.routes_BTX[b, end:] == NONE).all()
 
 
@@ -104,12 +105,9 @@ def test_slots_and_dispatches_change_no_route():
 
 def test_a_mesh_changes_no_route():
   mesh = sharding.make(data=2, fsdp=2, tensor=2)
-  engine = RolloutEngine(SPEC, **KNOBS | {'mesh': mesh})
-  rollouts = PartialRollouts(engine, P)
-  split = jax.device_put(
-    oracles.noisy(SPEC, 0), sharding.shardings(oracles.noisy(SPEC, 0), mesh)
-  )
-  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  rollouts = submitted(mesh=mesh)
+  params = making.params(SPEC)
+  split = jax.device_put(params, sharding.shardings(params, mesh))
   rollouts.decode(decode.sync_actor(split, SPEC, mesh), jax.random.key(1))
   assert rollouts.rows.routes_BTX.sharding.spec[-1] == 'tensor'
   assert (np.asarray(rollouts.rows.tokens_BT) == rows().tokens_BT).all()
@@ -126,8 +124,7 @@ def test_off_records_nothing_and_samples_the_same():
 @pytest.mark.parametrize('restart', [False, True])
 def test_older_tokens_keep_their_routes_under_newer_weights(mode, restart):
   spec = dataclasses.replace(SPEC, replay_routes=mode)
-  rollouts = PartialRollouts(RolloutEngine(spec, **KNOBS), P)
-  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  rollouts = submitted(spec)
   rollouts.decode(actor(), jax.random.key(1), max_tokens=4)
   if restart:
     saved = jax.tree.map(np.asarray, rollouts.state())
@@ -167,8 +164,7 @@ def test_routes_are_replayed_when_a_cache_is_recomputed():
 
 
 def test_groups_of_empty_seats_have_no_routes():
-  rollouts = PartialRollouts(RolloutEngine(SPEC, **KNOBS), P)
-  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  rollouts = submitted()
   rollouts.decode(actor(), jax.random.key(1))
   read = rollouts.read(np.asarray([2]), 3)
   assert read.routes_BTX.shape == (3, G, T, 4)

@@ -12,17 +12,24 @@ from bapo_jax.rollout import knobs, sampling
 KEY = jax.random.key(5)
 
 
+def drawn(uid_S, position_S, logits_V, temperature):
+  """Tokens that were drawn, whose log-probabilities are right, and the softmax."""
+  logits_SV = jnp.tile(logits_V, (len(uid_S), 1))
+  token_S, logp_S = jax.jit(sampling.draw)(
+    KEY, uid_S, position_S, logits_SV, temperature
+  )
+  p_V = np.exp(np.asarray(logits_V, float) / temperature)
+  p_V /= p_V.sum()
+  np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
+  return token_S, p_V
+
+
 @pytest.mark.parametrize('by', ['uid', 'position'])
 def test_draws_follow_the_softmax(by, temperature=0.6):
   n, logits_V = 20_000, jnp.array([0.0, 1.0, -1.0, 0.5, 2.0, -3.0])
   count_S, same_S = jnp.arange(n), jnp.zeros(n, int)
   uid_S, position_S = (count_S, same_S) if by == 'uid' else (same_S, count_S)
-  token_S, logp_S = jax.jit(sampling.draw)(
-    KEY, uid_S, position_S, jnp.tile(logits_V, (n, 1)), temperature
-  )
-  p_V = np.exp(np.asarray(logits_V, float) / temperature)
-  p_V /= p_V.sum()
-  np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
+  token_S, p_V = drawn(uid_S, position_S, logits_V, temperature)
   # Neighbours are independent: pairs follow the product. Bretagnolle-Huber-Carol:
   # P(TV >= e) <= 2^36 exp(-2 n/2 e^2); of temperatures 0.6 and 1.0 it is above 0.20.
   pair_VV = np.zeros((6, 6))
@@ -38,12 +45,7 @@ def test_draws_follow_the_softmax(by, temperature=0.6):
 def test_chi_square(V, temperature):
   n = 40_000
   logits_V = 1.5 * jax.random.normal(jax.random.key(V), (V,))
-  token_S, logp_S = jax.jit(sampling.draw)(
-    KEY, jnp.arange(n), jnp.full(n, 9), jnp.tile(logits_V, (n, 1)), temperature
-  )
-  p_V = np.exp(np.asarray(logits_V, float) / temperature)
-  p_V /= p_V.sum()
-  np.testing.assert_allclose(logp_S, np.log(p_V)[token_S], atol=1e-5)
+  token_S, p_V = drawn(jnp.arange(n), jnp.full(n, 9), logits_V, temperature)
   # Cells below five expected draws are taken together.
   expected_V, found_V = n * p_V, np.bincount(token_S, minlength=V)
   rare_V = expected_V < 5

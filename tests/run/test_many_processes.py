@@ -10,19 +10,16 @@ import signal
 import time
 from typing import Any
 
-import jax
 import numpy as np
 import processes
 import pytest
 import runs
-from runs import Saved, last_run
+from runs import PARTIAL, Saved, last_run
 
-from bapo_jax.run import experiment
 from bapo_jax.runtime import hosts, metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from configs import countdown
 
-PARTIAL = {'rollout.max_off_policy_steps': 1, 'rollout.max_tokens_per_step': 6.0}
 RULES = {'batch.rule': 'adapted', 'clip.rule': 'balanced'}
 MESH = {'mesh.data': 2, 'mesh.fsdp': 2}
 # Sums over devices run in another order between processes: the largest difference of a
@@ -34,7 +31,7 @@ def differences(one: Saved, other: Saved) -> dict[str, float]:
   """Part of the state -> the largest difference of its floats; all else is equal."""
   assert one.scalars == other.scalars
   assert one.arrays.keys() == other.arrays.keys()
-  far: dict[str, float] = {}
+  far = {}
   for name, x in one.arrays.items():
     x, y = np.asarray(x), np.asarray(other.arrays[name])
     if np.issubdtype(x.dtype, np.floating):
@@ -102,9 +99,8 @@ def last_step(workdir: pathlib.Path) -> int:
   return max((int(row['step']) for row in metrics.read(workdir)), default=0)
 
 
-MY = pathlib.Path(__file__).parents[1] / 'my_functions.py'
 # With rewards of steps, in the groups and in the replay buffer.
-KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{MY}:halves'}
+KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{runs.MY}:halves'}
 
 
 @pytest.fixture
@@ -123,13 +119,16 @@ def two(tmp_path) -> pathlib.Path:
 
 
 @pytest.fixture
-def alone(two, tmp_path, monkeypatch) -> pathlib.Path:
-  """Trains in this process, on as many devices, to the step after the last of two."""
-  devices = jax.devices()[: processes.DEVICES]
-  monkeypatch.setattr(jax, 'devices', lambda *_: devices)
-  workdir, steps = tmp_path / 'alone', last_step(two) + 1
-  assert experiment.train(runs.tiny(**KNOBS | MESH, steps=steps), str(workdir)) == 0
-  return workdir
+def alone(two, tmp_path) -> pathlib.Path:
+  """Trains in this process to the step after the last of two."""
+  train(tmp_path / 'alone', last_step(two) + 1)
+  return tmp_path / 'alone'
+
+
+def train(workdir: pathlib.Path, steps: int) -> None:
+  """Trains in this process, on as many devices."""
+  config = runs.tiny(**KNOBS | MESH, steps=steps)
+  assert runs.train(config, workdir, devices=processes.DEVICES) == 0
 
 
 def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint(
@@ -139,7 +138,7 @@ def test_two_processes_make_the_run_of_one_which_continues_from_their_checkpoint
   step = last.scalars['step']
   assert any('step_end_PGT' in name for name in last.arrays)
   assert 2 <= step == max(last.rows) < 200
-  assert experiment.train(runs.tiny(**KNOBS | MESH, steps=step + 1), str(two)) == 0
+  train(two, step + 1)
   assert f'Resuming after step {step}' in capsys.readouterr().out
   assert_equal_runs(alone, two)
   assert (two / 'report.html').exists()

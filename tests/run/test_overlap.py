@@ -6,7 +6,6 @@ prompts are submitted.
 
 import subprocess
 
-import jax
 import making
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from runs import PARTIAL, TALK, last_run, same, tiny
 from test_many_processes import texts
 
 from bapo_jax.rewards.rewards import Verifier
-from bapo_jax.run import experiment
-from bapo_jax.training import build
 
 ADAPTED = {'batch.rule': 'adapted', 'buffer.reevaluate': 4}
 BOTH = {'clip.rule': 'balanced'} | ADAPTED
@@ -25,14 +22,11 @@ SAVED = (3, 6)
 KNOBS = {'steps': 6, 'evaluate.every': 3, 'checkpoint.every': 3, 'checkpoint.keep': 9}
 
 
-def trained(workdir, monkeypatch, devices, saved=SAVED, **knobs):
-  """Trains on the first devices; returns the run after each of these steps."""
-  with monkeypatch.context() as patch:
-    some = jax.devices()[:devices]
-    patch.setattr(jax, 'devices', lambda *_: some)
-    patch.setattr(build, 'make_verifier', lambda config: making.OddVerifier())
-    assert experiment.train(tiny(**KNOBS | knobs), str(workdir)) == 0
-  return [last_run(workdir, step) for step in saved]
+def trained(workdir, **knobs):
+  """Trains beside the sampler, on two devices; returns the run."""
+  config = tiny(**KNOBS | BESIDE | knobs)
+  assert runs.train(config, workdir, making.OddVerifier, devices=2) == 0
+  return last_run(workdir)
 
 
 def check_equal(one, other, folders):
@@ -53,24 +47,31 @@ def start(workdir, devices, **knobs):
   return subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def test_beside_equals_ahead(tmp_path):
-  # Short responses earn more, so that every group teaches.
-  knobs = BOTH | PARTIAL | TALK | {'rollout.depth': 2}
-  reward = f'{runs.ROOT}/tests/my_functions.py:brief'
-  knobs |= {'rewards.rule': reward, 'rewards.right_from': 1 / 6}  # up to 5 tokens
+def wait(process):
+  """Waits for the end of a run, which must be a good one."""
+  output = process.communicate()[0]
+  assert process.returncode == 0, output.decode()
+
+
+def compared(tmp_path, **knobs):
+  """Compares a run that samples ahead with one that samples beside; returns its end."""
   folders = tmp_path / 'ahead', tmp_path / 'beside'
   started = start(folders[0], 1, **knobs), start(folders[1], 2, **knobs | BESIDE)
   for process in started:
-    output = process.communicate()[0]
-    assert process.returncode == 0, output.decode()
+    wait(process)
   ahead, beside = ([last_run(x, step) for step in SAVED] for x in folders)
   check_equal(ahead, beside, folders)
-  rows = ahead[-1].rows
+  return ahead[-1]
+
+
+def test_beside_equals_ahead(tmp_path):
+  knobs = BOTH | PARTIAL | TALK | runs.BRIEF | {'rollout.depth': 2}
+  rows = compared(tmp_path, **knobs).rows
   ages = [float(rows[step]['rollout/age']) for step in range(1, 7)]
   assert np.all(np.asarray(ages) >= [0, 1, 2, 2, 2, 2])
   assert float(rows[6]['learner/updates']) > 6
   assert float(rows[6]['rollout/turns']) > 1
-  page = (folders[1] / 'report.html').read_text()
+  page = (tmp_path / 'beside' / 'report.html').read_text()
   assert 'Time without work' in page
 
 
@@ -91,13 +92,11 @@ def test_a_depth_of_0_is_the_synchronous_run_and_1_another(tmp_path, monkeypatch
 
 @pytest.mark.nightly
 @pytest.mark.parametrize('partial', [False, True])
-def test_a_resumed_run_has_the_groups_in_flight(tmp_path, monkeypatch, partial):
-  knobs = BOTH | {'rollout.depth': 2, 'mesh.rollout': 1}
-  knobs |= PARTIAL if partial else {}
-  (whole,) = trained(tmp_path / 'whole', monkeypatch, 2, (6,), **knobs)
-  parts = tmp_path / 'parts'
-  trained(parts, monkeypatch, 2, (3,), **knobs | {'steps': 3})
-  (resumed,) = trained(parts, monkeypatch, 2, (6,), **knobs)
+def test_a_resumed_run_has_the_groups_in_flight(tmp_path, partial):
+  knobs = BOTH | {'rollout.depth': 2} | (PARTIAL if partial else {})
+  whole = trained(tmp_path / 'whole', **knobs)
+  trained(tmp_path / 'parts', **knobs | {'steps': 3})
+  resumed = trained(tmp_path / 'parts', **knobs)
   assert whole.scalars == resumed.scalars
   assert whole.rows == resumed.rows
   assert same(whole.arrays, resumed.arrays)
@@ -116,10 +115,7 @@ class Failing(Verifier):
     return super().submit(samples)
 
 
-def test_a_failure_of_the_sampler_ends_the_run(tmp_path, monkeypatch):
-  config = tiny(**KNOBS | {'rollout.depth': 1, 'mesh.rollout': 1})
-  two = jax.devices()[:2]
-  monkeypatch.setattr(jax, 'devices', lambda *_: two)
-  monkeypatch.setattr(build, 'make_verifier', lambda config: Failing(config.rewards))
+def test_a_failure_of_the_sampler_ends_the_run(tmp_path):
+  config = tiny(**KNOBS | BESIDE | {'rollout.depth': 1})
   with pytest.raises(OSError, match='the disk of the verifier is full'):
-    experiment.train(config, str(tmp_path / 'failing'))
+    runs.train(config, tmp_path / 'failing', lambda: Failing(config.rewards), devices=2)

@@ -8,15 +8,11 @@ import pytest
 import runs
 from runs import PARTIAL, last_run, same
 from test_many_processes import FAR, differences, texts
-from test_overlap import ADAPTED, KNOBS, SAVED, check_equal, start
+from test_overlap import ADAPTED, KNOBS, SAVED, check_equal, start, wait
 
 from bapo_jax.runtime import hosts, metrics
 
 BOTH = {'clip.rule': 'balanced', 'rollout.depth': 2} | ADAPTED
-REWARD = {  # every group teaches; see test_overlap
-  'rewards.rule': f'{runs.ROOT}/tests/my_functions.py:brief',
-  'rewards.right_from': 1 / 6,
-}
 
 
 def apart(workdir, *, devices=1, train=1, sample=1, **knobs):
@@ -52,9 +48,7 @@ def compared(tmp_path, *, devices=1, **knobs):
   """Compares two processes with one that samples ahead on as many devices."""
   folders = tmp_path / 'ahead', tmp_path / 'remote'
   started = apart(folders[1], devices=devices, **knobs)
-  one = start(folders[0], devices, **{'mesh.data': devices} | knobs)
-  output = one.communicate()[0]
-  assert one.returncode == 0, output.decode()
+  wait(start(folders[0], devices, **{'mesh.data': devices} | knobs))
   outputs = finished(folders[1], started)
   ahead, remote = ([last_run(x, step) for step in SAVED] for x in folders)
   check_equal(ahead, remote, folders)
@@ -62,7 +56,7 @@ def compared(tmp_path, *, devices=1, **knobs):
 
 
 def test_another_process_samples_the_same(tmp_path):
-  workdir, last, (first, second) = compared(tmp_path, **BOTH | PARTIAL | REWARD)
+  workdir, last, (first, second) = compared(tmp_path, **BOTH | PARTIAL | runs.BRIEF)
   assert float(last.rows[6]['learner/updates']) > 6
   assert 'held-out accuracy at step 6' in first and 'step' not in second
   assert 'Time without work' in (workdir / 'report.html').read_text()
@@ -83,9 +77,7 @@ def test_two_devices_in_each_process_and_an_older_actor(tmp_path):
 def test_two_processes_train_and_two_sample(tmp_path, devices):
   knobs = BOTH | PARTIAL | {f'mesh.{name}': n for name, n in devices.items()}
   folders = tmp_path / 'ahead', tmp_path / 'remote'
-  one = start(folders[0], 2, **knobs)
-  output = one.communicate()[0]
-  assert one.returncode == 0, output.decode()
+  wait(start(folders[0], 2, **knobs))
   finished(folders[1], apart(folders[1], train=2, sample=2, **knobs))
   ahead, remote = (last_run(x) for x in folders)
   assert max(differences(ahead, remote).values()) < FAR

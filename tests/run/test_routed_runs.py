@@ -14,16 +14,11 @@ from bapo_jax.runtime import metrics
 
 pytestmark = pytest.mark.nightly
 RULES = {'batch.rule': 'adapted', 'clip.rule': 'balanced', 'buffer.reevaluate': 4}
-KNOBS = RULES | PARTIAL | ROUTED | TALK
-# Short responses earn more, so that every group teaches.
-REWARD = {
-  'rewards.rule': f'{runs.ROOT}/tests/my_functions.py:brief',
-  'rewards.right_from': 1 / 6,
-}
+KNOBS = RULES | PARTIAL | ROUTED | TALK | runs.BRIEF
 
 
 def trained(workdir: pathlib.Path, **knobs) -> runs.Saved:
-  assert runs.train(tiny(**KNOBS | REWARD | knobs), workdir) == 0
+  assert runs.train(tiny(**KNOBS | knobs), workdir) == 0
   return last_run(workdir)
 
 
@@ -46,18 +41,8 @@ def test_a_resumed_run_has_the_routes_of_buffer_and_unfinished_rows(tmp_path):
 
 
 def test_beside_equals_ahead(tmp_path):
-  knobs = KNOBS | REWARD | {'rollout.depth': 2}
-  folders = tmp_path / 'ahead', tmp_path / 'beside'
-  started = (
-    test_overlap.start(folders[0], 1, **knobs),
-    test_overlap.start(folders[1], 2, **knobs | test_overlap.BESIDE),
-  )
-  for process in started:
-    output = process.communicate()[0]
-    assert process.returncode == 0, output.decode()
-  ahead, beside = ([last_run(x, step) for step in test_overlap.SAVED] for x in folders)
-  test_overlap.check_equal(ahead, beside, folders)
-  assert any('routes' in name for name in ahead[-1].arrays)
+  ahead = test_overlap.compared(tmp_path, **KNOBS, **{'rollout.depth': 2})
+  assert any('routes' in name for name in ahead.arrays)
 
 
 def test_one_and_two_processes_make_the_same_run(tmp_path):

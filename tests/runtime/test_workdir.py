@@ -6,10 +6,10 @@ import operator
 import os
 import pathlib
 import pwd
-import resource
 import subprocess
 import sys
 
+import processes
 import pytest
 from pictured import png
 
@@ -170,25 +170,10 @@ def test_a_write_replaces_the_whole_file(tmp_path):
 def test_a_write_that_fails_leaves_nothing(tmp_path):
   path = tmp_path / 'a.json'
   path.write_text('before')
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-  try:
-    with pytest.raises(OSError) as error:
-      files.write(path, 'x' * 5000)
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  with processes.small_files(1000), pytest.raises(OSError) as error:
+    files.write(path, 'x' * 5000)
   assert error.value.filename == str(path)
   assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {'a.json': 'before'}
-
-
-def test_a_file_of_another_program_is_known_by_the_mark_that_it_lacks(tmp_path):
-  path = tmp_path / 'a'
-  files.check_ours(path, 'mark')  # nothing is there
-  path.write_bytes(b'\xff beside the mark')
-  files.check_ours(path, 'mark')
-  path.write_text('something else')
-  with pytest.raises(ValueError, match='a exists, and this program did not write it'):
-    files.check_ours(path, 'mark')
 
 
 def test_a_picture_is_written_once(tmp_path):
@@ -200,6 +185,10 @@ def test_a_picture_is_written_once(tmp_path):
   (tmp_path / names[0]).write_bytes(b'kept')
   assert files.write_pictures(tmp_path, [one]) == names[:1]
   assert (tmp_path / names[0]).read_bytes() == b'kept'
+
+
+def test_an_error_without_a_message_is_named_by_its_type():
+  assert files.first_line(EOFError()) == 'EOFError'
 
 
 @pytest.mark.parametrize('content', [None, b'{"a": ', b'[' * 100_000, b'\xff', b'[1]'])

@@ -1,22 +1,18 @@
 """What a run saved is what an exported directory holds, with all that loads it."""
 
-import importlib
 import json
-import operator
 import os
 import pathlib
-import resource
 
 import jax
 import jax.numpy as jnp
 import making
 import numpy as np
-import oracles
 import pictured
+import processes
 import pytest
 import transformers
 from flax import traverse_util
-from ml_collections import ConfigDict
 from refusals import refused
 from runs import SOURCE, saved, source, tiny
 from safetensors.numpy import load_file
@@ -30,7 +26,6 @@ from bapo_jax.run import experiment
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.tools import export
 from bapo_jax.training import build, inputs
-from bapo_jax.training import config as config_lib
 from bapo_jax.training.inputs import Model
 
 
@@ -43,7 +38,7 @@ def run(request, tmp_path_factory):
     name = source(path / 'source')
     config = tiny(**{'model.path': name, 'tokenizer.path': name})
   experiment.claim(workdir, config)
-  params = oracles.noisy(inputs.open_model(config).spec, 1)
+  params = making.params(inputs.open_model(config).spec, 1)
   layout = sharding.shardings(params, sharding.make(2, 2, 2))
   saved(workdir, jax.device_put(params, layout))
   return config, workdir, traverse_util.flatten_dict(params, sep='/').__getitem__
@@ -106,16 +101,6 @@ def test_a_workdir_without_a_checkpoint_is_left_alone(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def limited(bytes_of_file, call):
-  """Calls a function in whose process no file may be larger: as on a full disk."""
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_of_file, before[1]))
-  try:
-    return call()
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize('size', [100, 2500, 6000])
 def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
   run, size, tmp_path
@@ -124,7 +109,8 @@ def test_an_export_to_a_full_disk_is_one_sentence_and_leaves_nothing(
   (tmp_path / 'out.part').mkdir()  # of someone else
   flags = ['export', workdir, f'--to={tmp_path}/out']
   inputs.open_model(main.config_of(main.parse(['bapo', *flags])))  # while there is room
-  line = limited(size, lambda: refused(flags))
+  with processes.small_files(size):
+    line = refused(flags)
   assert 'out.bapo_jax.part' in line and 'cannot be used (File too large); free' in line
   assert os.listdir(tmp_path) == ['out.part']
 
@@ -160,32 +146,11 @@ def test_an_export_needs_no_function_of_the_run(tmp_path):
     | {'sampler.group_size': 64, 'sampler.max_num_seqs': 512}
   )
   experiment.claim(str(workdir), config)
-  saved(workdir, oracles.noisy(inputs.open_model(config).spec, 1))
+  saved(workdir, making.params(inputs.open_model(config).spec, 1))
   (tmp_path / 'my.py').unlink()
   args = main.parse(['bapo', 'export', str(workdir), f'--to={tmp_path}/out'])
   assert main.start(args) == 0
   assert (tmp_path / 'out' / 'config.json').exists()
-
-
-FILES = ('aime', 'async', 'countdown', 'distill', 'experts', 'finetune', 'tools')
-GIVEN = {'model.path': 'm', 'problems.source': 'a.jsonl', 'problems.test_source': 'b'}
-
-
-@pytest.mark.parametrize('file', FILES)
-def test_the_part_of_a_config_that_an_export_reads_is_valid_by_itself(file, tmp_path):
-  path = f'configs/{file}.py'
-  names = importlib.import_module(f'configs.{file}')
-  for variant in getattr(names, 'VARIANTS', ('',)):
-    values = config_lib.load(f'{path}:{variant}' if variant else path)
-    for name, value in GIVEN.items():  # what a file leaves to the user
-      if operator.attrgetter(name)(ConfigDict(values)) is None:
-        values = config_lib.merged(values, {name: value})
-    stored = config_lib.parse(values).model_dump(mode='json')
-    (tmp_path / 'config.json').write_text(json.dumps(stored))
-    (tmp_path / 'resolved.json').write_text('{"code": []}')
-    found = main.config_of(main.parse(['bapo', 'export', str(tmp_path)]))
-    for name in main.EXPORTED:
-      assert found.model_dump(mode='json')[name] == stored[name], (variant, name)
 
 
 SIZE = {'shortest_edge': 784, 'longest_edge': 1568}

@@ -65,10 +65,11 @@ def test_values_are_those_held_when_the_save_began(devices, tmp_path):
       np.testing.assert_array_equal(found['uid_B'], then)
 
 
-def save_all(checkpoints, accuracies: dict[int, float | None]) -> None:
+def save_all(checkpoints, accuracies: dict[int, float | None], *settings) -> None:
   """Saves a checkpoint per step, with its accuracy."""
   for step, accuracy in accuracies.items():
-    checkpoint.save(checkpoints, step, {'x': jnp.full(3, step)}, {}, accuracy)
+    arrays = {'x': jnp.full(3, step)}
+    checkpoint.save(checkpoints, step, arrays, {}, accuracy, *settings)
   checkpoint.wait(checkpoints)
 
 
@@ -101,33 +102,24 @@ def test_the_newest_and_the_best_stay(tmp_path):
 
 
 def test_accuracies_of_other_settings_are_not_ranked_together(tmp_path):
-  def save(checkpoints, step, accuracy, settings):
-    checkpoint.save(checkpoints, step, {'x': jnp.ones(3)}, {}, accuracy, settings)
-    checkpoint.wait(checkpoints)
-
   with checkpoint.manager(str(tmp_path), keep=1, best=1, settings=7.0) as checkpoints:
-    save(checkpoints, 1, 0.9, 7.0)
-    save(checkpoints, 2, 0.8, 7.0)
+    save_all(checkpoints, {1: 0.9, 2: 0.8}, 7.0)
   with checkpoint.manager(str(tmp_path), keep=1, best=1, settings=8.0) as checkpoints:
-    save(checkpoints, 3, 0.3, 8.0)
-    save(checkpoints, 4, 0.2, 8.0)
+    save_all(checkpoints, {3: 0.3, 4: 0.2}, 8.0)
     # 3 is the best with these settings, though 1 has a higher accuracy.
     assert checkpoints.all_steps() == [3, 4]
   assert checkpoint.choose(str(tmp_path), 'best') == 3
   with checkpoint.manager(str(tmp_path), keep=9, best=1) as checkpoints:
-    checkpoint.save(checkpoints, 5, {'x': jnp.ones(3)}, {}, 0.25)  # of an old version
-    checkpoint.wait(checkpoints)
+    save_all(checkpoints, {5: 0.25})  # of an old version
   assert checkpoint.choose(str(tmp_path), 'best') == 3
 
 
-def started(sizes, monkeypatch) -> tuple[Trainer, TrainState]:
+def started(sizes) -> tuple[Trainer, TrainState]:
   """A trainer and its state at step 0, on a mesh of these sizes."""
-  devices = jax.devices()[: math.prod(sizes)]
   knobs = dict(zip(('mesh.data', 'mesh.fsdp', 'mesh.tensor'), sizes, strict=True))
   knobs |= {'rollout.max_off_policy_steps': 1, 'rollout.weight_sync_interval': 2}
   config = tiny(**{'batch.rule': 'adapted', **knobs})
-  with monkeypatch.context() as patch:
-    patch.setattr(jax, 'devices', lambda *_: devices)
+  with runs.on_devices(math.prod(sizes)):
     return build.start(config, PhaseTimer())
 
 
@@ -142,15 +134,15 @@ def filled(tree: Tree) -> Tree:
   return jax.tree.map(fill, tree)
 
 
-def test_another_mesh_restores_the_same_values(tmp_path, monkeypatch):
+def test_another_mesh_restores_the_same_values(tmp_path):
   workdir = tmp_path / 'run'
-  t, old = started((1, 1, 1), monkeypatch)
+  t, old = started((1, 1, 1))
   arrays = filled(resume.arrays(t, old.replace(step=3)))
   scalars = numbers(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
     checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
     checkpoint.wait(checkpoints)
-    t, fresh = started((2, 2, 2), monkeypatch)
+    t, fresh = started((2, 2, 2))
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
     s, _ = resume.resume(checkpoints, t, fresh)
   assert (s.step, s.actor_version) == (3, 2)

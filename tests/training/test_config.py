@@ -42,6 +42,7 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ['buffer.thresholds.low'],
   ),
   ({'sft.heads': 3}, ['sft.heads=3', 'kv_heads=2']),
+  ({'tokenizer.template': 'Answer!'}, ["tokenizer.template='Answer!'"]),
   ({'rollout.max_tokens_per_step': 6.0}, ['max_off_policy_steps=0']),
   ({'sft.tower.width': 30}, ['sft.tower.width=30']),
   (
@@ -205,5 +206,5 @@ def test_changed_knobs_are_those_that_a_user_changed():
 
 def test_both_sources_may_be_another_function():
   given = [f'--config.{name}={CHAINS}' for name in config_lib.SOURCES]
-  found = config_lib.overrides([*given, '--config.problems.custom.level=2'], plain())
-  assert found['problems.custom.level'] == 2
+  found = config_lib.overrides([*given, '--config.problems.custom.seed=2'], plain())
+  assert found['problems.custom.seed'] == 2

@@ -120,7 +120,7 @@ def test_a_policy_is_named_by_all_that_its_weights_depend_on():
   assert sft.fingerprint(tiny(**FEW, **same_policy)) == here
   others = [
     {'sft.lr': 1e-3},
-    {'problems.custom.level': 2},
+    {'problems.custom.seed': 2},
     {'sampler.max_new_tokens': 13},
   ]
   others += [{'sft.width': 24}, {'sft.tower.layers': 1}]
@@ -183,15 +183,6 @@ def test_the_policy_of_the_package_can_be_made_again(tmp_path, one_device):
 
 
 LENGTH = 66
-SPEC = transformer.ModelSpec(
-  vocab=len(making.CHARACTERS),
-  width=16,
-  layers=1,
-  heads=2,
-  kv_heads=1,
-  head_width=8,
-  ffn=32,
-)
 
 
 @pytest.fixture(scope='module')

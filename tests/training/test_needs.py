@@ -4,26 +4,19 @@ import re
 
 import jax
 import pytest
+from refusals import KNOBS, SECTIONS
 from runs import plain, tiny
 
-from bapo_jax import knobs, main
+from bapo_jax import main
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.models import transformer
 from bapo_jax.training import build, foreign_names, inputs, needs, resolve
 from bapo_jax.training import config as config_lib
-from bapo_jax.training.config import Config, parse
+from bapo_jax.training.config import parse
 from bapo_jax.training.needs import inert
 from configs import aime, countdown, geometry
 
 AIME = 'configs/aime.py'
-KNOBS = {name: value for name, _, value in knobs.fields(Config())}
-EVERY_KNOB = set(KNOBS) | {
-  f'{part}.{name}'
-  for part, rules in config_lib.PARTS.items()
-  for kind in rules.names.values()
-  for name in kind.model_fields
-}
-SECTIONS = {name.rpartition('.')[0] for name in KNOBS} - {''}
 NAME = re.compile(r'\b[a-z_]+(?:\.[a-z_0-9]+)+\b')
 
 SLIPS = [  # overrides, what the sentence must say
@@ -134,12 +127,12 @@ def test_needs_name_knobs():
   for need in needs.FACTS.values():
     # config files, and paths to a custom function, are no knobs
     text = need.remedy.replace('path/to/file.py:function', '')
-    assert set(NAME.findall(text)) <= EVERY_KNOB, need.remedy
+    assert set(NAME.findall(text)) <= KNOBS, need.remedy
   for text in (*foreign_names.KNOBS.values(), *foreign_names.ABSENT.values()):
     names = set(NAME.findall(text)) - {'metrics.jsonl'}
-    assert names <= EVERY_KNOB | SECTIONS, text
+    assert names <= KNOBS | SECTIONS, text
   # A foreign name that is also ours would hide our knob.
-  assert not set(foreign_names.KNOBS) & set(KNOBS)
+  assert not set(foreign_names.KNOBS) & KNOBS
 
 
 # Every knob has an effect in one of these.

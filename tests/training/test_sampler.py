@@ -5,11 +5,11 @@ tests/run/test_overlap.py and test_remote_sampler.py compare whole runs.
 
 import queue
 import threading
-from typing import Any
 
 import jax
 import making
 import numpy as np
+import runs
 from runs import PARTIAL, same, tiny
 
 from bapo_jax import sharding
@@ -20,7 +20,7 @@ from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.sampler import ThreadSampler
 from bapo_jax.training.submission import Actor, Round
 
-KNOBS: dict[str, Any] = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
+KNOBS = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
 
 
 class Loopback:
@@ -45,7 +45,7 @@ def submissions(sampler, t, s):
   """Submits four steps with different weights; returns their groups and the rest."""
   futures = []
   for step in range(4):
-    weights = jax.tree.map(lambda x, k=step: x * (1 + k / 50), s.params)
+    weights = making.drifted(s.params, step)
     actor = Actor(sampler.place(t.actor(weights)), step)
     if step % 2:
       actor = Actor(sampler.place(t.actor(s.params)), 0, newest=actor)
@@ -55,21 +55,19 @@ def submissions(sampler, t, s):
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 
 
-def test_three_places_sample_the_same(monkeypatch):
-  devices = jax.devices()
+def test_three_places_sample_the_same():
   found = []
   for rollout in (0, 1):
-    some = devices[: 1 + rollout]
-    monkeypatch.setattr(jax, 'devices', lambda *_, some=some: some)
     config = tiny(**KNOBS, **{'mesh.rollout': rollout})
     verifier = making.OddVerifier()
-    t, s = build.start(config, PhaseTimer(), verifier)
-    assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
-    found.append(submissions(t.sampler, t, s))
-    t.sampler.close()
+    with runs.on_devices(1 + rollout):
+      r = resolve.resolve(config)
+      t, s = build.start(config, PhaseTimer(), verifier)
+      assert isinstance(t.sampler, ThreadSampler) == bool(rollout)
+      found.append(submissions(t.sampler, t, s))
+      t.sampler.close()
 
-  r = resolve.resolve(config)
-  links: Any = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
+  links = Links(Loopback(r.rollout_mesh), Loopback(r.mesh))
   there = build.rollout_sampler(r, build.tabulate(r), verifier)
   remote = RemoteSampler(links, r.mesh, PhaseTimer())
   serving = threading.Thread(

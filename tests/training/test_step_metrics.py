@@ -10,7 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def steps(t, s) -> list[Step]:
 
 def test_updates_without_a_token_are_in_no_mean_and_no_count(one_device):
   # A minibatch per group, and only groups with both verdicts have a seat.
-  knobs: dict[str, Any] = {'learner.minibatches': 8, 'steps': 2}
+  knobs = {'learner.minibatches': 8, 'steps': 2}
   knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
   done = 0
   for step in steps(*started(**knobs)):
@@ -133,7 +133,7 @@ def test_the_updates_of_a_step_are_reduced_as_the_glossary_says():
 def test_masked_responses_are_measured_and_teach_nothing(one_device):
   t, s = started(steps=1)
   (plain,) = steps(t, s)
-  knobs: dict[str, Any] = {'rewards.shaping.truncated': 'masked'}
+  knobs = {'rewards.shaping.truncated': 'masked'}
   (masked,) = steps(*started(steps=1, **knobs))
   assert 0 < plain.row['rollout/truncated'] < 1
   for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):

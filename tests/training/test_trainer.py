@@ -28,8 +28,8 @@ MADE |= {'learner/skipped': 0.0, 'learner/tokens': 9.0, 'learner/tokens_computed
 MADE = {name: jnp.float32(value) for name, value in MADE.items()}
 SKIPPED = MADE | {'learner/skipped': jnp.float32(1)}
 EMPTY = MADE | {'learner/tokens': jnp.float32(0)}
-EXTRA: dict[str, Any] = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
-HARD: dict[str, Any] = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
+EXTRA = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
+HARD = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
 PROBLEMS = Problems(
   np.arange(N, dtype=np.int32), np.ones((N, 2), np.int32), np.full(N, 2), '1' * N, ''
 )
@@ -60,10 +60,10 @@ class Script:
     **knobs: Any,
   ):
     self.script, self.updates = script, updates
-    self.rollouts: list[tuple[float, Any, dict]] = []  # (updates, key, keywords)
-    self.asked: list[list[int]] = []  # hard problems of each re-evaluation
-    self.scored: list[tuple[float, int]] = []  # (updates, version)
-    self.freed: list[bool] = []  # before each update, whether the actor was deleted
+    self.rollouts = []  # (updates, key, keywords)
+    self.asked = []  # hard problems of each re-evaluation
+    self.scored = []  # (updates, version)
+    self.freed = []  # before each update, whether the actor was deleted
     sizes = {'prompts.count': P, 'sampler.group_size': G}
     self.config = tiny(**sizes, **{'learner.minibatches': 1}, **knobs)
     patch.setattr(sampler, 'rollout', self.rollout)
@@ -71,11 +71,10 @@ class Script:
     patch.setattr(sampler.decode, 'params_of', lambda actor, *_: actor)
     spec = making.SPEC
     sizes = {'group_size': G, 'length': T, 'spec': spec, 'mesh': None}
-    engine: Any = python_types.SimpleNamespace(**sizes)
-    nothing: Any = None
-    verifier: Any = python_types.SimpleNamespace(steps=False)
+    engine = python_types.SimpleNamespace(**sizes)
+    verifier = python_types.SimpleNamespace(steps=False)
     timer = PhaseTimer()
-    fields: dict[str, Any] = dict.fromkeys(Trainer.__dataclass_fields__)
+    fields = dict.fromkeys(Trainer.__dataclass_fields__)
     fields |= {
       'config': self.config,
       'problems': PROBLEMS,
@@ -86,7 +85,7 @@ class Script:
       'train_step': self.train_step,
       'sampler': sampler.LocalSampler(
         engine,
-        Verification(PROBLEMS, nothing, verifier, timer),
+        Verification(PROBLEMS, None, verifier, timer),
         seed=self.config.seed,
         count=P,
         places=P,
@@ -242,7 +241,7 @@ def test_hard_problems_are_reevaluated_when_due(monkeypatch):
 def test_fresh_groups_are_the_actors_and_reevaluated_ones_the_current_weights(
   monkeypatch,
 ):
-  knobs: dict[str, Any] = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
+  knobs = {'buffer.reevaluate': 2, 'rollout.weight_sync_interval': 3}
   script = Script(monkeypatch, steps=5, **HARD, **knobs)
   script.loop()
   fresh = [r for r in script.rollouts if script.is_fresh(r[1])]

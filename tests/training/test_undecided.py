@@ -19,14 +19,13 @@ from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
-from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
 from bapo_jax.rewards.shaping import Standard
 from bapo_jax.rollout import rollout as rollout_lib
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.run import comparison, experiment, report
+from bapo_jax.run import comparison, report
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.training import build, evaluate, step_metrics
+from bapo_jax.training import evaluate, step_metrics
 from bapo_jax.training.config import Config
 
 RULES = [advantage.GroupRelative(), advantage.LeaveOneOut(), advantage.GroupCentred()]
@@ -220,6 +219,9 @@ def test_a_right_and_an_undecided_response_are_no_contrast():
   groups = marked(making.groups([1, 2], [7, 7], [0, 0]), [1, 0])
   groups = groups._replace(reward_PG=groups.reward_PG.at[0, 0].set(2.0))
   assert types.learnable(groups).tolist() == [False, True]
+  mixed_PG = np.asarray([[1, np.nan, np.nan, 1], [1, 0, np.nan, np.nan]])
+  none_PG = np.zeros((2, 4), bool)
+  assert check_rules.Sampled(mixed_PG, none_PG, ~none_PG, []).mixed == 1
   seated, source_P = batch_rules.LearnableOnly()(
     groups, None, None, 0, jax.random.key(0), 2
   )
@@ -239,17 +241,6 @@ def test_the_metrics_of_a_step_count_what_was_decided():
   of = (nothing, types.empty_groups(0, 8, 3), nothing, jnp.zeros(1, jnp.int32), buffer)
   row = step_metrics._step_metrics(*of, 0, jnp.asarray([1]), None)
   assert math.isnan(row['rollout/accuracy']) and math.isnan(row['rollout/reward'])
-
-
-def test_parts_of_a_reward_add_up_to_it():
-  # The second response has no `style`, and the third no verdict.
-  parts = [{'fit': 1.0, 'style': -2.0}, {'fit': 0.5}]
-  verdicts = [Verdict(True, '', None, sum(x.values()), x) for x in parts]
-  sums = rollout_lib._part_sums([*verdicts, Verdict(None, 'late', None)])
-  of_rollout = rollout_lib.Rollout(types.empty_groups(1, 3, 1), [], [], parts=sums)
-  means = step_metrics._reward_parts([of_rollout])
-  assert means == {'reward/fit': 0.75, 'reward/style': -1.0}
-  assert sum(means.values()) == np.mean([-1.0, 0.5])
 
 
 def answered(right, reward=None, answer=None, parts=None):
@@ -318,39 +309,3 @@ def test_one_undecided_rule_leaves_the_whole_reward_undecided(tmp_path):
     for rule in (f'{path}:{name}', f'exact,{path}:{name}'):
       verdict = scored(rule)
       assert verdict.right is None and verdict.earned == 0 and not verdict.parts
-
-
-def asked_of(function):
-  """Tries a function on the first problem, as a run does before it compiles."""
-  rule = custom_code.register(function)
-  material = build.Material(problems(), problems())
-  verifier = Verifier(Verification.model_validate({'rule': rule}))
-  try:
-    experiment.try_custom(verifier, material)
-  finally:
-    verifier.close()
-
-
-def test_a_trial_may_be_undecided_and_not_fail(capsys):
-  def silent(sample):
-    return None
-
-  def broken(sample):
-    return sample.row['no such field']
-
-  asked_of(silent)
-  out = capsys.readouterr().out
-  assert 'leaves a trial response to the first problem undecided' in out
-  with pytest.raises(ValueError, match='fails on a trial response'):
-    asked_of(broken)
-
-
-def test_a_check_of_nothing_but_undecided_responses_says_so():
-  nan_PG = np.full((2, 4), np.nan)
-  none_PG = np.zeros((2, 4), bool)
-  found = check_rules.Sampled(nan_PG, none_PG, ~none_PG, ['late'] * 8)
-  (nothing, undecided) = check_rules.of_responses(Config(), found)
-  assert nothing.text.startswith('all 8 responses are undecided')
-  assert 'left out' in undecided.text
-  mixed_PG = np.asarray([[1, np.nan, np.nan, 1], [1, 0, np.nan, np.nan]])
-  assert found._replace(correct_PG=mixed_PG).mixed == 1
