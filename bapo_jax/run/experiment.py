@@ -52,6 +52,7 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.remote_sampler import ending, serve
 from bapo_jax.training.resolve import Resolved, processes_of
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
+from bapo_jax.training.submission import evaluation_key
 from bapo_jax.training.trainer import finished, train_loop
 from bapo_jax.types import Tree
 
@@ -554,7 +555,7 @@ def evaluation(
   t: Trainer, params: Tree, step: int
 ) -> tuple[files.Object, list[files.Object]]:
   """Evaluates on the held-out problems as training does; returns (result, samples)."""
-  key = jax.random.fold_in(jax.random.key(t.config.seed), 2**31 - 1)
+  key = evaluation_key(t.config.seed)
   return evaluate.evaluate(
     t.actor(params),
     t.held_out,

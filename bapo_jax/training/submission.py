@@ -103,3 +103,9 @@ def step_keys(seed: int, step: int) -> StepKeys:
   # Fresh responses are numbered across the run, so all steps share their key.
   fresh = jax.random.fold_in(root, 2**31 - 2)
   return StepKeys(fresh, *jax.random.split(jax.random.fold_in(root, step), 3))
+
+
+@functools.partial(jax.jit, static_argnames='seed')
+def evaluation_key(seed: int) -> Array:
+  """Returns the random key of all evaluations of a run; no step has it."""
+  return jax.random.fold_in(jax.random.key(seed), 2**31 - 1)
