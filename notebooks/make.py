@@ -129,7 +129,7 @@ def history() -> None:
   })  # fmt: skip
   steps = []
   t, s = build.start(config, PhaseTimer())
-  while not trainer.finished(config, s):  # the lines of `trainer.train_loop`
+  while not trainer.finished(t, s):  # the lines of `trainer.train_loop`
     keys = trainer.step_keys(config.seed, s.step)
     s = trainer.sync_actor_if_due(t, s)
     s, sampled = trainer.sample(t, s)

@@ -328,7 +328,7 @@ class Run:
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
     workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
-    if finished(self.t.config, s):
+    if finished(self.t, s):
       log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)
     else:
@@ -348,7 +348,7 @@ class Run:
         row, message = self.evaluate(s)
         write(0, row)
         log(message)
-      if finished(config, s):
+      if finished(self.t, s):
         return s, 0
       log(metrics.legend())
       bar = progress_bar(config.steps, 'training', 'step', initial=s.step)
@@ -365,7 +365,7 @@ class Run:
           skips = s.consecutive_skips
           limit = config.learner.max_consecutive_skips
           diverged = skips >= limit or s.updates == 0 < skips
-          done = finished(config, s)
+          done = finished(self.t, s)
           # A signal or a divergence in one process stops all processes.
           elsewhere = self.t.sampler.elsewhere()
           signal = stop.signal or (elsewhere.signal if elsewhere else 0)
@@ -393,7 +393,7 @@ class Run:
     """Evaluates if due, writes the row of metrics and logs its line."""
     config = self.t.config
     message = ''
-    if finished(config, s) or s.step % config.evaluate.every == 0:
+    if finished(self.t, s) or s.step % config.evaluate.every == 0:
       results, message = self.evaluate(s)
       row |= results
     seconds = self.t.timer.since()

@@ -54,7 +54,7 @@ def in_flight(t: Trainer, s: TrainState) -> list[tuple[Groups, Groups]]:
   empty: list[tuple[Groups, Groups]] = [
     (
       empty_rows(t.config.prompts.count),
-      empty_rows(hard_rows(t.config, s.step + i)),
+      empty_rows(hard_rows(t, s.step + i)),
     )
     for i in range(t.config.rollout.depth)
   ]
@@ -68,7 +68,7 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[files.Object, files.Object]:
   float32 master weights.
   """
   saved = arrays(t, s)
-  bare = t.config.checkpoint.final == 'weights' and finished(t.config, s)
+  bare = t.config.checkpoint.final == 'weights' and finished(t, s)
   if bare:
     master = getattr(s.opt, 'master', None)
     saved['opt'] = {} if master is None else {'master': master}
@@ -121,7 +121,7 @@ def _waiting(sampled: Sampled):
 
 def _check(t: Trainer, s: TrainState, meta: files.Object):
   """Raises ValueError if a run cannot continue from a checkpoint with this meta."""
-  if meta.get('weights_only') and not finished(t.config, s):
+  if meta.get('weights_only') and not finished(t, s):
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
       '(checkpoint.final=weights), so training cannot resume; export the weights '

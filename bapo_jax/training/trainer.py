@@ -17,7 +17,6 @@ from bapo_jax.algorithms import replay_buffer
 from bapo_jax.learner import learner
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import exchange, machine
-from bapo_jax.training.config import Config
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.step_metrics import describe, live
 from bapo_jax.training.submission import (
@@ -35,7 +34,7 @@ def train_loop(
   t: Trainer, s: TrainState
 ) -> Iterator[tuple[TrainState, Metrics, StepRecord]]:
   """Yields (state, metrics, record) after every learner step, until the run is done."""
-  while not finished(t.config, s):
+  while not finished(t, s):
     keys = step_keys(t.config.seed, s.step)
     s = sync_actor_if_due(t, s)
     s, sampled = sample(t, s)
@@ -48,9 +47,9 @@ def train_loop(
     yield s, metrics | moves, record
 
 
-def finished(config: Config, s: TrainState) -> bool:
+def finished(t: Trainer, s: TrainState) -> bool:
   """Returns whether the run has reached its last step or its limit on responses."""
-  return s.step >= config.steps or s.responses >= config.responses
+  return s.step >= t.config.steps or s.responses >= t.config.responses
 
 
 def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
@@ -122,7 +121,7 @@ def hard_problems(t: Trainer, s: TrainState, step: int) -> np.ndarray:
 
   A problem that is in flight is not drawn again. An empty seat has id -1.
   """
-  rows = hard_rows(t.config, step)
+  rows = hard_rows(t, step)
   if not rows:
     return np.zeros(0, np.int32)
   in_flight = [i for each in s.queue for i in each.hard_P]
@@ -131,10 +130,10 @@ def hard_problems(t: Trainer, s: TrainState, step: int) -> np.ndarray:
   return np.pad(id_P, (0, rows - len(id_P)), constant_values=-1)
 
 
-def hard_rows(config: Config, step: int) -> int:
+def hard_rows(t: Trainer, step: int) -> int:
   """Returns the seats for hard problems at `step`; 0 if none are due."""
-  k = config.buffer
-  due = step % k.reeval_interval == 0 and config.batch.reevaluates
+  k = t.config.buffer
+  due = step % k.reeval_interval == 0 and t.config.batch.reevaluates
   return min(k.reevaluate, k.capacity) if due else 0
 
 
