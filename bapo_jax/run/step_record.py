@@ -8,7 +8,6 @@ docs/guide/running.md explains every field. Non-finite numbers are null, and so 
 per-token fields of responses beyond the first MOST_TOKENS tokens of a file.
 """
 
-import functools
 import json
 import math
 import os
@@ -32,6 +31,10 @@ MOST_TOKENS = 2**15  # per file with per-token fields, about 40 bytes each
 OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
 OF_TOKENS += ('advantages',)  # only if they differ within the response
 
+_advantages = jax.jit(
+  advantages, static_argnames=('advantage_rule', 'weights', 'teacher')
+)
+
 
 def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   """Writes a few groups of a step to its file; every process must call it.
@@ -49,8 +52,10 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   updated = [_updated(record.updates, i, groups.reward_PG.shape[1]) for i in seats]
   if not hosts.is_first():
     return
-  of_tokens = jax.jit(functools.partial(advantages, **t.config.credit))
-  adv_PGT = np.asarray(of_tokens(groups, source_P, reference_PGT=reference_PGT))
+  credit = t.config.credit
+  adv_PGT = np.asarray(
+    _advantages(groups, source_P, reference_PGT=reference_PGT, **credit)
+  )
   budget = MOST_TOKENS
   lines = []
   for p, (number, of_seat) in enumerate(updated):
