@@ -14,9 +14,12 @@ from typing import Any
 from bapo_jax.runtime.markdown import visible
 
 FOLDER = pathlib.Path(__file__).parents[1] / 'pages'
-# The beginning of a policy with which the browser fetches nothing, even if a text of a
-# model slipped through the escaping; by it `files.check_ours` knows a page of ours.
-MARK = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# With this policy the browser fetches nothing, even if a text of a model slipped
+# through the escaping; by it `files.check_ours` knows a page of ours.
+MARK = (
+  "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+  "script-src 'unsafe-inline'"
+)
 
 
 def document(title: str, data: Any, body: str, style: str, script: str) -> str:
