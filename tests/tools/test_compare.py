@@ -248,3 +248,17 @@ def test_only_a_page_of_ours_is_replaced(three, tmp_path):
     compare.write(three, str(page))
   line = refused(['compare', *three, f'--to={tmp_path}'])
   assert f'{tmp_path} cannot be used (Is a directory)' in line
+
+
+def test_no_column_of_a_table_is_cut_off_on_paper(browser, tmp_path):
+  paths = [
+    run(tmp_path, f'a_long_name_of_an_arm_{n}', accuracy(0.5, 0.6), steps=n + 1)
+    for n in range(4)
+  ]
+  page_of(paths, tmp_path / 'c.html')
+  with browser.open(tmp_path / 'c.html', 720) as page:
+    cut = "[...document.querySelectorAll('.scroll')]"
+    cut += '.filter((x) => x.scrollWidth > x.clientWidth)'
+    assert page.evaluate(f'{cut}.length')  # it scrolls on a screen
+    page.emulate(media='print')
+    assert page.evaluate(f'{cut}.length') == 0
