@@ -487,6 +487,8 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
       close(found, wanted, case)
     assert rule.function.__doc__ in page.evaluate("byId('about').innerText")
     # A run has the knob without its rule.
+    knob, values = next(iter(axes.items()))
+    page.evaluate(f"(set({{ '{knob}': {values[-1]} }}), 0)")
     assert f'--config.loss.{names[0]}=' in page.evaluate("byId('command').textContent")
     assert page.errors == page.requests == []
 
