@@ -8,7 +8,7 @@
 1. `knobs_of` describes the knobs with their sliders, `refusals` the pairs of rules that
    a run refuses;
 2. `page` puts these, the recorded batch, the table of a rule of yours (own_table.py)
-   and the files of explorer_page/ into one file.
+   and the files of explorer_page/ into a page of the package (run/document.py).
 
 The page shows the rules whose formulas are in explorer_page/rules.js; what it says
 about them is in explorer_page/formulas.html, and about a rule of yours in its
@@ -18,7 +18,6 @@ because two rules may have a knob of the same name.
 
 import argparse
 import itertools
-import json
 import math
 import pathlib
 import typing
@@ -35,6 +34,7 @@ from bapo_jax.algorithms.loss import LossRule
 from bapo_jax.algorithms.masks import MaskRule
 from bapo_jax.methods import METHODS
 from bapo_jax.parts import Part
+from bapo_jax.run import document
 from bapo_jax.runtime import files
 from bapo_jax.training import refusals as refusals_lib
 from bapo_jax.training.config import Config
@@ -223,11 +223,14 @@ def page(own: str = '', batch: pathlib.Path = BATCH) -> str:
     'batch': recorded_of(batch),
     'own': own_table.table(own, batch) if own else None,
   }
-  text = (SOURCES / 'page.html').read_text()
-  for file in ('style.css', 'formulas.html', 'rules.js', 'charts.js', 'page.js'):
-    text = text.replace(f'{{{{{file}}}}}', (SOURCES / file).read_text().strip())
-  # A docstring may contain '</script>', which would end the element.
-  return text.replace('{{data}}', _json(data).replace('<', '\\u003c'))
+  style, body, formulas, *scripts = (
+    (SOURCES / file).read_text().strip()
+    for file in ('explorer.css', 'page.html', 'formulas.html', 'rules.js', 'page.js')
+  )
+  body = body.replace('{{formulas.html}}', formulas)
+  return document.document(
+    'Loss explorer', _finite(data), body, style, '\n'.join(scripts)
+  )
 
 
 def main() -> None:
@@ -249,17 +252,13 @@ def main() -> None:
   print(f'{given.out}: {len(text.encode())} bytes')
 
 
-def _json(value: Any) -> str:
-  """Returns JSON in which infinity is the string 'inf'."""
-
-  def finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-      return {key: finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-      return [finite(x) for x in value]
-    return 'inf' if value == math.inf else value
-
-  return json.dumps(finite(value), separators=(',', ':'), allow_nan=False)
+def _finite(value: Any) -> Any:
+  """Replaces infinity by the string 'inf', which JSON can have."""
+  if isinstance(value, Mapping):
+    return {key: _finite(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_finite(x) for x in value]
+  return 'inf' if value == math.inf else value
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import stats
 
+from bapo_jax.run.panels import PANELS
 from lab import plots
 from lab.evidence import Drawn, differences_of, relation
 from lab.experiments import Result
@@ -31,14 +32,17 @@ from lab.plots import GREY
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-PANELS = (
-  ('Accuracy on held-out problems', 'evaluations'),
-  ('Entropy, nats per token', 'loss/entropy'),
-  ('Gradient norm: median and quartiles', 'learner/grad_norm'),
-  ('Positive share before the search', 'clip/share_start'),
-  ('Positive share after the search', 'clip/share'),
-  ('Share of tokens cut', 'clip/fraction'),
+METRICS = (
+  'eval/accuracy',
+  'loss/entropy',
+  'learner/grad_norm',
+  'clip/share_start',
+  'clip/share',
+  'clip/fraction',
 )
+TITLES = {name: panel.caption(name) for panel in PANELS for name in panel.labels}
+TITLES['loss/entropy'] += ', nats per token'
+TITLES['learner/grad_norm'] += ': median and quartiles'
 DPI = 90
 POINTS = 41  # of a curve
 PROMISED = (0.40, 0.33, 0.25)  # positive shares of the levels of imbalance
@@ -113,8 +117,8 @@ def curves(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
   A curve that ends before the others, at equal responses, ends in a cross.
   """
   axes = _axes(2, 3, (14, 7))
-  for (title, metric), ax in zip(PANELS, axes, strict=True):
-    _draw_cells(ax, _ordered(results, drawn), metric, title)
+  for metric, ax in zip(METRICS, axes, strict=True):
+    _draw_cells(ax, _ordered(results, drawn), metric, TITLES[metric])
     if metric == 'learner/grad_norm' and ax.lines:  # empty axes have no log scale
       ax.set(yscale='log')
   return _with_legend(axes[0])
@@ -127,8 +131,8 @@ def panels(results: Mapping[str, Result], drawn: Drawn) -> 'Figure':
     by_level.setdefault(cell[1], {})[cell] = runs
   axes = _axes(1, len(by_level), (5 * len(by_level), 4))
   for (level, grouped), ax in zip(by_level.items(), axes, strict=True):
-    title = f'Accuracy on held-out problems, {level}'
-    _draw_cells(ax, grouped, 'evaluations', title)
+    title = f'{TITLES["eval/accuracy"]}, {level}'
+    _draw_cells(ax, grouped, 'eval/accuracy', title)
     ax.set(ylim=(0, 1))
   return _with_legend(axes[0])
 
@@ -287,7 +291,7 @@ def _series(results: Sequence[Result], metric: str) -> tuple[np.ndarray, np.ndar
 
 def _points(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns (responses, values) of a run where both are finite."""
-  if metric != 'evaluations':
+  if metric != 'eval/accuracy':
     return finite_pairs(result, 'rollout/responses', metric)
   _, y, _, x = np.asarray(result['evaluations'], float).T
   return x, y

@@ -5,6 +5,7 @@ curves of several runs into the same panels; `ratios` and `lengths` draw their r
 tokens and responses. notebooks/4_your_run.ipynb shows the figures.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bapo_jax.run import run_files, step_record
-from bapo_jax.run.series import ERRORS, FEW, errors, series, smoothed
+from bapo_jax.run.panels import PANELS
+from bapo_jax.run.series import ERRORS, Points, series
 from bapo_jax.runtime import metrics
 from bapo_jax.runtime.metrics import Row
 from bapo_jax.runtime.workdir import read_config
@@ -24,18 +26,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, '#009E73', '#CC79A7', '#000000')  # one per run, in order
-LENGTHS = ('rollout/length_right', 'rollout/length_wrong')
-BOUNDS = ('clip/high', 'clip/low')
-PANELS = (  # (title, unit, metrics: first solid, second dashed)
-  ('Reward of the fresh responses', 'mean reward', ('rollout/reward',)),
-  ('Accuracy on held-out problems', 'accuracy ± standard error', ('eval/accuracy',)),
-  ('Response length, right (solid) and wrong (dashed)', 'tokens', LENGTHS),
-  ('Entropy of the policy', 'nats per token', ('loss/entropy',)),
-  ('Clip bounds, upper (solid) and lower (dashed)', 'probability ratio', BOUNDS),
-  ('Tokens cut', 'share', ('clip/fraction',)),
-  ('Largest ratio of a token', 'probability ratio', ('loss/ratio_max',)),
-  ('KL from behaviour to current policy', 'nats per token', ('loss/kl',)),
-)
+FEW = 20  # a running mean is over 1/20 of the steps; so few values have dots
 MARKS: tuple[dict[str, Any], ...] = (  # of kept, clipped and masked tokens, as in CUTS
   {'s': 6, 'alpha': 0.5, 'linewidth': 0},
   {'s': 28, 'marker': 'x'},
@@ -82,12 +73,34 @@ def differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
   return {n: v for n, v in by_name.items() if any(x != v[0] for x in v)}
 
 
+def smoothed(points: Points, width: int) -> Points:
+  """Returns (middle step, mean) of every full window of `width` (odd) values."""
+  step_N, value_N = points
+  half = width // 2
+  smooth = np.convolve(value_N, np.full(width, 1 / width), 'valid')
+  return step_N[half : len(step_N) - half], smooth
+
+
+def errors(rows: Sequence[Row], name: str) -> np.ndarray:
+  """Returns the standard error of each value of a metric of ERRORS; 0 if missing."""
+  error = dict(zip(*series(rows, ERRORS[name]), strict=True))
+  return np.asarray([error.get(step, 0.0) for step in series(rows, name)[0]])
+
+
 def overlay(runs: Sequence[RunFiles]) -> 'Figure':
-  """Draws the curves of all runs, a panel per metric and a colour per run."""
-  figure = new_figure(11, 12, DPI)
-  axes = figure.subplots(len(PANELS) // 2, 2)
-  for ax, (title, unit, names) in zip(axes.flat, PANELS, strict=True):
-    dress(ax, title)
+  """Draws the curves of all runs, a panel per metric and a colour per run.
+
+  A panel has the first two of its metrics that a run recorded, solid and dashed.
+  """
+  recorded = {name for run in runs for row in run.rows for name in row}
+  drawn = [(p, [x for x in p.labels if x in recorded][:2]) for p in PANELS]
+  drawn = [(panel, names) for panel, names in drawn if names]
+  count = max(1, math.ceil(len(drawn) / 2))
+  figure = new_figure(11, 3 * count, DPI)
+  axes = figure.subplots(count, 2).flatten()
+  for ax, (panel, names) in zip(axes, drawn, strict=False):
+    labels = [panel.labels[name] for name in names]
+    dress(ax, ': '.join(filter(None, (panel.title, ', dashed: '.join(labels)))))
     for run, colour in zip(runs, COLOURS, strict=False):
       for name, line in zip(names, ('-', '--'), strict=False):
         points = series(run.rows, name)
@@ -101,13 +114,15 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
         else:
           ax.plot(*points, **dots, **style)
     ax.set_xlabel('step', fontsize=9)
-    ax.set_ylabel(unit, fontsize=9)
+    ax.set_ylabel(panel.unit, fontsize=9)
     ax.grid(color='0.9', linewidth=0.8)
-    if 'loss/ratio_max' in names:
+    if panel.spiky:
       ax.set_yscale('log')
     ax.locator_params(axis='x', integer=True)
+  for ax in axes[len(drawn) :]:
+    ax.set_axis_off()
   handles = [
-    axes.flat[0].plot([], [], color=colour, label=run.label)[0]
+    axes[0].plot([], [], color=colour, label=run.label)[0]
     for run, colour in zip(runs, COLOURS, strict=False)
   ]
   figure.legend(handles=handles, loc='outside upper left', ncols=5, frameon=False)

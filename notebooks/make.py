@@ -43,6 +43,7 @@ from bapo_jax.algorithms import clip, loss
 from bapo_jax.learner import learner
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import experiment, resume, step_record
+from bapo_jax.run.panels import PANELS
 from bapo_jax.runtime import digests, metrics
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, checkpoint, inputs, trainer
@@ -50,7 +51,7 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training.config import Config
 from bapo_jax.types import SOURCES, Groups, concat, take
 from configs import base
-from lab import claims, neutral_record, plots, rule_curves, run_plots
+from lab import claims, neutral_record, plots, rule_curves
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
@@ -173,7 +174,7 @@ def runs() -> None:
   A stored run has the config, the metrics that the notebook draws, and six groups of
   the last step, in the files of a workdir.
   """
-  names = {name for _, _, panel in run_plots.PANELS for name in panel}
+  names = {name for panel in PANELS for name in panel.labels}
   names |= {'step', 'eval/stderr'}
   with tempfile.TemporaryDirectory() as scratch:
     for name, clip_rule, batch_rule in (

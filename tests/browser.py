@@ -171,6 +171,10 @@ class Page:
       raise RuntimeError(_described(answer['exceptionDetails']))
     return answer['result'].get('value')
 
+  def emulate(self, **options: Any) -> None:
+    """Sets the medium and its features, such as media='print'."""
+    self._browser.call('Emulation.setEmulatedMedia', self._session, **options)
+
   @property
   def requests(self) -> list[str]:
     """The addresses that the page asked for, except itself and data: addresses."""

@@ -1,33 +1,33 @@
-"""Reads HTML pages in tests: whether tags match, and what a page names."""
+"""Reads the data of HTML pages in tests, and the text of their rows and charts."""
 
 import html.parser
+import json
+import os
+import pathlib
 import re
 from collections.abc import Sequence
 
-VOID = {'meta', 'link', 'img', 'br', 'hr', 'input'}
-
 
 class Page(html.parser.HTMLParser):
-  """The elements of a page; an AssertionError for a tag that does not match."""
+  """The elements of a page before its script runs, and its data."""
 
-  def __init__(self, text: str):
+  def __init__(self, path: str | os.PathLike[str]):
     super().__init__()
-    self.text, self.open, self.tags = text, [], []
-    self.texts: dict[str, list[str]] = {}  # tag -> its texts, its children's excluded
-    self.feed(text)
+    self.text = pathlib.Path(path).read_text(encoding='utf-8')
+    self.tags = []
+    self.data = {}
+    self.feed(self.text)
     self.close()
-    assert not self.open, f'{self.open} are not closed'
 
   def handle_starttag(self, tag, attrs):
     self.tags.append((tag, dict(attrs)))
-    if tag not in VOID:
-      self.open.append(tag)
-
-  def handle_endtag(self, tag):
-    assert self.open.pop() == tag, f'{tag} is not open'
 
   def handle_data(self, data):
-    self.texts.setdefault(self.open[-1] if self.open else '', []).append(data)
+    if self.tags and self.tags[-1] == ('script', DATA):
+      self.data = json.loads(data)
+
+  def handle_endtag(self, tag):
+    self.tags.append((f'/{tag}', {}))
 
   def addresses(self) -> list[str]:
     """Everything that a browser might fetch, except data: addresses."""
@@ -36,19 +36,20 @@ class Page(html.parser.HTMLParser):
     found += re.findall(r'url\(|@import|fetch\(|https?://[^\s<"]*', self.text)
     return [address for address in found if not address.startswith('data:')]
 
-  def values(self, chart: str) -> dict[float, list[float]]:
-    """Step -> the numbers that hovering over the chart of this title shows."""
-    part = self.text.partition(f'<b>{chart}</b>')[2].partition('</figure>')[0]
-    titles = re.findall(r'<title>step ([^:]*): ([^<]*)</title>', part)
-    numbers = {
-      float(step): [float(each.rsplit(' ', 1)[-1]) for each in values.split(', ')]
-      for step, values in titles
-    }
-    assert numbers, f'no chart {chart!r}'
-    return numbers
+  def values(self, name: str, run: int = 0) -> dict[float, float]:
+    """Step -> value of a metric, where the run has it."""
+    runs = [run for group in self.data['groups'] for run in group['runs']]
+    pairs = zip(runs[run]['step'], runs[run][name], strict=True)
+    return {step: value for step, value in pairs if value is not None}
+
+  def titles(self) -> list[str]:
+    """The titles of all charts."""
+    return [panel['title'] for panel in self.data['panels']]
+
+  def cells(self, first: str) -> Sequence[str]:
+    """The texts of the table's row that begins with `first`, without it."""
+    rows = [row for table in self.data['tables'].values() for row in table]
+    return next((row[1:] for row in rows if row[0] == first), [])
 
 
-def cells(text: str, first: str) -> Sequence[str]:
-  """The texts of a table's row that begins with <code>first</code>."""
-  part = text.partition(f'<code>{first}</code>')[2].partition('</tr>')[0]
-  return [re.sub('<[^>]*>', '', cell) for cell in part.split('</td>')[1:-1]]
+DATA = {'type': 'application/json', 'id': 'data'}

@@ -48,6 +48,7 @@ def test_the_command_reads_the_configs_of_the_current_folder(installed, tmp_path
   assert 'configs/aime.py[:tiny|' in bapo(installed, status=2).stderr
   policies = [path.name for path in installed.glob('bapo_jax/policies/*/*.safetensors')]
   assert policies == ['model.safetensors']
+  assert (installed / 'bapo_jax' / 'pages' / 'page.js').exists()
   done = bapo(installed, 'show', '--help')
   assert '--views' in done.stdout and not done.stderr
   flags = '--config=configs/aime.py', f'--workdir={tmp_path}'

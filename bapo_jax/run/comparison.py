@@ -18,20 +18,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
+from bapo_jax.run.panels import METRICS
 from bapo_jax.run.run_files import RunFiles
 from bapo_jax.run.series import ERRORS, fifths, mean, series
 from bapo_jax.training.evaluate import mean_and_error, plus_minus
 
 # Knobs that may differ within a group, beside the seeds: they change no result.
 NUISANCE = ('title', 'cache', 'metrics', 'checkpoint')
-METRICS = """
-  eval/accuracy eval/reward eval/length rollout/reward loss/entropy loss/kl clip/share
-  clip/fraction eval/truncated rollout/accuracy rollout/length rollout/truncated
-  rollout/responses batch/learnable clip/low clip/high loss/ratio_max loss/ess
-  learner/grad_norm time/step
-"""
-FINAL = METRICS.split()
-MAIN = FINAL[:7]  # the page folds the others
 LEVEL = 0.95  # of the intervals
 SEED = '0123456789-_.'  # at the end of the name of a run
 Values = dict[Any, float]  # seeds, or a held-out problem -> value
@@ -108,10 +101,15 @@ def interval(values: ArrayLike, level: float = LEVEL) -> tuple[float, float]:
 
 def final(run: RunFiles, name: str) -> float:
   """Returns the last evaluation or count, or the mean over the last fifth of steps."""
-  if name.startswith('eval/') or name == 'rollout/responses':
+  if is_state(name):
     _, values = series(run.rows, name)
     return float(values[-1]) if len(values) else math.nan
   return mean(fifths(run.rows)[1], name)
+
+
+def is_state(name: str) -> bool:
+  """Returns whether a metric's last value describes a run better than a mean."""
+  return name.startswith('eval/') or name == 'rollout/responses'
 
 
 def cell(group: Group, name: str) -> str:
@@ -168,7 +166,7 @@ def _finals(groups: Sequence[Group]):
   """
   if all(len(group.runs) == 1 for group in groups):
     return 'held-out problem', [by_problem(group.runs[0]) for group in groups]
-  return 'seed', [{name: by_seed(group, name) for name in FINAL} for group in groups]
+  return 'seed', [{name: by_seed(group, name) for name in METRICS} for group in groups]
 
 
 def results(groups: Sequence[Group]) -> Iterator[str]:
@@ -207,7 +205,7 @@ def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
   """
   unit, (base, *others) = _finals(groups)
   table: dict[str, list[str]] = {}
-  for name in FINAL:
+  for name in METRICS:
     pairs = [paired(base.get(name, {}), other.get(name, {})) for other in others]
     table[name] = [
       f'{plus_minus(*interval(x), "+")} (n={len(x)})' if len(x) > 1 else ''

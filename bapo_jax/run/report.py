@@ -50,15 +50,12 @@ def change_sentence(before: files.Object, after: files.Object) -> str:
   )
 
 
-REWARDS = ('on held-out problems', 'before', 'after', 'change')
-
-
 def rewards(
   before: files.Object, after: files.Object
 ) -> Iterator[tuple[str, str, str, str]]:
   """Yields the cells of a table that compares the rewards of two evaluations.
 
-  Its header is REWARDS. Without custom reward functions there are no rows.
+  Without custom reward functions there are no rows.
   """
   was, now = map(evaluate.rewards_of, (before, after))
   for name in (name for name in was if name in now):

@@ -3,9 +3,11 @@
 import os
 from collections.abc import Sequence
 
-from bapo_jax.run import comparison, look, page, run_files
+from bapo_jax.run import comparison, document, page, run_files
 from bapo_jax.run.run_files import RunFiles
 from bapo_jax.runtime import files, metrics
+
+COLOURS = 8  # of pages/page.css
 
 
 def write(workdirs: Sequence[str], to: str = 'runs/compare.html') -> None:
@@ -20,13 +22,13 @@ def write(workdirs: Sequence[str], to: str = 'runs/compare.html') -> None:
       configs than the page has colours, or another file is at `to`.
     OSError: the page cannot be written.
   """
-  files.check_ours(to, look.POLICY)
+  files.check_ours(to, document.MARK)
   runs = read([*map(files.local, workdirs)])
   groups = comparison.grouped(runs)
-  if len(groups) > len(look.LIGHT):
+  if len(groups) > COLOURS:
     raise ValueError(
-      f'the runs have {len(groups)} different configs, and a page has '
-      f'{len(look.LIGHT)} colours; give fewer workdirs'
+      f'the runs have {len(groups)} different configs, and a page has {COLOURS} '
+      'colours; give fewer workdirs'
     )
   files.write(to, page.page(runs))
   for line in comparison.results(groups):

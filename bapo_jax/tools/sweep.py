@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from bapo_jax.run import look
+from bapo_jax.run import document
 from bapo_jax.run.series import series
 from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import log
@@ -247,7 +247,7 @@ def sweep(
     ValueError: another sweep uses the folder, or another program its compare.html.
   """
   page = os.path.join(folder, 'compare.html')
-  files.check_ours(page, look.POLICY)
+  files.check_ours(page, document.MARK)
   paths = {run: os.path.join(folder, run) for run in commands}
 
   def start(run, worker):

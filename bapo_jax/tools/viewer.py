@@ -1,35 +1,26 @@
 """Prints recorded groups on the terminal: `bapo show RUN --group=3`.
 
-A group is shown as on the page of the run (run/samples.py), with all its responses.
+A group is described as for the page of the run (run/samples.py), with all its
+responses.
 """
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element
 
 from rich.console import Console
 from rich.text import Text
 
 from bapo_jax.run import samples, step_record
-from bapo_jax.run.samples import VIEWS
-from bapo_jax.runtime.html import element
+from bapo_jax.run.samples import VIEWS, Span
+from bapo_jax.runtime import files
+from bapo_jax.runtime.markdown import visible
 from bapo_jax.runtime.workdir import read_config
 from bapo_jax.training import checkpoint, evaluate
 
 LISTED = 20  # groups of a list: a recorded step has up to 16
-STYLES = {
-  'right': 'green',
-  'of-right': 'green',
-  'wrong': 'red',
-  'of-wrong': 'red',
-  'h2': 'bold',
-  'h3': 'bold',
-  'mark': 'bold',
-  'soft': 'dim',
-  'i': 'dim',
-}
-INLINE = ('span', 'code', 'mark', 'i')
+STYLES = {'right': 'green', 'wrong': 'red', 'mark': 'bold', 'faint': 'dim'}
 
 
 class Recorded(NamedTuple):
@@ -71,29 +62,44 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   return groups
 
 
-def drawn(workdir: str, group: Recorded, views: str) -> Element:
-  """Returns the elements of a group."""
+def described(workdir: str, group: Recorded, views: str) -> files.Object:
+  """Returns what the page has of a group, with all its responses."""
   responses = group.responses
   if group.row:
-    return element('div', *samples.group(workdir, group.row, views, len(responses)))
+    return samples.group(workdir, group.row, views, len(responses))
   first = responses[0]
-  numbered = (
+  numbered = [
     samples.sample(f'{i} of {len(responses)}', response, views)
     for i, response in enumerate(responses, 1)
-  )
+  ]
   parts = samples.problem(workdir, first, first['problem'], views)
-  return element('div', *parts, *numbered)
+  return {'note': '', **parts, 'responses': numbered}
 
 
-def text_of(item: Element) -> Text:
-  """Returns an element as text; the title of a mark follows it in brackets."""
-  style = STYLES.get(item.get('class', item.tag), '')
-  text = Text(item.text or item.get('alt', ''), style)
-  for child in item:
-    text.append(text_of(child)).append(child.tail or '')
-  if item.tag == 'mark':
-    text.append(f'[{item.get("title")}]', 'cyan')
-  return text if item.tag in INLINE else text.append('\n')
+def text_of(spans: Iterable[Span], style: str = '') -> Text:
+  """Returns pieces as text; the title of a mark follows it in brackets."""
+  text = Text(style=style)
+  for span in spans:
+    text.append(visible(span.text), STYLES.get(span.kind, ''))
+    if span.kind == 'mark':
+      text.append(f'[{visible(span.title)}]', 'cyan')
+  return text
+
+
+def lines(problem: files.Object) -> Iterable[Text]:
+  """Yields a problem and its responses for the terminal."""
+  if problem['note']:
+    yield Text(problem['note'], 'dim')
+    yield Text('The prompt, as the model read it', 'bold')
+  yield Text(visible(problem['text']))
+  for name, _ in problem['pictures']:
+    yield Text(visible(f'Picture: {name}'))
+  if problem['answer']:
+    yield Text(visible(f'Right answer: {problem["answer"]}'))
+  for response in problem['responses']:
+    yield Text()
+    yield text_of(response['head'])
+    yield text_of(response['text'], STYLES.get(response['kind'], ''))
 
 
 def show(
@@ -130,4 +136,4 @@ def show(
   else:
     chosen = groups[group - 1]
     console.rule(f'group {group} of {len(groups)}: {chosen.where}')
-    console.print(text_of(drawn(workdir, chosen, views)))
+    console.print(*lines(described(workdir, chosen, views)), sep='\n')

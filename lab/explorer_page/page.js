@@ -17,7 +17,6 @@ const LABELS = { stale: 'staleness, × recorded log r', moved: 'moved before the
 const MORE = ['limit', 'dual', 'order', 'contribution', 'weight', 'resolution', 'low_step', 'high_step'];
 // With the default target of a run, the search does not move on the recorded batch.
 const OPENING = { 'clip.balanced.target': 0.47 };
-const byId = (id) => document.getElementById(id);
 
 // Numbers are packed as base64 of float32, and infinity is the string 'inf'.
 function revive(key, value) {
@@ -203,7 +202,6 @@ function set(values) {
 
 const textOf = (id) => byId('formula-texts').content.getElementById(`formula-${id}`);
 const sentenceOf = (id) => textOf(id)?.querySelector('p').textContent ?? '';
-const elementOf = (kind, values = {}) => Object.assign(document.createElement(kind), values);
 
 function choose(select, choices, value, then) {
   select.replaceChildren(...choices.map(([text, choice, title]) => {
@@ -463,7 +461,7 @@ function drawCurves(svg, which, bounds, at) {
 
 // Lines [points, class] over the ratio, with `behind(frame)` under them.
 function drawLines(svg, range, ends, lines, behind = () => '') {
-  const frame = frameOf(svg, [1 / range, range], ends, true);
+  const frame = frameOf(svg, [1 / range, range], ends, { logX: true });
   let text = axes(frame, ratioTicks(range), ticksOf(ends, 5), 'ratio r = π / μ');
   text += behind(frame);
   for (const [points, name] of lines) text += curve(frame, points, name);
@@ -535,7 +533,7 @@ function drawAdvantages() {
 function drawPlane(card, adv, bounds, at, applied) {
   const [svg, canvas] = [card.querySelector('svg'), card.querySelector('canvas')];
   const { range, p } = knobs;
-  const frame = frameOf(svg, [1 / range, range], [0, 1], true);
+  const frame = frameOf(svg, [1 / range, range], [0, 1], { logX: true });
   const most = Math.max(1, Math.min(range, 4));
   const value = (r, probability) =>
     (probability > r ? NaN : Math.abs(at(r, probability, adv)[1]) / most);
@@ -607,7 +605,7 @@ function drawPath(bounds) {
   const shares = [...points.map(([, share]) => share), bounds.target];
   const pad = Math.max(0.01, 0.15 * (Math.max(...shares) - Math.min(...shares)));
   const ends = [Math.max(0, Math.min(...shares) - pad), Math.min(1, Math.max(...shares) + pad)];
-  const frame = frameOf(svg, [0, Math.max(1, bounds.last)], ends, false);
+  const frame = frameOf(svg, [0, Math.max(1, bounds.last)], ends);
   const ticks = ticksOf([0, Math.max(1, bounds.last)], 6).map((x) => [x, String(x)]);
   let text = axes(frame, ticks, ticksOf(ends, 4), 'step of the search');
   const turn = frame.toX(bounds.turn);

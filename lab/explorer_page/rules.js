@@ -14,7 +14,6 @@
 'use strict';
 
 const NO_BOUNDS = { low: 0, high: Infinity, dual: Infinity };
-const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 // Section `<slot>.<rule>` of the knobs, without its prefix.
 function section(knobs, prefix) {

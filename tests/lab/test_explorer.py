@@ -57,7 +57,7 @@ def drawn(browser):
 
 def computed(page, cases):
   """Returns what the page computes for cases, dicts of knobs and points."""
-  text = json.dumps(explorer._json(cases))
+  text = json.dumps(json.dumps(explorer._finite(cases)))
   found = page.evaluate(f'({COMPUTE})({text})')
   return [json.loads(one, object_hook=_infinite) for one in found]
 
@@ -485,8 +485,10 @@ def test_a_rule_of_yours_is_its_table(browser, own, name):
         'after': share(weight_BT, recorded[1].adv_BT),
       }
       close(found, wanted, case)
-    assert rule.__doc__ in page.evaluate("byId('about').innerText")
+    assert rule.function.__doc__ in page.evaluate("byId('about').innerText")
     # A run has the knob without its rule.
+    knob, values = next(iter(axes.items()))
+    page.evaluate(f"(set({{ '{knob}': {values[-1]} }}), 0)")
     assert f'--config.loss.{names[0]}=' in page.evaluate("byId('command').textContent")
     assert page.errors == page.requests == []
 

@@ -12,6 +12,7 @@ from lab.rule_maps import PROBABILITY, RATIO
 @pytest.fixture
 def two(tmp_path):
   rows = [{'rollout/reward': 0.1, 'loss/entropy': np.nan}, {'rollout/reward': 0.3}]
+  rows[0] |= {'clip/low': 0.8, 'clip/high': 1.2}
   config = {'steps': 3, 'sampler': {}, 'clip': {'b': 1, 'c': [2]}}
   full = recordings.run(tmp_path / 'full', rows, config, first=1)
   responses = [recordings.response('abc', True, 1.0)]
@@ -29,6 +30,29 @@ def test_a_run_is_read_without_model_or_config(two, tmp_path):
   assert run_plots.differences(two) == {'clip.b': [1, 2]}
   with pytest.raises(ValueError, match='nowhere'):
     run_plots.read_run(tmp_path / 'nowhere')
+
+
+def test_runs_are_overlaid_in_the_panels_that_they_recorded(two):
+  axes = run_plots.overlay(two).axes
+  assert [ax.get_title(loc='left') for ax in axes] == [
+    'Reward: fresh responses',
+    'Entropy of the policy',
+    'Clip bounds: high, dashed: low',
+    '',
+  ]
+  assert [line.get_ydata().tolist() for line in axes[2].lines][:2] == [[1.2], [0.8]]
+  lines = [
+    line.get_xydata().tolist() for line in axes[0].lines if len(line.get_xdata())
+  ]
+  assert lines == [[[1, 0.1], [2, 0.3]], [[1, 0.2]]]
+
+
+def test_a_running_mean_begins_and_ends_half_a_window_inside():
+  step_N, value_N = np.arange(6.0), np.array([0.0, 3.0, 6.0, 0.0, 30.0, 6.0])
+  # window 3: (0+3+6)/3, (3+6+0)/3, (6+0+30)/3, (0+30+6)/3
+  steps, smooth = run_plots.smoothed((step_N, value_N), 3)
+  assert steps.tolist() == [1, 2, 3, 4]
+  np.testing.assert_allclose(smooth, [3, 3, 12, 12], rtol=1e-14)  # 45 times float64's
 
 
 # ------------------------------------------- the map of a rule has its weights by hand

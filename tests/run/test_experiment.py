@@ -19,12 +19,14 @@ import numpy as np
 import pictured
 import pytest
 import runs
+from pages import Page
 from runs import PARTIAL, command, last_run, same, tiny
 from safetensors.numpy import load_file, save_file
 
 import bapo_jax
 from bapo_jax.rewards.verifiers import Verdict
-from bapo_jax.run import experiment, page, report, resume, step_record
+from bapo_jax.run import experiment, report, resume, step_record
+from bapo_jax.run.panels import PANELS
 from bapo_jax.runtime import jax_options, metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.tools import sweep
@@ -68,8 +70,8 @@ def test_a_recorded_run_learned_and_reports(recorded):
   report = json.loads((recorded.workdir / 'report.json').read_text())
   assert report['eval_before'].keys() >= {'accuracy', 'stderr', 'n'}
   assert sum(report['phases'].values()) <= report['wall_s']
-  text = (recorded.workdir / 'report.html').read_text()
-  assert text.count('<figure>') == len(page.PANELS)
+  titles = Page(recorded.workdir / 'report.html').titles()
+  assert titles == [panel.title for panel in PANELS if not panel.optional]
 
 
 @pytest.mark.nightly
@@ -199,7 +201,7 @@ def test_a_run_beyond_its_steps_is_finished(whole_run, tmp_path, capsys, monkeyp
   assert '4 steps are done, and steps=3' in capsys.readouterr().out
   # The config and the report are those of the steps that were done.
   assert [(workdir / name).read_bytes() for name in names] == stored
-  assert '"steps": 4' in (workdir / 'report.html').read_text()
+  assert '"steps": 4' in Page(workdir / 'report.html').data['config']
 
 
 def assert_same_run(workdir: pathlib.Path, unbroken: pathlib.Path, step: int) -> None:

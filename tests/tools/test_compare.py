@@ -6,11 +6,11 @@ import re
 
 import pytest
 import recordings
-from pages import Page, cells
+from pages import Page
 from refusals import refused
 
 from bapo_jax import main
-from bapo_jax.run import comparison
+from bapo_jax.run import comparison, document
 from bapo_jax.tools import compare
 from bapo_jax.training.config import parse
 
@@ -40,19 +40,21 @@ def three(tmp_path):
 
 def page_of(paths, to):
   compare.write(paths, str(to))
-  return Page(to.read_text(encoding='utf-8'))
+  return Page(to)
 
 
 def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
-  assert [*page.texts['button']] == ['fixed/seed (2 seeds)', 'balanced']
+  groups = page.data['groups']
+  assert [x['label'] for x in groups] == ['fixed/seed', 'balanced']
+  assert [len(x['runs']) for x in groups] == [2, 1]
   # Mean of 0.4 and 0.7; deviation 0.15 sqrt 2, over sqrt 2 is 0.15; t of 1 degree of
   # freedom at 97.5 % is tan(0.475 pi) = 12.7062.
   half = 0.15 * math.tan(0.475 * math.pi)
-  assert cells(page.text, 'eval/accuracy') == [f'0.6 ± {half:.1f}', '0.900 ± 0.019', '']
-  assert cells(page.text, 'loss/entropy') == [f'0.8 ± {0.25 * 12.7062:.1f}', '0.5', '']
+  assert page.cells('eval/accuracy') == [f'0.6 ± {half:.1f}', '0.900 ± 0.019', '']
+  assert page.cells('loss/entropy') == [f'0.8 ± {0.25 * 12.7062:.1f}', '0.5', '']
   for name in ('seed', 'title', 'checkpoint.keep', 'steps'):
-    assert f'<code>{name}</code>' not in page.text
+    assert not page.cells(name)
 
 
 def test_evaluations_of_other_settings_are_not_compared(tmp_path):
@@ -65,33 +67,34 @@ def test_evaluations_of_other_settings_are_not_compared(tmp_path):
     for seed in (1, 2, 3)
   ]
   page = page_of(paths, tmp_path / 'c.html')
-  said = [text for text in page.texts['p'] if 'held-out accuracy' in text]
-  other = [text for text in page.texts['p'] if 'not compared' in text]
+  sentences = page.data['sentences']
+  said = [text for text in sentences if 'held-out accuracy' in text]
+  other = [text for text in sentences if 'not compared' in text]
   assert len(said) == 1 and said[0].startswith('often/seed equals warm/seed')
   assert other == [
     'cold/seed and warm/seed were evaluated with different settings (section '
     '`evaluate`), so their evaluations are not compared.'
   ]
-  *_, cold_difference, often_difference = cells(page.text, 'eval/accuracy')
+  *_, cold_difference, often_difference = page.cells('eval/accuracy')
   assert not cold_difference and '(n=3)' in often_difference
-  assert '(n=3)' in cells(page.text, 'loss/entropy')[3]
+  assert '(n=3)' in page.cells('loss/entropy')[3]
 
 
 def test_a_knob_is_shown_for_the_rules_that_have_it(three, tmp_path):
   page = page_of(three, tmp_path / 'c.html')
-  assert cells(page.text, 'clip.rule')[:2] == ['fixed', 'balanced']
-  assert cells(page.text, 'clip.target')[:2] == ['-', '0.42']
-  *values, meaning = cells(page.text, 'clip.low')
+  assert page.cells('clip.rule')[:2] == ['fixed', 'balanced']
+  assert page.cells('clip.target')[:2] == ['-', '0.42']
+  *values, meaning = page.cells('clip.low')
   assert values == ['0.8', '[0.6, 0.9]']
   assert re.match(r'Lower bound of the ratio.* / First and last value', meaning)
   # Without a replay buffer it has no effect.
-  assert '<code>clip.reused_high</code>' not in page.text
+  assert not page.cells('clip.reused_high')
   # An older version had other knobs, and a moved file cannot be read.
   values = parse({'clip': {'rule': 'fixed'}}).model_dump()
   values['clip'] = {'rule': 'moved.py:bounds', 'lower': 0.7}
   old = recordings.run(tmp_path / 'old', accuracy(0.5), values)
   page = page_of([*three, old], tmp_path / 'c.html')
-  assert cells(page.text, 'clip.lower') == ['-', '-', '0.7', '']
+  assert page.cells('clip.lower') == ['-', '-', '0.7', '']
 
 
 def test_differences_are_paired_by_seed(tmp_path, capsys):
@@ -104,12 +107,12 @@ def test_differences_are_paired_by_seed(tmp_path, capsys):
       row = {'eval/accuracy': right} | ({'rollout/reward': reward} if reward else {})
       made = run(tmp_path, f'{rule}-{seed}', [row], seed=seed, clip={'rule': rule})
       paths.append(made)
-  text = page_of(paths, tmp_path / 'c.html').text
+  page = page_of(paths, tmp_path / 'c.html')
   # 0.1, 0.3 and 0.2: mean 0.2, deviation 0.1, t of two degrees of freedom 4.3027.
   difference = f'+0.20 ± {4.302653 * 0.1 / math.sqrt(3):.2f}'
-  assert cells(text, 'eval/accuracy')[2] == f'{difference} (n=3)'
-  assert cells(text, 'rollout/reward')[2] == '+0.5 ± 0 (n=2)'
-  for output in (text, capsys.readouterr().out):
+  assert page.cells('eval/accuracy')[2] == f'{difference} (n=3)'
+  assert page.cells('rollout/reward')[2] == '+0.5 ± 0 (n=2)'
+  for output in (' '.join(page.data['sentences']), capsys.readouterr().out):
     assert (
       f'balanced leads fixed in held-out accuracy: {difference}, the mean' in output
     )
@@ -135,13 +138,19 @@ def test_the_result_says_who_leads(other, words, tmp_path):
   assert re.match(f'balanced {words}', sentence)
 
 
-def test_curves_are_overlaid_in_the_colours_of_their_groups(three, tmp_path):
-  page = page_of(three, tmp_path / 'c.html')
-  shown = page.values('Accuracy on held-out problems')
-  # At step 1 the mean of 0.4 and 0.6, and 0.9; step 2 is only in one of two seeds.
-  assert shown == {0: [0.2, 0.3], 1: [0.5, 0.9]}
-  figure = page.text.partition('Accuracy on held-out')[2].partition('</figure>')[0]
-  assert re.findall(r'class="curve (c\d)"', figure) == ['c0', 'c1']
+def test_curves_are_overlaid_in_the_colours_of_their_groups(browser, three, tmp_path):
+  page_of(three, tmp_path / 'c.html')
+  with browser.open(tmp_path / 'c.html') as page:
+    panel = "DATA.panels.find((x) => x.title === 'Accuracy on held-out problems')"
+    exact = page.evaluate(f'curvesOf({panel}).map((x) => x.exact)')
+    # At step 1 the mean of 0.4 and 0.6, and 0.9; step 2 is only in one of two seeds.
+    assert exact == [[[0, 0.2], [1, 0.5]], [[0, 0.3], [1, 0.9]]]
+    drawn = (
+      f"[...chartOf({panel}).querySelectorAll('.curve')].map((x) => x.classList[1])"
+    )
+    assert page.evaluate(drawn) == ['c0', 'c1']
+    reward = page.evaluate("document.querySelector('figure output').textContent")
+    assert reward == 'mean reward (fresh responses, dashed: held-out problems)'
 
 
 def test_runs_are_paired_by_all_their_seeds(tmp_path):
@@ -170,10 +179,11 @@ def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
     (tmp_path / rule / 'eval').mkdir()
     text = json.dumps({'result': {'accuracy': 0.5}, 'samples': samples})
     (tmp_path / rule / 'eval' / '1.json').write_text(text)
-  text = page_of(paths, tmp_path / 'c.html').text
+  page = page_of(paths, tmp_path / 'c.html')
   # 0, 1, 1 and 0: mean 1/2.
-  assert re.match(r'\+0\.5.* \(n=4\)', cells(text, 'eval/accuracy')[2])
-  assert 'paired over 4 held-out problems of one run each' in text
+  assert re.match(r'\+0\.5.* \(n=4\)', page.cells('eval/accuracy')[2])
+  (sentence,) = page.data['sentences']
+  assert 'paired over 4 held-out problems of one run each' in sentence
 
 
 def test_what_cannot_be_compared_is_refused(three, tmp_path):
@@ -187,6 +197,9 @@ def test_what_cannot_be_compared_is_refused(three, tmp_path):
   with pytest.raises(ValueError, match='9 different configs, and a page has 8 colours'):
     compare.write(many, str(tmp_path / 'c.html'))
   assert not (tmp_path / 'c.html').exists()
+  style = document.read('page.css')
+  assert style.count(f'.c{compare.COLOURS - 1} {{ color') == 1
+  assert f'.c{compare.COLOURS} ' not in style
 
 
 def test_a_browser_shows_the_page_and_hides_a_group(browser, three, tmp_path):
@@ -198,8 +211,13 @@ def test_a_browser_shows_the_page_and_hides_a_group(browser, three, tmp_path):
       " && c.style.display !== 'none').length"
     )
     shown = page.evaluate(count)
-    page.evaluate("document.querySelector('.legend button').click()")
+    buttons = "[...document.querySelectorAll('.groups button')]"
+    names = page.evaluate(f'{buttons}.map((x) => x.innerText)')
+    assert names == ['fixed/seed (2 seeds)', 'balanced']
+    page.evaluate(f'{buttons}[0].click()')
     assert page.evaluate(count) == shown / 2
+    hidden = "[...document.querySelectorAll('.curve.c0')].map((c) => c.style.display)"
+    assert {*page.evaluate(hidden)} == {'none'}
     assert page.errors == page.requests == []
 
 
@@ -230,3 +248,17 @@ def test_only_a_page_of_ours_is_replaced(three, tmp_path):
     compare.write(three, str(page))
   line = refused(['compare', *three, f'--to={tmp_path}'])
   assert f'{tmp_path} cannot be used (Is a directory)' in line
+
+
+def test_no_column_of_a_table_is_cut_off_on_paper(browser, tmp_path):
+  paths = [
+    run(tmp_path, f'a_long_name_of_an_arm_{n}', accuracy(0.5, 0.6), steps=n + 1)
+    for n in range(4)
+  ]
+  page_of(paths, tmp_path / 'c.html')
+  with browser.open(tmp_path / 'c.html', 720) as page:
+    cut = "[...document.querySelectorAll('.scroll')]"
+    cut += '.filter((x) => x.scrollWidth > x.clientWidth)'
+    assert page.evaluate(f'{cut}.length')  # it scrolls on a screen
+    page.emulate(media='print')
+    assert page.evaluate(f'{cut}.length') == 0

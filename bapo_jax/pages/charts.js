@@ -1,25 +1,40 @@
-// Draws curves in an svg and weights over a plane in a canvas.
+// Makes elements, draws curves in an svg and weights over a plane in a canvas.
 //
-// A frame has the size of its element in pixels and maps values to pixels. `curves`
-// draws lines over a frame, `heat` colours every pixel of it.
+// A frame has the size of its svg, in pixels or of its viewBox, and maps values to it.
+// `curve` draws a line over a frame, `heat` colours every pixel of it.
 'use strict';
+
+const byId = (id) => document.getElementById(id);
+const elementOf = (kind, values = {}, ...children) => {
+  const element = Object.assign(document.createElement(kind), values);
+  element.append(...children);
+  return element;
+};
+const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 const MARGIN = { left: 40, right: 16, top: 8, bottom: 34 };
 
-// A frame over x (logarithmic or not) and y, each [least, most].
-function frameOf(svg, x, y, logarithmic) {
-  const [width, height] = [svg.clientWidth, svg.clientHeight];
-  const of = logarithmic ? Math.log : (v) => v;
-  const [x0, x1] = x.map(of);
-  const [left, right] = [MARGIN.left, width - MARGIN.right];
-  const [top, bottom] = [MARGIN.top, height - MARGIN.bottom];
-  const back = logarithmic ? Math.exp : (v) => v;
+// Maps [least, most] to [start, end] and back, linearly or by logarithms.
+function scaleOf([least, most], start, end, logarithmic) {
+  const [of, back] = logarithmic ? [Math.log, Math.exp] : [(v) => v, (v) => v];
+  const [low, high] = [of(least), of(most)];
+  return {
+    to: (v) => start + (of(v) - low) / (high - low) * (end - start),
+    from: (px) => back(low + (px - start) / (end - start) * (high - low)),
+  };
+}
+
+// A frame over x and y, each [least, most] and logarithmic or not.
+function frameOf(svg, x, y, { logX = false, logY = false, margin = MARGIN } = {}) {
+  const box = svg.viewBox.baseVal;
+  const [width, height] = box?.width ? [box.width, box.height] : [svg.clientWidth, svg.clientHeight];
+  const [left, right] = [margin.left, width - margin.right];
+  const [top, bottom] = [margin.top, height - margin.bottom];
+  const across = scaleOf(x, left, right, logX);
+  const up = scaleOf(y, bottom, top, logY);
   return {
     width, height, left, right, top, bottom, x, y,
-    toX: (v) => left + (of(v) - x0) / (x1 - x0) * (right - left),
-    toY: (v) => bottom - (v - y[0]) / (y[1] - y[0]) * (bottom - top),
-    fromX: (px) => back(x0 + (px - left) / (right - left) * (x1 - x0)),
-    fromY: (py) => y[0] + (bottom - py) / (bottom - top) * (y[1] - y[0]),
+    toX: across.to, fromX: across.from, toY: up.to, fromY: up.from,
   };
 }
 
@@ -38,6 +53,17 @@ function ticksOf([least, most], count) {
     ticks.push(i * step);
   }
   return ticks;
+}
+
+// Powers of ten and their multiples by 2 and 5 between two ends; some of them if many.
+function logTicksOf([least, most]) {
+  const ticks = [];
+  for (let i = Math.floor(Math.log10(least)); i <= Math.log10(most); i++) {
+    ticks.push(...[1, 2, 5].map((m) => Number(`${m}e${i}`)));
+  }
+  const inside = ticks.filter((x) => x >= least && x <= most);
+  const every = Math.floor(inside.length / 7) + 1;
+  return inside.filter((_, i) => i % every === 0);
 }
 
 // Ratios to label on an axis from 1/range to range.
