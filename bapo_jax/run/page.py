@@ -31,6 +31,8 @@ from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
 from bapo_jax.training.config import Config
 
+MOST_ROWS = 12_000  # rows of metrics in a page; of longer runs every n-th
+
 
 def write_report(workdir: str = 'runs/default') -> None:
   """Writes report.html to the workdir and prints its path: `bapo report`.
@@ -165,11 +167,21 @@ def _curves(groups: Sequence[Group]) -> files.Object:
       panels.append(panel._replace(labels=labels)._asdict())
   names = {name for panel in panels for name in panel['labels']}
   names |= {ERRORS[name] for name in names & ERRORS.keys()}
+  # A page of many long runs must not become too large for a browser.
+  every = -(-sum(len(run.rows) for run in runs) // MOST_ROWS) or 1
+
+  def columns(rows: Sequence[Row]):
+    kept = (
+      row for i, row in enumerate(rows) if i % every == 0 or 'eval/accuracy' in row
+    )
+    return _columns([*kept], names)
+
   return {
     'panels': panels,
     'errors': ERRORS,
+    'every': every,
     'groups': [
-      {'label': group.label, 'runs': [_columns(run.rows, names) for run in group.runs]}
+      {'label': group.label, 'runs': [columns(run.rows) for run in group.runs]}
       for group in groups
     ],
   }

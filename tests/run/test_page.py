@@ -10,6 +10,7 @@ from pages import Page
 from recordings import response
 
 from bapo_jax.run import document, report
+from bapo_jax.run import page as page_lib
 from bapo_jax.run.page import write
 from bapo_jax.run.panels import METRICS, PANELS
 from bapo_jax.runtime import metrics
@@ -226,6 +227,16 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(browser, tmp_path):
     assert shown.evaluate(f'{drawn}.find(([, value]) => value === 50)') == [1235, 50]
     size = "document.querySelector('main').innerHTML.length"
     assert shown.evaluate(size) < 1_000_000
+
+
+def test_of_very_long_runs_every_nth_step_is_shown(tmp_path, monkeypatch):
+  monkeypatch.setattr(page_lib, 'MOST_ROWS', 10)
+  rows = [{'rollout/reward': float(i)} for i in range(25)]
+  rows[13]['eval/accuracy'] = 0.5
+  (group,) = made(workdir(tmp_path, rows)).data['groups']
+  (run,) = group['runs']
+  # Steps 0, 14 and 26, the last, were evaluated.
+  assert run['step'] == [0, 3, 6, 9, 12, 14, 15, 18, 21, 24, 26]
 
 
 @pytest.mark.parametrize('panel', OPTIONAL, ids=lambda panel: panel.title)
