@@ -101,7 +101,7 @@ def flags_of(mode: str) -> argparse.ArgumentParser:
   )
   parser.add_argument('--config', default='', help='a config file, or file:variant')
   function = command(mode)
-  meanings = dict(re.findall(r'\n    (\w+): (.*)', str(function.__doc__)))
+  meanings = dict(re.findall(r'\n  (\w+): (.*)', str(inspect.getdoc(function))))
   for name, parameter in inspect.signature(function).parameters.items():
     default = parameter.default
     if name not in meanings or default is parameter.empty:
