@@ -235,7 +235,16 @@ def config_of(args: argparse.Namespace) -> 'Config':
     raise ValueError(
       f'{args.workdir}/config.json: {error}; give the config as --config'
     ) from None
-  return config.compose(values, args.knobs)
+  composed = config.compose(values, args.knobs)
+  ran = workdir.read_resolved(args.workdir).get('code', {})
+  for knob, now in composed.code.items():
+    if ran.get(knob, now) != now:  # a relative path, read in another folder
+      print(
+        f'bapo_jax: {knob} is now {now}, and was {ran[knob]} in the run (file and '
+        'digest); the result is that of another function',
+        file=sys.stderr,
+      )
+  return composed
 
 
 def fail(*errors: object) -> NoReturn:

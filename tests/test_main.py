@@ -10,10 +10,12 @@ import warnings
 import foreign
 import processes
 import pytest
+import runs
 from absl.testing import flagsaver
 from refusals import refused
 
 from bapo_jax import main
+from bapo_jax.run import experiment
 from bapo_jax.training.config import load, overrides
 
 TINY = 'configs/aime.py'
@@ -239,3 +241,21 @@ def test_a_plan_sets_its_environment_before_an_own_file_runs(tmp_path):
   )
   flags = [GOOD, f'--config.loss.rule={tmp_path}/my.py:f', '--mode=plan']
   assert str([*main.PLANNING.values()]) in refused(flags)
+
+
+def test_a_function_of_the_same_path_in_another_folder_is_said(
+  tmp_path, monkeypatch, capsys
+):
+  def enter(name, reward):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / 'my.py').write_text(f'def score(sample): return {reward}')
+    monkeypatch.chdir(tmp_path / name)
+
+  enter('ran', 1.0)
+  experiment.claim(str(tmp_path / 'run'), runs.tiny(**{'rewards.rule': 'my.py:score'}))
+  args = main.parse(['bapo', 'eval', str(tmp_path / 'run')])
+  main.config_of(args)
+  assert not capsys.readouterr().err
+  enter('other', 0.5)
+  main.config_of(args)
+  assert 'rewards.rule is now my.py' in capsys.readouterr().err
