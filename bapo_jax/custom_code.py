@@ -130,7 +130,7 @@ class UserFunction:
 
   @property
   def declared(self) -> dict[str, Any]:
-    """What the function declares."""
+    """Returns the needs that the function declares."""
     return next((x.declares for x in self._inner() if hasattr(x, 'declares')), {})
 
   @property

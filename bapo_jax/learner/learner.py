@@ -46,7 +46,7 @@ class TrainStep(Protocol):
 
 
 class Rules(NamedTuple):
-  """What is the same in all steps of a run.
+  """Holds the parts of an update that are the same in all steps of a run.
 
   Fields:
     advantage_rule, weights, teacher: see `flatten`.

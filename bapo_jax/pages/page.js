@@ -200,11 +200,12 @@ function readable(svg, frame, curves, output) {
 
 function* curvesPart() {
   const averages = !ALONE && RUNS.length > DATA.groups.length;
+  const some = DATA.every > 1 ? `one step in ${DATA.every}` : 'every step';
   let lines = `Bold lines are running means over ${width} steps`;
-  if (ALONE) lines = width > 1 ? `${lines}, pale lines every value` : `Lines have the values of every ${DATA.every > 1 ? `${DATA.every}th ` : ''}step`;
+  if (ALONE) lines = width > 1 ? `${lines}, pale lines every value` : `Lines have the values of ${some}`;
   if (averages) lines += ' and over the runs of a group, pale lines its runs';
   yield make('h2', '', 'Curves');
-  if (!ALONE && DATA.every > 1) lines += `, from every ${DATA.every}th step`;
+  if (DATA.every > 1 && !(ALONE && width === 1)) lines += `, from ${some}`;
   yield note(`${lines}; evaluations are not smoothed and have bars of one standard error. `
     + 'Point at a chart, or touch it, to read the values of a step.');
   yield make('div', 'charts', DATA.panels.map(chartOf));

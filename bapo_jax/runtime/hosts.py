@@ -38,7 +38,7 @@ HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 @dataclasses.dataclass
 class _Here:
-  """What this process knows of the others."""
+  """Holds what this process knows of the others."""
 
   process: int = 0  # its number
   run: Sequence[int] = (0,)  # the numbers of all processes

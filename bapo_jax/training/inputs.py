@@ -28,7 +28,7 @@ class Model(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """What a run reads before its weights, each file once."""
+  """Holds the files that a run reads before its weights."""
 
   model: Model
   data: Data

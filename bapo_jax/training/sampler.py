@@ -35,7 +35,7 @@ from bapo_jax.types import Prompts, Tree, empty_groups
 
 
 class Elsewhere(NamedTuple):
-  """How far devices that do not train have come with the submissions."""
+  """Reports on devices that sample and do not train."""
 
   busy: float  # seconds for which they have sampled
   signal: int = 0  # received by the process that samples; 0: none
