@@ -113,8 +113,9 @@ def pooled(own: Mapping[str, Results], arms: Sequence[str] = ()) -> dict[str, Re
 def inside(setting: str, stage_1: Results) -> Check:
   """C1: every own rate is the best of stage 1, and not at an edge of what was tried."""
   holds, ends = True, []
-  for arm, of_rate in rates.means(stage_1, setting).items():
-    own = rates.OWN[setting].get(arm)
+  by_arm = rates.means(stage_1, setting)
+  for arm, own in rates.OWN[setting].items():
+    of_rate = by_arm[arm]
     holds &= own == rates.best(of_rate) and rates.to_add(of_rate) is None
     if own in (rates.LADDER[0], rates.LADDER[-1]):
       ends.append(arm)
@@ -222,7 +223,10 @@ def reading(judged: Sequence[Verdict]) -> str:
 def of_rates(stage_1: Results, setting: str) -> str:
   """Returns accuracy against rate for every arm, stage 1, as a table."""
   rows = []
-  for arm, of_rate in rates.means(stage_1, setting).items():
+  by_arm = rates.means(stage_1, setting)
+  # An arm without an own rate is still being tried, and is not read.
+  for arm in rates.OWN[setting]:
+    of_rate = by_arm[arm]
     own = rates.best(of_rate)
     texts = []
     for rate in rates.LADDER:
