@@ -1,7 +1,8 @@
 r"""Reads rows of named fields, whatever layout the data set has.
 
 1. `read_rows` reads all rows of a source by the layout of its first row;
-2. `detect` returns the layout of a row, and `parse` reads a row by it.
+2. `detect` returns the layout of a row, and `parse` reads a row by it. Columns that the
+   user names come before any layout; a doubtful layout is refused.
 
 Field names match regardless of case, spaces, underscores and hyphens: `final_answer`
 and `Final Answer` are the same field. A problem is a string or a list of chat messages:
@@ -13,12 +14,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax.data import pictures
+from bapo_jax.data.knobs import Columns
 from bapo_jax.data.row import Row
-from bapo_jax.knobs import shown
+from bapo_jax.knobs import shorten, shown
 
 Fields = dict[str, Any]  # of a row
 
@@ -33,6 +36,7 @@ class Layout(NamedTuple):
   answer_format: str  # plain, hashes, boxed, bare, countdown or none
 
 
+PROBLEMS = ('problem', 'question', 'prompt', 'messages')
 ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
 # Name, then the field names of problem, answer and data set. Earlier names and earlier
 # layouts take precedence: a verl row may also have a field `answer`.
@@ -60,6 +64,7 @@ VERIFIERS = (
   ('aime', 'aime'),
   ('math|numina|olympiad|amc', 'math'),
 )
+ANSWER = re.compile('ans|target|gold|truth|label|solution|result', re.I)  # a guess
 LONGEST_BARE = 100  # characters of a solution that is only an answer
 EXACT = 2**53  # from here on, a float may stand for several integers
 OPENER = r'\boxed{'
@@ -77,48 +82,102 @@ KNOWN = {_plain(name) for name in (*NUMBERS, TARGET, *PICTURES, SOLUTIONS)} | {
 }
 
 
-def known(name: str) -> bool:
-  """Returns whether a field of this name has a meaning in any layout."""
-  return _plain(name) in KNOWN
+def known(name: str, columns: Columns = Columns()) -> bool:
+  """Returns whether a field has a meaning in any layout, or is named by `columns`."""
+  paths = [x for _, path in columns for x in (path, path.partition('.')[0])]
+  return _plain(name) in {*KNOWN, *map(_plain, paths)}
 
 
-def detect(row: Fields, *, whole: bool = False) -> Layout:
+def detect(row: Fields, columns: Columns = Columns(), *, whole: bool = False) -> Layout:
   """Returns the layout of a file with this first row; `whole`: answers are optional.
 
   Raises:
-    ValueError: no layout has these fields.
+    ValueError: the row lacks a column of `columns`, no layout has these fields, or two
+      of them may be the problem or the answer.
   """
   spelled = {_plain(name): name for name in reversed(row)}
+  for knob, name in columns:
+    if name and not _find(row, spelled, [name]):
+      raise ValueError(
+        f'problems.columns.{knob}={shown(name)} is no column; give one of '
+        f'{sorted(map(str, row))!s:.400}'
+      )
+  layouts: Sequence[tuple[Any, ...]] = LAYOUTS
+  if columns.problem or columns.answer:
+    problems = (columns.problem,) if columns.problem else PROBLEMS
+    answers = (columns.answer,) if columns.answer else ANSWERS
+    layouts = (('columns', problems, answers, ('data_source', 'dataset')),)
+  if columns.verifier:
+    layouts = [(*others, (columns.verifier,)) for *others, _ in layouts]
   numbers = _find(row, spelled, NUMBERS)
-  if numbers and TARGET in spelled:
+  if layouts is LAYOUTS and numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
-  for name, *columns in LAYOUTS:
-    problem, answer, source = (_find(row, spelled, names) for names in columns)
+  for name, problems, answers, sources in layouts:
+    problem, answer, source = (
+      _find(row, spelled, names) for names in (problems, answers, sources)
+    )
     # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
-      value = row.get(answer)
-      text = value if isinstance(value, str) else ''
-      answer_format = 'hashes' if '####' in text else 'plain'
-      if _plain(answer) == 'solution' and OPENER in text:
-        answer_format = 'boxed'
-      elif _plain(answer) == 'solution' and answer_format == 'plain':
-        # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it
-        # is the reference for reward functions and may be the bare answer.
-        answer_format = 'boxed' if name == 'problem and answer' else 'bare'
-      return Layout(name, problem, answer, source, answer_format)
+      for names in (problems, answers):
+        _refuse_rivals(row, spelled, names, problem, answer)
+      return Layout(name, problem, answer, source, _format(name, answer, row))
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
     if solution:
       answer_format = 'hashes' if '####' in str(solution) else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
-  for name, problems, _, sources in LAYOUTS if whole else ():
+  for name, problems, _, sources in layouts if whole else ():
     if problem := _find(row, spelled, problems):
       return Layout(name, problem, '', _find(row, spelled, sources), 'none')
   raise ValueError(
-    f'fields {sorted(map(str, row))!s:.400} match no layout; rename them, such as to '
-    "'problem' and 'answer' (docs/guide/data_and_rewards.md lists all layouts)"
+    f'fields {sorted(map(str, row))!s:.400} match no layout; '
+    f'{_question(row, _find(row, spelled, PROBLEMS))}'
   )
+
+
+def _refuse_rivals(row, spelled, names: Sequence[str], problem, answer):
+  """Raises a ValueError if two columns of one meaning have different values."""
+  # A worked solution beside an answer is no rival.
+  paths = [_find(row, spelled, [name]) for name in names if name != 'solution']
+  values = {path: row.get(path) for path in paths if path}
+  values = {path: x for path, x in values.items() if x not in (None, '')}
+  if len({str(x) for x in values.values()}) > 1:
+    raise ValueError(
+      f'{" and ".join(map(repr, values))} differ, and each may be the '
+      f'{"problem" if problem in values else "answer"}; '
+      f'{_question(row, problem, answer)}'
+    )
+
+
+def _question(row, problem='', answer=''):
+  """Returns the knobs that say what two columns are, with names of the row."""
+  sizes = {str(name): len(str(value)) for name, value in row.items()}
+  problem = problem or max(sizes, key=lambda name: sizes[name])
+  others = [name for name in sizes if name != problem] or [problem]
+  answer = answer or max(others, key=lambda name: bool(ANSWER.search(name)))
+  pair = {'problem': problem, 'answer': answer}
+  flags = [
+    f'--config.problems.columns.{knob}={shlex.quote(shorten(name))}'
+    for knob, name in pair.items()
+  ]
+  return (
+    f'say which column is which, such as {" ".join(flags)} '
+    '(docs/guide/data_and_rewards.md lists all layouts)'
+  )
+
+
+def _format(name, answer, row):
+  """Returns the format of the answers; the first row decides."""
+  value = row.get(answer)
+  text = value if isinstance(value, str) else ''
+  if '####' in text and not (_plain(answer) == 'solution' and OPENER in text):
+    return 'hashes'
+  if _plain(answer) != 'solution':
+    return 'boxed' if name == 'columns' and OPENER in text else 'plain'
+  # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it is the
+  # reference for reward functions and may be the bare answer.
+  return 'boxed' if OPENER in text or name == 'problem and answer' else 'bare'
 
 
 def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
@@ -143,7 +202,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
     answer = _countdown(numbers, target)
     problem = COUNTDOWN.format(', '.join(map(str, numbers)), target)
     return Row(problem, answer, 'countdown', fields=fields)
-  solved = layout.name in ('open-instruct', 'messages')
+  solved = layout.name in ('open-instruct', 'messages', 'columns')
   problem, system, solution = _read(row, layout.problem, _chat, solved)
   answer = verifier = ''
   if layout.answer == layout.problem:
@@ -157,6 +216,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
 
 def read_rows(
   items: Iterable[tuple[str, Any]],
+  columns: Columns = Columns(),
   *,
   whole: bool = False,
   folder: str = '',
@@ -176,11 +236,11 @@ def read_rows(
     try:
       if not isinstance(fields, dict):
         raise ValueError(f'{shown(fields)} has no named fields; give a JSON object')
-      layout = layout or detect(fields, whole=whole)
+      layout = layout or detect(fields, columns, whole=whole)
       row = parse(fields, layout, whole=whole)
       solutions = fields.get(SOLUTIONS) or ()
       row = row._replace(
-        pictures=_pictures(fields, folder),
+        pictures=_pictures(fields, columns.pictures, folder),
         solutions=_as_tuple(solutions),
         rank=fields.get('rank', 0) if callable(solutions) else 0,
       )
@@ -210,11 +270,11 @@ def _countdown(numbers, target):
   return json.dumps({'numbers': list(numbers), 'target': target})
 
 
-def _pictures(row: Fields, folder):
-  """Returns the picture files of a row, in order."""
-  for name in PICTURES:
+def _pictures(row: Fields, column, folder):
+  """Returns the picture files of a row, in order; `column` is their field, or ''."""
+  for name in [column] if column else PICTURES:
     for field, values in row.items():
-      if _plain(field) != name or values is None or values in ('', [], {}):
+      if _plain(field) != _plain(name) or values is None or values in ('', [], {}):
         continue
       files = []
       for i, value in enumerate(values if isinstance(values, list) else [values], 1):
@@ -245,6 +305,8 @@ def _picture(value, folder):
 def _find(row: Fields, spelled: dict[str, str], names: Iterable[str]):
   """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
+    if name in row:
+      return name
     outer, _, inner = name.partition('.')
     field = spelled.get(_plain(outer), '')
     if field and (not inner or isinstance(row[field], dict)):
@@ -253,7 +315,7 @@ def _find(row: Fields, spelled: dict[str, str], names: Iterable[str]):
 
 
 def _get(row, path):
-  for name in path.split('.'):
+  for name in [path] if path in row else path.split('.'):
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
     if name not in row:

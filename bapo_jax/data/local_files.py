@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from bapo_jax.data import layouts
+from bapo_jax.data.knobs import Columns
 from bapo_jax.runtime.files import first_line
 
 TEXT = ('.jsonl', '.json', '.csv')
@@ -33,7 +34,9 @@ BATCH = 256  # rows of a parquet file that are converted at once
 Item = tuple[str, Any]  # (file with the number of the line or row, from 1; the fields)
 
 
-def items(path: str, *, whole: bool = False) -> Iterator[Item]:
+def items(
+  path: str, columns: Columns = Columns(), *, whole: bool = False
+) -> Iterator[Item]:
   """Yields (location, fields) of each row of a file; for `whole` see `layouts.parse`.
 
   Raises:
@@ -43,7 +46,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} has an unknown suffix; use {", ".join(SUFFIXES)}')
   item = None
   try:
-    for item in _items(path, whole):
+    for item in _items(path, columns, whole):
       yield item
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     reason = getattr(error, 'strerror', None) or first_line(error)
@@ -55,10 +58,10 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} contains no problem; give another file')
 
 
-def _items(path, whole):
+def _items(path, named, whole):
   kind = path.removesuffix('.gz').rpartition('.')[2]
   if kind == 'parquet':
-    yield from _parquet(path, whole)
+    yield from _parquet(path, named, whole)
     return
   opened = gzip.open if path.endswith('.gz') else open
   # newline='': csv needs the line ends within quotes as they are.
@@ -135,7 +138,7 @@ def _csv(path, file: IO[str]):
     ) from error
 
 
-def _parquet(path, whole):
+def _parquet(path, named: Columns, whole):
   """Yields rows in which, unless `whole`, columns without a meaning are None."""
   import pyarrow.parquet
 
@@ -144,7 +147,7 @@ def _parquet(path, whole):
       names = file.schema_arrow.names
       _check_names(names, f'{path}: ')
       # A column without a meaning may have a type that Python cannot represent.
-      columns = names if whole else [name for name in names if layouts.known(name)]
+      columns = [name for name in names if whole or layouts.known(name, named)]
       batches = file.iter_batches(BATCH, columns=columns)
       rows = (row for batch in batches for row in batch.to_pylist())
       for number, row in enumerate(rows, 1):

@@ -75,7 +75,7 @@ def _rows(problems, knob: Knob, whole):
   return [
     row
     for folder, items in _files(problems, knob, whole)
-    for row in layouts.read_rows(items, whole=whole, folder=folder)
+    for row in layouts.read_rows(items, problems.columns, whole=whole, folder=folder)
   ]
 
 
@@ -171,7 +171,7 @@ def _files(problems, knob: Knob, whole=False):
       return
     paths = hub.find_files(name, split, f'problems.{knob}')
   for path in paths:
-    yield os.path.dirname(path), local_files.items(path, whole=whole)
+    yield os.path.dirname(path), local_files.items(path, problems.columns, whole=whole)
 
 
 def _plain(value):
