@@ -57,6 +57,11 @@ COUNTDOWN = (
   'number is used exactly once; parentheses are allowed. Give the expression in '
   r'\boxed{{}}.'
 )
+# What a column that the user names takes the place of.
+MEANINGS = {
+  'problem': (*PROBLEMS, *NUMBERS),
+  'answer': (*ANSWERS, 'reward_model', 'label', TARGET),
+}
 # Patterns in the name of a data set, and the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
@@ -96,40 +101,44 @@ def detect(row: Fields, columns: Columns = Columns(), *, whole: bool = False) ->
       of them may be the problem or the answer.
   """
   spelled = {_plain(name): name for name in reversed(row)}
-  for knob, name in columns:
-    if name and not _find(row, spelled, [name]):
+  named = {
+    knob: name if name in row else _find(row, spelled, [name])
+    for knob, name in columns
+    if name
+  }
+  for knob, path in named.items():
+    if not path:
       raise ValueError(
-        f'problems.columns.{knob}={shown(name)} is no column; give one of '
-        f'{sorted(map(str, row))!s:.400}'
+        f'problems.columns.{knob}={shown(getattr(columns, knob))} is no column; give '
+        f'one of {sorted(map(str, row))!s:.400}'
       )
-  layouts: Sequence[tuple[Any, ...]] = LAYOUTS
-  if columns.problem or columns.answer:
-    problems = (columns.problem,) if columns.problem else PROBLEMS
-    answers = (columns.answer,) if columns.answer else ANSWERS
-    layouts = (('columns', problems, answers, ('data_source', 'dataset')),)
-  if columns.verifier:
-    layouts = [(*others, (columns.verifier,)) for *others, _ in layouts]
+    # The column takes the place of all fields with its meaning.
+    for name in MEANINGS.get(knob, ()):
+      spelled.pop(_plain(name), '')
+    spelled[knob] = path
   numbers = _find(row, spelled, NUMBERS)
-  if layouts is LAYOUTS and numbers and TARGET in spelled:
+  if numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
-  for name, problems, answers, sources in layouts:
-    problem, answer, source = (
-      _find(row, spelled, names) for names in (problems, answers, sources)
-    )
+  for name, problems, answers, sources in LAYOUTS:
+    problem = _find(row, spelled, problems)
+    answer = _find(row, spelled, answers)
     # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
       for names in (problems, answers):
         _refuse_rivals(row, spelled, names, problem, answer)
-      return Layout(name, problem, answer, source, _format(name, answer, row))
+      source = named.get('verifier') or _find(row, spelled, sources)
+      answer_format = _format(name, answer, row, named='answer' in named)
+      return Layout(name, problem, answer, source, answer_format)
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
     if solution:
       answer_format = 'hashes' if '####' in str(solution) else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
-  for name, problems, _, sources in layouts if whole else ():
+  for name, problems, _, sources in LAYOUTS if whole else ():
     if problem := _find(row, spelled, problems):
-      return Layout(name, problem, '', _find(row, spelled, sources), 'none')
+      source = named.get('verifier') or _find(row, spelled, sources)
+      return Layout(name, problem, '', source, 'none')
   raise ValueError(
     f'fields {sorted(map(str, row))!s:.400} match no layout; '
     f'{_question(row, _find(row, spelled, PROBLEMS))}'
@@ -167,14 +176,14 @@ def _question(row, problem='', answer=''):
   )
 
 
-def _format(name, answer, row):
+def _format(name, answer, row, *, named):
   """Returns the format of the answers; the first row decides."""
   value = row.get(answer)
   text = value if isinstance(value, str) else ''
   if '####' in text and not (_plain(answer) == 'solution' and OPENER in text):
     return 'hashes'
   if _plain(answer) != 'solution':
-    return 'boxed' if name == 'columns' and OPENER in text else 'plain'
+    return 'boxed' if named and OPENER in text else 'plain'
   # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it is the
   # reference for reward functions and may be the bare answer.
   return 'boxed' if OPENER in text or name == 'problem and answer' else 'bare'
@@ -202,7 +211,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
     answer = _countdown(numbers, target)
     problem = COUNTDOWN.format(', '.join(map(str, numbers)), target)
     return Row(problem, answer, 'countdown', fields=fields)
-  solved = layout.name in ('open-instruct', 'messages', 'columns')
+  solved = layout.name in ('open-instruct', 'messages')
   problem, system, solution = _read(row, layout.problem, _chat, solved)
   answer = verifier = ''
   if layout.answer == layout.problem:
@@ -305,8 +314,6 @@ def _picture(value, folder):
 def _find(row: Fields, spelled: dict[str, str], names: Iterable[str]):
   """Returns the first of `names` that is in the row, in the row's spelling, else ''."""
   for name in names:
-    if name in row:
-      return name
     outer, _, inner = name.partition('.')
     field = spelled.get(_plain(outer), '')
     if field and (not inner or isinstance(row[field], dict)):

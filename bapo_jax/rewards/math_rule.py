@@ -19,10 +19,6 @@ from bapo_jax.rewards.latex import spelling, symbolic, trees
 LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
 
-class Unreadable(ValueError):
-  """Reports that the rule cannot parse the right answer of a problem."""
-
-
 def math(
   answer: str, content: str | None, text: str, *, strict: bool = True
 ) -> Verdict:
@@ -49,15 +45,15 @@ def math(
     equal = (_equal if strict else symbolic.equivalent)(answer, content)
   except MemoryError:
     raise  # the worker process must be replaced
-  except Unreadable:
-    return answers.unusable(answer, 'an expression')._replace(answer=response)
   except Exception as error:  # sympy raises many types
     return Verdict(None, f'math-verify failed: {type(error).__name__}', response)
+  if equal is None:
+    return answers.unusable(answer, 'an expression')._replace(answer=response)
   return answers.compared(equal, response)
 
 
 def _equal(answer, response):
-  """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
+  """Compares LaTeX answers strictly; returns None if `answer` is unreadable."""
   gold_text = spelling.spell(answer)
   response_text = spelling.spell(response)
   (letter, gold_value), (response_letter, value) = map(
@@ -77,8 +73,8 @@ def _equal(answer, response):
   for commas_group in (True, False) if ',' in gold_text + response_text else (True,):
     try:
       gold = read(gold_text, commas_group)
-    except ValueError as error:
-      raise Unreadable(str(error)) from error
+    except ValueError:
+      return None
     try:
       parsed = read(response_text, commas_group)
     except ValueError:

@@ -60,6 +60,7 @@ class Calls:
     self._function = function
     self._k = k
     self.batched = bool(function.declared.get('batched'))
+    self.unit = function.declared.get('steps', '')  # of the ends of steps
     # Whether one call, or calls that overlap, serve all samples.
     self.together = self.batched or function.is_async
 
@@ -119,12 +120,10 @@ class Scorer:
   def __init__(self, k: Verification):
     self._k = k
     self._rules = k.rule.split(',')
-    functions = {
-      rule: custom_code.load(rule).bound(k.custom)
+    self._calls = {
+      rule: Calls(custom_code.load(rule).bound(k.custom), k)
       for rule in custom_code.paths_in(k.rule)
     }
-    self._units = {rule: x.declared.get('steps', '') for rule, x in functions.items()}
-    self._calls = {rule: Calls(x, k) for rule, x in functions.items()}
     self.batched = any(call.batched for call in self._calls.values())
     self.together = any(call.together for call in self._calls.values())
 
@@ -187,7 +186,7 @@ class Scorer:
       parts = verdict.parts and _finite(verdict.parts)
     except (TypeError, ValueError, OverflowError, AttributeError):
       return Verdict.failed(f'{rule} returned {value!r:.80}, not a finite number')
-    unit = self._units.get(rule, '')
+    unit = self._calls[rule].unit if rule in self._calls else ''
     steps = verdict.steps
     try:
       if bool(unit) != (steps is not None) and right is not None:

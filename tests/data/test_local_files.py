@@ -367,6 +367,13 @@ def test_the_user_names_the_columns(tmp_path):
   assert layouts.parse(row | {'gold': 'aime'}, layout) == Row('1+1', '3', 'aime')
 
 
+@pytest.mark.parametrize('case', rows_of('rows.jsonl'))
+def test_a_named_column_takes_the_place_of_every_other(case):
+  row = case['row'] | {'text': '7+1', 'gold': 8, 'target': 9, 'nums': [1, 2]}
+  layout = layouts.detect(row, Columns(problem='text', answer='gold'))
+  assert layouts.parse(row, layout)[:2] == ('7+1', '8')
+
+
 @pytest.mark.parametrize(
   ('value', 'answer', 'verifier'),
   [
