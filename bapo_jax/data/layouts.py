@@ -165,14 +165,11 @@ def _question(row, problem='', answer=''):
   problem = problem or max(sizes, key=lambda name: sizes[name])
   others = [name for name in sizes if name != problem] or [problem]
   answer = answer or max(others, key=lambda name: bool(ANSWER.search(name)))
-  pair = {'problem': problem, 'answer': answer}
-  flags = [
-    f'--config.problems.columns.{knob}={shlex.quote(shorten(name))}'
-    for knob, name in pair.items()
-  ]
+  problem, answer = (shlex.quote(shorten(name)) for name in (problem, answer))
   return (
-    f'say which column is which, such as {" ".join(flags)} '
-    '(docs/guide/data_and_rewards.md lists all layouts)'
+    f'say which column is which, such as --config.problems.columns.problem={problem} '
+    f'--config.problems.columns.answer={answer} (docs/guide/data_and_rewards.md lists '
+    'all layouts)'
   )
 
 
