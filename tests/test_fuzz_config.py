@@ -17,7 +17,7 @@ from bapo_jax import knobs, sharding
 from bapo_jax.data import sources
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
-from bapo_jax.training import budget, build, inputs, resolve
+from bapo_jax.training import budget, build, inputs, refusals, resolve
 from bapo_jax.training.config import Config, overrides, parse
 
 FIELDS = {name: (field, value) for name, field, value in knobs.fields(Config())}
@@ -62,7 +62,7 @@ def trial(rng: random.Random) -> dict:
 def check_sentence(error: ValueError) -> None:
   """A sentence is one short line that begins with, or names, what is wrong."""
   text = str(error)
-  assert type(error) is ValueError
+  assert type(error) in (ValueError, refusals.Refused)
   assert '\n' not in text and len(text) < 500, text
   assert any(name in text for name in (*FIELDS, *SECTIONS)), text
   assert not any(word in text for word in ('<class', 'typing.', 'pydantic')), text

@@ -37,6 +37,17 @@ class CustomRows(CustomKnobs):
   arguments = ('split',)
 
 
+class Columns(Section):
+  """Columns of the files; '' is the column of the layout that the first row has."""
+
+  problem: str = knob('', "Column with the problem; '': that of the layout.")
+  answer: str = knob('', "Column with the right answer; '': that of the layout.")
+  verifier: str = knob(
+    '', "Column that names a data set or verifier; '': that of the layout."
+  )
+  pictures: str = knob('', "Column with the pictures; '': images or image.")
+
+
 class ProblemsConfig(CustomSection):
   """Training and held-out problems."""
 
@@ -53,6 +64,7 @@ class ProblemsConfig(CustomSection):
     "Held-out problems; same choices as source. A function is called with 'test'.",
   )
   custom: SerializeAsAny[CustomRows] = custom_knobs(CustomRows)
+  columns: Columns = knob(Columns, 'Columns of the rows.')
   duplicates: Literal['drop', 'keep'] = knob(
     'drop',
     'Repeated problems: drop all but the first, or keep all; logged either way.',

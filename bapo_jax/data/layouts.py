@@ -1,7 +1,8 @@
 r"""Reads rows of named fields, whatever layout the data set has.
 
 1. `read_rows` reads all rows of a source by the layout of its first row;
-2. `detect` returns the layout of a row, and `parse` reads a row by it.
+2. `detect` returns the layout of a row, and `parse` reads a row by it. Columns that the
+   user names come before any layout; a doubtful layout is refused.
 
 Field names match regardless of case, spaces, underscores and hyphens: `final_answer`
 and `Final Answer` are the same field. A problem is a string or a list of chat messages:
@@ -13,12 +14,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax.data import pictures
+from bapo_jax.data.knobs import Columns
 from bapo_jax.data.row import Row
-from bapo_jax.knobs import shown
+from bapo_jax.knobs import shorten, shown
 
 Fields = dict[str, Any]  # of a row
 
@@ -33,6 +36,7 @@ class Layout(NamedTuple):
   answer_format: str  # plain, hashes, boxed, bare, countdown or none
 
 
+PROBLEMS = ('problem', 'question', 'prompt', 'messages')
 ANSWERS = ('final_answer', 'answer', 'expected_answer', 'ground_truth', 'solution')
 # Name, then the field names of problem, answer and data set. Earlier names and earlier
 # layouts take precedence: a verl row may also have a field `answer`.
@@ -53,6 +57,11 @@ COUNTDOWN = (
   'number is used exactly once; parentheses are allowed. Give the expression in '
   r'\boxed{{}}.'
 )
+# What a column that the user names takes the place of.
+MEANINGS = {
+  'problem': (*PROBLEMS, *NUMBERS),
+  'answer': (*ANSWERS, 'reward_model', 'label', TARGET),
+}
 # Patterns in the name of a data set, and the verifier of its answers.
 VERIFIERS = (
   ('gsm8k', 'gsm8k'),
@@ -60,6 +69,7 @@ VERIFIERS = (
   ('aime', 'aime'),
   ('math|numina|olympiad|amc', 'math'),
 )
+ANSWER = re.compile('ans|target|gold|truth|label|solution|result', re.I)  # a guess
 LONGEST_BARE = 100  # characters of a solution that is only an answer
 EXACT = 2**53  # from here on, a float may stand for several integers
 OPENER = r'\boxed{'
@@ -77,35 +87,48 @@ KNOWN = {_plain(name) for name in (*NUMBERS, TARGET, *PICTURES, SOLUTIONS)} | {
 }
 
 
-def known(name: str) -> bool:
-  """Returns whether a field of this name has a meaning in any layout."""
-  return _plain(name) in KNOWN
+def known(name: str, columns: Columns = Columns()) -> bool:
+  """Returns whether a field has a meaning in any layout, or is named by `columns`."""
+  paths = [x for _, path in columns for x in (path, path.partition('.')[0])]
+  return _plain(name) in {*KNOWN, *map(_plain, paths)}
 
 
-def detect(row: Fields, *, whole: bool = False) -> Layout:
+def detect(row: Fields, columns: Columns = Columns(), *, whole: bool = False) -> Layout:
   """Returns the layout of a file with this first row; `whole`: answers are optional.
 
   Raises:
-    ValueError: no layout has these fields.
+    ValueError: the row lacks a column of `columns`, no layout has these fields, or two
+      of them may be the problem or the answer.
   """
   spelled = {_plain(name): name for name in reversed(row)}
+  named = {
+    knob: name if name in row else _find(row, spelled, [name])
+    for knob, name in columns
+    if name
+  }
+  for knob, path in named.items():
+    if not path:
+      raise ValueError(
+        f'problems.columns.{knob}={shown(getattr(columns, knob))} is no column; give '
+        f'one of {sorted(map(str, row))!s:.400}'
+      )
+    # The column takes the place of all fields with its meaning.
+    for name in MEANINGS.get(knob, ()):
+      spelled.pop(_plain(name), '')
+    spelled[knob] = path
   numbers = _find(row, spelled, NUMBERS)
   if numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
-  for name, *columns in LAYOUTS:
-    problem, answer, source = (_find(row, spelled, names) for names in columns)
+  for name, problems, answers, sources in LAYOUTS:
+    problem = _find(row, spelled, problems)
+    answer = _find(row, spelled, answers)
     # A chat in `prompt` derives from the problem and may add a system message.
     derived = isinstance(row.get(spelled.get('prompt', '')), list)
     if problem and answer and not (derived and name == 'problem and answer'):
-      value = row.get(answer)
-      text = value if isinstance(value, str) else ''
-      answer_format = 'hashes' if '####' in text else 'plain'
-      if _plain(answer) == 'solution' and OPENER in text:
-        answer_format = 'boxed'
-      elif _plain(answer) == 'solution' and answer_format == 'plain':
-        # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it
-        # is the reference for reward functions and may be the bare answer.
-        answer_format = 'boxed' if name == 'problem and answer' else 'bare'
+      for names in (problems, answers):
+        _refuse_rivals(row, spelled, names, problem, answer)
+      source = named.get('verifier') or _find(row, spelled, sources)
+      answer_format = _format(name, answer, row, named='answer' in named)
       return Layout(name, problem, answer, source, answer_format)
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
@@ -114,11 +137,53 @@ def detect(row: Fields, *, whole: bool = False) -> Layout:
       return Layout('messages', messages, messages, '', answer_format)
   for name, problems, _, sources in LAYOUTS if whole else ():
     if problem := _find(row, spelled, problems):
-      return Layout(name, problem, '', _find(row, spelled, sources), 'none')
+      source = named.get('verifier') or _find(row, spelled, sources)
+      return Layout(name, problem, '', source, 'none')
   raise ValueError(
-    f'fields {sorted(map(str, row))!s:.400} match no layout; rename them, such as to '
-    "'problem' and 'answer' (docs/guide/data_and_rewards.md lists all layouts)"
+    f'fields {sorted(map(str, row))!s:.400} match no layout; '
+    f'{_question(row, _find(row, spelled, PROBLEMS))}'
   )
+
+
+def _refuse_rivals(row, spelled, names: Sequence[str], problem, answer):
+  """Raises a ValueError if two columns of one meaning have different values."""
+  # A worked solution beside an answer is no rival.
+  paths = [_find(row, spelled, [name]) for name in names if name != 'solution']
+  values = {path: row.get(path) for path in paths if path}
+  values = {path: x for path, x in values.items() if x not in (None, '')}
+  if len({str(x) for x in values.values()}) > 1:
+    raise ValueError(
+      f'{" and ".join(map(repr, values))} differ, and each may be the '
+      f'{"problem" if problem in values else "answer"}; '
+      f'{_question(row, problem, answer)}'
+    )
+
+
+def _question(row, problem='', answer=''):
+  """Returns the knobs that say what two columns are, with names of the row."""
+  sizes = {str(name): len(str(value)) for name, value in row.items()}
+  problem = problem or max(sizes, key=lambda name: sizes[name])
+  others = [name for name in sizes if name != problem] or [problem]
+  answer = answer or max(others, key=lambda name: bool(ANSWER.search(name)))
+  problem, answer = (shlex.quote(shorten(name)) for name in (problem, answer))
+  return (
+    f'say which column is which, such as --config.problems.columns.problem={problem} '
+    f'--config.problems.columns.answer={answer} (docs/guide/data_and_rewards.md lists '
+    'all layouts)'
+  )
+
+
+def _format(name, answer, row, *, named):
+  """Returns the format of the answers; the first row decides."""
+  value = row.get(answer)
+  text = value if isinstance(value, str) else ''
+  if '####' in text and not (_plain(answer) == 'solution' and OPENER in text):
+    return 'hashes'
+  if _plain(answer) != 'solution':
+    return 'boxed' if named and OPENER in text else 'plain'
+  # Next to a problem, a solution is worked out. Next to a prompt, as in TRL, it is the
+  # reference for reward functions and may be the bare answer.
+  return 'boxed' if OPENER in text or name == 'problem and answer' else 'bare'
 
 
 def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
@@ -157,6 +222,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
 
 def read_rows(
   items: Iterable[tuple[str, Any]],
+  columns: Columns = Columns(),
   *,
   whole: bool = False,
   folder: str = '',
@@ -176,11 +242,11 @@ def read_rows(
     try:
       if not isinstance(fields, dict):
         raise ValueError(f'{shown(fields)} has no named fields; give a JSON object')
-      layout = layout or detect(fields, whole=whole)
+      layout = layout or detect(fields, columns, whole=whole)
       row = parse(fields, layout, whole=whole)
       solutions = fields.get(SOLUTIONS) or ()
       row = row._replace(
-        pictures=_pictures(fields, folder),
+        pictures=_pictures(fields, columns.pictures, folder),
         solutions=_as_tuple(solutions),
         rank=fields.get('rank', 0) if callable(solutions) else 0,
       )
@@ -210,11 +276,11 @@ def _countdown(numbers, target):
   return json.dumps({'numbers': list(numbers), 'target': target})
 
 
-def _pictures(row: Fields, folder):
-  """Returns the picture files of a row, in order."""
-  for name in PICTURES:
+def _pictures(row: Fields, column, folder):
+  """Returns the picture files of a row, in order; `column` is their field, or ''."""
+  for name in [column] if column else PICTURES:
     for field, values in row.items():
-      if _plain(field) != name or values is None or values in ('', [], {}):
+      if _plain(field) != _plain(name) or values is None or values in ('', [], {}):
         continue
       files = []
       for i, value in enumerate(values if isinstance(values, list) else [values], 1):
@@ -253,7 +319,7 @@ def _find(row: Fields, spelled: dict[str, str], names: Iterable[str]):
 
 
 def _get(row, path):
-  for name in path.split('.'):
+  for name in [path] if path in row else path.split('.'):
     if not isinstance(row, dict):
       raise ValueError(f'field {path!r}: {shown(row)} has no field {name!r}; add it')
     if name not in row:

@@ -17,7 +17,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from bapo_jax.data import layouts
@@ -33,8 +33,10 @@ BATCH = 256  # rows of a parquet file that are converted at once
 Item = tuple[str, Any]  # (file with the number of the line or row, from 1; the fields)
 
 
-def items(path: str, *, whole: bool = False) -> Iterator[Item]:
-  """Yields (location, fields) of each row of a file; for `whole` see `layouts.parse`.
+def items(path: str, reads: Callable[[str], bool] = layouts.known) -> Iterator[Item]:
+  """Yields (location, fields) of each row of a file.
+
+  `reads` tells which columns of a parquet file are read; the others are None.
 
   Raises:
     ValueError: the file cannot be read, or has no row.
@@ -43,7 +45,7 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} has an unknown suffix; use {", ".join(SUFFIXES)}')
   item = None
   try:
-    for item in _items(path, whole):
+    for item in _items(path, reads):
       yield item
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     reason = getattr(error, 'strerror', None) or first_line(error)
@@ -55,10 +57,10 @@ def items(path: str, *, whole: bool = False) -> Iterator[Item]:
     raise ValueError(f'{path} contains no problem; give another file')
 
 
-def _items(path, whole):
+def _items(path, reads):
   kind = path.removesuffix('.gz').rpartition('.')[2]
   if kind == 'parquet':
-    yield from _parquet(path, whole)
+    yield from _parquet(path, reads)
     return
   opened = gzip.open if path.endswith('.gz') else open
   # newline='': csv needs the line ends within quotes as they are.
@@ -135,8 +137,8 @@ def _csv(path, file: IO[str]):
     ) from error
 
 
-def _parquet(path, whole):
-  """Yields rows in which, unless `whole`, columns without a meaning are None."""
+def _parquet(path, reads):
+  """Yields rows in which columns that are not read are None."""
   import pyarrow.parquet
 
   try:
@@ -144,8 +146,7 @@ def _parquet(path, whole):
       names = file.schema_arrow.names
       _check_names(names, f'{path}: ')
       # A column without a meaning may have a type that Python cannot represent.
-      columns = names if whole else [name for name in names if layouts.known(name)]
-      batches = file.iter_batches(BATCH, columns=columns)
+      batches = file.iter_batches(BATCH, columns=[*filter(reads, names)])
       rows = (row for batch in batches for row in batch.to_pylist())
       for number, row in enumerate(rows, 1):
         yield f'{path}, row {number}', dict.fromkeys(names) | row

@@ -75,7 +75,7 @@ def _rows(problems, knob: Knob, whole):
   return [
     row
     for folder, items in _files(problems, knob, whole)
-    for row in layouts.read_rows(items, whole=whole, folder=folder)
+    for row in layouts.read_rows(items, problems.columns, whole=whole, folder=folder)
   ]
 
 
@@ -170,8 +170,12 @@ def _files(problems, knob: Knob, whole=False):
       yield '', hub.tfds_items(name, split, f'problems.{knob}')
       return
     paths = hub.find_files(name, split, f'problems.{knob}')
+
+  def reads(name: str) -> bool:
+    return whole or layouts.known(name, problems.columns)
+
   for path in paths:
-    yield os.path.dirname(path), local_files.items(path, whole=whole)
+    yield os.path.dirname(path), local_files.items(path, reads)
 
 
 def _plain(value):

@@ -21,11 +21,34 @@ class Verdict(NamedTuple):
   # (end, reward) of each step; `end` counts tokens once a Scorer has read it.
   steps: Sequence[tuple[int, float]] | None = None
   abstains: bool = False  # undecided because the rule says so, not by an error
+  formatted: bool = False  # whether there is an answer where the rule looks for it
+
+  @classmethod
+  def failed(cls, reason: str) -> 'Verdict':
+    """Returns the verdict undecided, by an error or a right answer of no use."""
+    return cls(None, reason, None)
+
+  @property
+  def failure(self) -> str:
+    """Why no rule could decide; '' if one has, or has abstained."""
+    return self.reason if self.right is None and not self.abstains else ''
 
   @property
   def earned(self) -> float:
     """The reward before shaping; an undecided response has none, and 0 here."""
     return float(self.right is True) if self.reward is None else self.reward
+
+
+class Message(NamedTuple):
+  """What an environment answers to a turn."""
+
+  text: str | None  # None: the response ends here
+  failure: str = ''  # why there is no text that can be used; '': nothing failed
+
+  @classmethod
+  def failed(cls, reason: str) -> 'Message':
+    """Returns a message that could not be written."""
+    return cls(None, reason)
 
 
 def compared(equal: bool, answer: str) -> Verdict:
@@ -35,7 +58,7 @@ def compared(equal: bool, answer: str) -> Verdict:
 
 def unusable(answer: str, expected: str) -> Verdict:
   """Returns the verdict undecided, because the right answer is not `expected`."""
-  return Verdict(None, f'the right answer {answer[:40]!r} is not {expected}', None)
+  return Verdict.failed(f'the right answer {answer[:40]!r} is not {expected}')
 
 
 # The contents of a box or tag that only mark the place of an answer.
@@ -193,7 +216,7 @@ def box_or_line(text: str) -> str | None:
 
 def hashes_or_box(text: str) -> str | None:
   """Returns the last balanced box, or else the first line after the last ####."""
-  return _first(text, boxed, _after_hashes)
+  return _first(MARKUP.sub(' ', text), boxed, _after_hashes)
 
 
 def tagged(text: str) -> str | None:

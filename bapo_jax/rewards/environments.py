@@ -15,7 +15,7 @@ CALL = re.compile(r'([0-9+*/() -]+)=\s*$')
 
 def feedback(turn: Any) -> str | None:
   """Answers a wrong expression of a countdown problem with its value, such as '=17'."""
-  verdict = verifiers.countdown(turn.answer, turn.response)
+  verdict = verifiers.verify('countdown', turn.answer, turn.response)
   return None if verdict.right else _value(verdict.answer or '', '={}\n')
 
 

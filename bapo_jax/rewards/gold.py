@@ -23,7 +23,7 @@ def check(rule: str) -> Callable[[Row], None]:
 
   def check_row(row):
     for name in dict.fromkeys(row.verifier or name for name in names):
-      verdict = verifiers.RULES[name](row.answer, '')
+      verdict = verifiers.verify(name, row.answer, '')
       if verdict.right is None:
         raise ValueError(
           f'{verdict.reason}, so the verifier {name!r} cannot use this answer; correct '

@@ -7,6 +7,7 @@ from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
 from bapo_jax.knobs import PATH, Auto, FunctionPath, knob
+from bapo_jax.rewards.answers import Message, Verdict
 
 
 class CustomReward(CustomKnobs):
@@ -32,6 +33,9 @@ RuleList = Annotated[str, pydantic.StringConstraints(pattern=f'^{NAME}(,{NAME})*
 
 class Verification(CustomSection):
   """How responses are verified: rules, custom functions and their limits."""
+
+  named: ClassVar[str] = 'rewards.rule'  # in messages
+  result: ClassVar[type[Verdict | Message]] = Verdict
 
   rule: Auto[Literal['aime', 'math', 'gsm8k', 'countdown', 'exact'] | RuleList] = knob(
     'aime',
@@ -101,6 +105,9 @@ EnvironmentRule = Literal['', 'feedback', 'calculator'] | FunctionPath
 
 class Environment(Verification):
   """Says how an environment is called, with the limits of reward functions."""
+
+  named: ClassVar[str] = 'rollout.environment'
+  result: ClassVar[type[Verdict | Message]] = Message
 
   rule: EnvironmentRule = ''
   custom: SerializeAsAny[CustomEnvironment] = custom_knobs(  # pyrefly: ignore

@@ -19,11 +19,9 @@ from bapo_jax.rewards.latex import spelling, symbolic, trees
 LONGEST_LATEX = 1000  # characters of an answer that is parsed
 
 
-class Unreadable(ValueError):
-  """Reports that the rule cannot parse the right answer of a problem."""
-
-
-def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
+def math(
+  answer: str, content: str | None, text: str, *, strict: bool = True
+) -> Verdict:
   r"""Verifies the LaTeX in the last \boxed{}, or else in the last answer line.
 
   Call this only in a process that can be killed: math-verify may hang. An error inside
@@ -33,7 +31,7 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
   math-verify alone decides: it evaluates, rounds and reads only the last side of a
   chain of equations.
   """
-  content = answers.box_or_line(text)
+  del text
   if content is None:
     return Verdict(False, 'no box and no answer line', None)
   response = ' '.join(content.split())
@@ -47,15 +45,15 @@ def math(answer: str, text: str, *, strict: bool = True) -> Verdict:
     equal = (_equal if strict else symbolic.equivalent)(answer, content)
   except MemoryError:
     raise  # the worker process must be replaced
-  except Unreadable:
-    return answers.unusable(answer, 'an expression')._replace(answer=response)
   except Exception as error:  # sympy raises many types
     return Verdict(None, f'math-verify failed: {type(error).__name__}', response)
+  if equal is None:
+    return answers.unusable(answer, 'an expression')._replace(answer=response)
   return answers.compared(equal, response)
 
 
 def _equal(answer, response):
-  """Compares LaTeX answers strictly; raises Unreadable if `answer` is unreadable."""
+  """Compares LaTeX answers strictly; returns None if `answer` is unreadable."""
   gold_text = spelling.spell(answer)
   response_text = spelling.spell(response)
   (letter, gold_value), (response_letter, value) = map(
@@ -75,8 +73,8 @@ def _equal(answer, response):
   for commas_group in (True, False) if ',' in gold_text + response_text else (True,):
     try:
       gold = read(gold_text, commas_group)
-    except ValueError as error:
-      raise Unreadable(str(error)) from error
+    except ValueError:
+      return None
     try:
       parsed = read(response_text, commas_group)
     except ValueError:

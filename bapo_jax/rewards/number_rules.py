@@ -123,12 +123,12 @@ def integer(text: str) -> int | None:
   return None
 
 
-def aime(answer: str, text: str) -> Verdict:
+def aime(answer: str, content: str | None, text: str) -> Verdict:
   r"""Verifies an integer 0..999 in the last \boxed{} or else the last answer line."""
+  del text
   right = _read(integer, answer, False)
   if right is None:
     return answers.unusable(answer, 'an integer 0..999')
-  content = answers.box_or_line(text)
   if content is None:
     return Verdict(False, 'no box and no answer line', None)
   response_number = _read(integer, content)
@@ -195,7 +195,9 @@ def _last_number(text):
   return -value if negative and value else value
 
 
-def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
+def gsm8k(
+  answer: str, content: str | None, text: str, *, strict: bool = True
+) -> Verdict:
   """Verifies the number in the last box, or else after ####, or else the last number.
 
   If there is a box or ####, it must have exactly one number, and numbers elsewhere do
@@ -207,11 +209,9 @@ def gsm8k(answer: str, text: str, *, strict: bool = True) -> Verdict:
   right = _read(number, answer.rpartition('####')[2], False)
   if right is None:
     return answers.unusable(answer, 'one number')
-  text = answers.MARKUP.sub(' ', text)
-  content = answers.hashes_or_box(text)
   if content is None or answers.is_blank(content):
-    content = text
-    value = _last_number(text)
+    content = answers.MARKUP.sub(' ', text)
+    value = _last_number(content)
   else:
     value = _read(number, content)
     if value is None and not strict:

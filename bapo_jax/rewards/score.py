@@ -28,8 +28,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bapo_jax import custom_code
+from bapo_jax.custom_code import UserFunction
 from bapo_jax.rewards import environments, verifiers
-from bapo_jax.rewards.answers import Verdict
+from bapo_jax.rewards.answers import Message, Verdict
 from bapo_jax.rewards.knobs import Environment, Verification
 
 Failure = (Exception, SystemExit, asyncio.CancelledError)
@@ -52,61 +53,34 @@ class Sample(NamedTuple):
   tokens_left: int = 0  # tokens for its answer and all later turns together
 
 
-class Scorer:
-  """Scores samples by the rules of a run, in order.
+class Calls:
+  """Calls a user's function on samples, within the limits of `k`."""
 
-  Raises a ValueError if a function cannot be loaded.
-  """
-
-  def __init__(self, k: Verification):
+  def __init__(self, function: UserFunction, k: Verification):
+    self._function = function
     self._k = k
-    self.rules = k.rule.split(',')
-    self._custom = {
-      rule: custom_code.load(rule).bound(k.custom)
-      for rule in custom_code.paths_in(k.rule)
-    }
-    functions = self._custom.values()
-    self.batched = any(function.declared.get('batched') for function in functions)
-    # Whether samples are scored together: in one call, or in calls that overlap.
-    self.together = self.batched or any(function.is_async for function in functions)
+    self.batched = bool(function.declared.get('batched'))
+    self.unit = function.declared.get('steps', '')  # of the ends of steps
+    # Whether one call, or calls that overlap, serve all samples.
+    self.together = self.batched or function.is_async
 
-  def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
-    """Returns a verdict per sample; calls nothing without samples.
-
-    Raises only MemoryError.
-    """
+  def __call__(self, samples: Sequence[Sample]) -> Sequence[Any]:
+    """Returns a result per sample, or the exception raised; raises only MemoryError."""
     if not samples:
       return []
-    if len(self.rules) == 1 and not self._custom:
-      return [self._verify(self.rules[0], sample) for sample in samples]
-    columns = [self._values(rule, samples) for rule in self.rules]
-    rows = zip(samples, zip(*columns, strict=True), strict=True)
-    return [self._combined(*row) for row in rows]
-
-  def _verify(self, rule, sample):
-    """Verifies by the rule that the row names, or else by `rule`."""
-    name = sample.rule or rule
-    return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
-
-  def _values(self, rule, samples: Sequence[Sample]):
-    """Calls one rule on every sample; returns its results, or the exceptions raised."""
-    if rule not in self._custom:
-      return [self._verify(rule, sample) for sample in samples]
     # A generated problem has two fields.
     rows = [
       json.loads(x.row) if x.row else {'problem': x.prompt, 'answer': x.answer}
       for x in samples
     ]
     samples = [x._replace(row=row) for x, row in zip(samples, rows, strict=True)]
-    function = self._custom[rule]
-    batched = function.declared.get('batched')
-    arguments = [samples] if batched else samples
-    if function.is_async:
-      calls = self._await(function, arguments)
+    arguments = [samples] if self.batched else samples
+    if self._function.is_async:
+      calls = self._await(arguments)
       values = asyncio.run_coroutine_threadsafe(calls, _event_loop()).result()
     else:
-      values = [_call(function, x) for x in arguments]
-    if not batched:
+      values = [_call(self._function, x) for x in arguments]
+    if not self.batched:
       return values
     (values,) = values
     if isinstance(values, Failure):
@@ -117,8 +91,8 @@ class Scorer:
       return [ValueError(reason)] * len(samples)
     return values
 
-  async def _await(self, function: Callable, arguments: Sequence[Any]):
-    """Awaits a function on all values, k.parallel at once, k.timeout seconds each."""
+  async def _await(self, arguments: Sequence[Any]):
+    """Awaits the function on all values, k.parallel at once, k.timeout seconds each."""
     free = asyncio.Semaphore(self._k.parallel)
 
     async def one(argument):
@@ -126,7 +100,7 @@ class Scorer:
         limit = asyncio.timeout(self._k.timeout)
         try:
           async with limit:
-            return await function(argument)
+            return await self._function(argument)
         except MemoryError:
           raise  # as in `_call`
         except Failure as error:
@@ -136,9 +110,47 @@ class Scorer:
 
     return await asyncio.gather(*map(one, arguments))
 
+
+class Scorer:
+  """Scores samples by the rules of a run, in order.
+
+  Raises a ValueError if a function cannot be loaded.
+  """
+
+  def __init__(self, k: Verification):
+    self._k = k
+    self._rules = k.rule.split(',')
+    self._calls = {
+      rule: Calls(custom_code.load(rule).bound(k.custom), k)
+      for rule in custom_code.paths_in(k.rule)
+    }
+    self.batched = any(call.batched for call in self._calls.values())
+    self.together = any(call.together for call in self._calls.values())
+
+  def __call__(self, samples: Sequence[Sample]) -> list[Verdict]:
+    """Returns a verdict per sample; calls nothing without samples.
+
+    Raises only MemoryError.
+    """
+    if len(self._rules) == 1 and not self._calls:
+      return [self._verify(self._rules[0], sample) for sample in samples]
+    columns = [
+      self._calls[rule](samples)
+      if rule in self._calls
+      else [self._verify(rule, sample) for sample in samples]
+      for rule in self._rules
+    ]
+    rows = zip(samples, zip(*columns, strict=True), strict=True)
+    return [self._combined(*row) for row in rows]
+
+  def _verify(self, rule, sample):
+    """Verifies by the rule that the row names, or else by `rule`."""
+    name = sample.rule or rule
+    return verifiers.verify(name, sample.answer, sample.response, strict=self._k.strict)
+
   def _combined(self, sample, values: Sequence[Any]):
     """Combines what the rules return for one sample."""
-    pairs = zip(self.rules, values, strict=True)
+    pairs = zip(self._rules, values, strict=True)
     verdicts = [self._verdict(rule, value, sample) for rule, value in pairs]
     for verdict in verdicts:
       if verdict.right is None:
@@ -147,83 +159,89 @@ class Scorer:
     parts = {}
     steps = []
     weights = self._k.weights or (1.0,) * len(values)
-    for rule, weight, verdict in zip(self.rules, weights, verdicts, strict=True):
+    for rule, weight, verdict in zip(self._rules, weights, verdicts, strict=True):
       reward += weight * verdict.earned
       if len(values) > 1 or not verdict.parts:  # else the reward itself
         parts[rule.rpartition(':')[2]] = verdict.earned
       parts |= verdict.parts or {}
       steps += [(end, weight * x) for end, x in verdict.steps or ()]
-    return verdicts[0]._replace(reward=reward, parts=parts, steps=steps or None)
+    verdict = verdicts[0]._replace(reward=reward, parts=parts, steps=steps or None)
+    if sample.rule and self._rules[0] in self._calls:
+      # A custom function decides, and the verifier of the row says where to look.
+      content = verifiers.READERS[sample.rule](sample.response)
+      verdict = verdict._replace(formatted=content is not None)
+    return verdict
 
   def _verdict(self, rule, value, sample):
     """Converts the result of a rule to a verdict; an invalid result is undecided."""
     if isinstance(value, Failure):
-      return _failed(rule, value)
-    if value is None:
-      value = Verdict(None, f'{rule} returned None', None)
-    steps = value.steps if isinstance(value, Verdict) else None
-    if isinstance(value, Mapping) and 'steps' in value:
-      value = dict(value)
-      steps = value.pop('steps')
-    unit = ''
-    if rule in self._custom:
-      unit = self._custom[rule].declared.get('steps', '')
-    undecided = isinstance(value, Verdict) and value.right is None
+      return Verdict.failed(_described(rule, value))
     try:
-      if bool(unit) != (steps is not None) and not undecided:
+      verdict = self._normal(rule, value)
+      if verdict.right not in (None, 0, 1):
+        raise ValueError
+      right = None if verdict.right is None else bool(verdict.right)
+      verdict = verdict._replace(right=right, reason=str(verdict.reason))
+      reward = _finite({'': verdict.earned})['']
+      parts = verdict.parts and _finite(verdict.parts)
+    except (TypeError, ValueError, OverflowError, AttributeError):
+      return Verdict.failed(f'{rule} returned {value!r:.80}, not a finite number')
+    unit = self._calls[rule].unit if rule in self._calls else ''
+    steps = verdict.steps
+    try:
+      if bool(unit) != (steps is not None) and right is not None:
         raise ValueError(f'it declares steps={unit!r}')
       steps = steps and _by_token(steps, unit, sample)
     except (TypeError, ValueError, OverflowError) as error:
       reason = f'{rule} returned steps={steps!r:.80}, which cannot be used: {error}'
-      return Verdict(None, reason[:200], None)
-    try:
-      if isinstance(value, Verdict):
-        parts = value.parts and _finite(value.parts)
-        numbers = _finite({'right': value.right or 0, 'reward': value.reward or 0})
-        if numbers['right'] in (0, 1):
-          right = None if value.right is None else bool(value.right)
-          reward = None if value.reward is None else numbers['reward']
-          reason = str(value.reason)
-          abstains = right is None
-          return Verdict(right, reason, value.answer, reward, parts, steps, abstains)
-      else:
-        parts = _finite(value) if isinstance(value, Mapping) else None
-        reward = math.fsum((_finite({'': value}) if parts is None else parts).values())
-        right = reward >= self._k.right_from
-        return Verdict(right, f'{reward:.4g}', None, reward, parts, steps)
-    except (TypeError, ValueError, OverflowError, AttributeError):
-      pass
-    return Verdict(None, f'{rule} returned {value!r:.80}, not a finite number', None)
+      return Verdict.failed(reason[:200])
+    abstains = right is None
+    return verdict._replace(reward=reward, parts=parts, steps=steps, abstains=abstains)
+
+  def _normal(self, rule, value) -> Verdict:
+    """Returns the verdict of a number, of named numbers, of None, or the value."""
+    if isinstance(value, Verdict):
+      return value
+    if value is None:
+      return Verdict(None, f'{rule} returned None', None)
+    named = dict(value) if isinstance(value, Mapping) else {'': value}
+    steps = named.pop('steps', None)
+    reward = math.fsum(_finite(named).values())
+    parts = named if isinstance(value, Mapping) else None
+    right = reward >= self._k.right_from
+    return Verdict(right, f'{reward:.4g}', None, reward, parts, steps)
 
 
-class EnvironmentCaller(Scorer):
-  """Calls an environment on turns.
+class EnvironmentCaller:
+  """Calls an environment on turns; an invalid result is a failure.
 
-  The verdict of a turn has the environment's message as `answer`, or None at the end of
-  the response. It is undecided if the environment fails.
+  Raises a ValueError if a function cannot be loaded.
   """
 
-  def __init__(self, k: Verification):
-    super().__init__(k)
-    if not self._custom:
-      function = environments.BUILT_IN[k.rule]
-      self._custom = {k.rule: custom_code.UserFunction(k.rule, function=function)}
+  def __init__(self, k: Environment):
+    self._rule = k.rule
+    if k.rule in environments.BUILT_IN:
+      function = UserFunction(k.rule, function=environments.BUILT_IN[k.rule])
+    else:
+      function = custom_code.load(k.rule).bound(k.custom)
+    self._calls = Calls(function, k)
+    self.batched = self._calls.batched
+    self.together = self._calls.together
 
-  def _combined(self, sample, values: Sequence[Any]):
-    """Converts what the environment returns to a turn."""
-    (rule,) = self.rules
-    (value,) = values
+  def __call__(self, samples: Sequence[Sample]) -> list[Message]:
+    """Returns a message per turn; raises only MemoryError."""
+    return [self._message(value) for value in self._calls(samples)]
+
+  def _message(self, value):
     if isinstance(value, Failure):
-      return _failed(rule, value)
-    if value is None:
-      return Verdict(False, 'ended', None)
-    if not isinstance(value, str) or not value:
-      reason = f'{rule} returned {value!r:.80}, neither a message nor None'
-      return Verdict(None, reason, None)
-    return Verdict(True, 'answered', value)
+      return Message.failed(_described(self._rule, value))
+    if value is None or (isinstance(value, str) and value):
+      return Message(value)
+    reason = f'{self._rule} returned {value!r:.80}, neither a message nor None'
+    return Message.failed(reason)
 
 
-def make(k: Verification) -> Scorer:
+def make(k: Verification) -> Scorer | EnvironmentCaller:
   """Returns what calls the functions of these knobs."""
   return EnvironmentCaller(k) if isinstance(k, Environment) else Scorer(k)
 
@@ -236,12 +254,12 @@ def _event_loop():
   return loop
 
 
-def _failed(rule, error):
-  """Describes the error that a rule raised, as an undecided verdict."""
+def _described(rule, error):
+  """Describes the error that a function raised."""
   reason = f'{rule}: {error}'
   if not isinstance(error, TimeoutError):
     reason = f'{rule} raises {custom_code.described(error, rule)}'
-  return Verdict(None, reason[:200], None)
+  return reason[:200]
 
 
 def _call(function: Callable, argument):

@@ -39,7 +39,6 @@ from tqdm import tqdm
 
 from bapo_jax import custom_code
 from bapo_jax.rewards import verifier_worker
-from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample
 
@@ -50,9 +49,10 @@ DEATHS = 2  # workers that one answer may cost
 GRACE_S = 5.0  # for custom functions to stop at their timeout themselves
 STALLED_S = 600.0  # wall time per answer; at least 100 deadlines
 MEMORY_MB = 2048  # address space of a worker, in MiB
-CLOSED = Verdict(None, 'the pool was closed', None)
-LATE_BATCH = Verdict(None, 'its batch was due', None)
-FATAL = Verdict(None, f'{DEATHS} workers died of it', None)
+# Why a request has no results.
+CLOSED = 'the pool was closed'
+LATE_BATCH = 'its batch was due'
+FATAL = f'{DEATHS} workers died of it'
 LONGEST = 1000  # characters of a line that a function prints
 
 
@@ -190,10 +190,10 @@ class VerifierPool:
     for thread in self._threads:
       thread.start()
 
-  def submit(self, requests: Sequence[Request]) -> list[Future[list[Verdict]]]:
+  def submit(self, requests: Sequence[Request]) -> list[Future[list[Any]]]:
     """Queues a batch; returns a future for each request, in their order.
 
-    A future gives one verdict per sample of its request.
+    A future gives one verdict, or message of an environment, per sample of its request.
 
     The `result()` of a future raises a RuntimeError if no worker can be started. A
     closed pool raises a ValueError.
@@ -226,8 +226,8 @@ class VerifierPool:
       request, batch, future = task
       try:
         verdicts = self._verify(thread, request, batch)
-        if isinstance(verdicts, Verdict):
-          verdicts = [verdicts] * len(request)
+        if isinstance(verdicts, str):
+          verdicts = [self._knobs.result.failed(verdicts)] * len(request)
         future.set_result(verdicts)
       except Exception as error:  # raised again by future.result()
         self._end(thread)
@@ -239,7 +239,7 @@ class VerifierPool:
       worker.end()
 
   def _verify(self, thread, request: Request, batch: Batch):
-    """Returns the verdicts of a worker, or one for all samples if no worker has any."""
+    """Returns the verdicts of a worker, or the reason why no worker has any."""
     stalled = self._stalled
     if self._custom:  # an async function is called on `parallel` samples at once
       calls = -(-len(request) // self._knobs.parallel)
@@ -257,17 +257,15 @@ class VerifierPool:
       except (OSError, EOFError) as error:
         worker.end()
         if self._custom and isinstance(error, TimeoutError):
-          limit = self._knobs.timeout
-          return Verdict(None, f'took over rewards.timeout={limit:g} s', None)
+          return f'took over rewards.timeout={self._knobs.timeout:g} s'
         continue
       with self._lock:
         batch.seconds -= reply['seconds'] if reply else seconds
       if reply is None or reply['exits']:
         worker.end()
       if reply is not None:
-        return [Verdict(*fields) for fields in reply['verdicts']]
-      late = seconds == deadline
-      return Verdict(None, f'took over {deadline:g} s', None) if late else LATE_BATCH
+        return [self._knobs.result(*fields) for fields in reply['verdicts']]
+      return f'took over {deadline:g} s' if seconds == deadline else LATE_BATCH
     return CLOSED if self._closed else FATAL
 
   def _worker(self, thread):

@@ -31,7 +31,6 @@ import traceback
 from bapo_jax.custom_code import is_path
 from bapo_jax.knobs import restore
 from bapo_jax.rewards import knobs, score
-from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.latex import symbolic
 from bapo_jax.rewards.score import Sample
 
@@ -83,7 +82,8 @@ def _work(requests: socket.socket, memory_mb, kind, values):
   """Replies to requests with verdicts until half of the memory is used."""
   requests.sendall(json.dumps({'pid': os.getpid()}).encode() + b'\n')
   sys.stdout = sys.stderr  # written line by line: a killed process flushes nothing
-  scorer = score.make(restore(getattr(knobs, kind), json.loads(values)))
+  k = restore(getattr(knobs, kind), json.loads(values))
+  scorer = score.make(k)
   space = memory_mb << 20
   if os.path.exists('/proc/self/statm'):  # on Linux: the pages that are mapped already
     with open('/proc/self/statm', encoding='ascii') as file:
@@ -109,7 +109,7 @@ def _work(requests: socket.socket, memory_mb, kind, values):
       signal.setitimer(signal.ITIMER_PROF, limit)
       verdicts = scorer(samples)
     except MemoryError:
-      verdicts = [Verdict(None, f'took over {memory_mb} MiB', None)] * len(samples)
+      verdicts = [k.result.failed(f'took over {memory_mb} MiB')] * len(samples)
       exits = True
     signal.setitimer(signal.ITIMER_PROF, 0)
     # Half of the limit: sympy's caches do not shrink.

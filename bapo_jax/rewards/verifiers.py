@@ -1,7 +1,7 @@
 r"""Defines the rules that decide whether a response gives the right answer.
 
-A reader (answers.py) extracts the answer from a response, and a rule compares it with
-the right answer: right, wrong or undecided, with a reason.
+`verify` extracts the answer from a response by the rule's reader (answers.py), once.
+The rule compares it with the right answer: right, wrong or undecided, with a reason.
 
 Text is parsed, never evaluated. Every rule but `math` takes time linear in the length
 of the text, for any text; `math` may hang inside sympy and must run in a process that
@@ -67,13 +67,14 @@ def calculate(text: str) -> tuple[Fraction, collections.Counter[int]]:
   return value(tree.body), used
 
 
-def countdown(answer: str, text: str) -> Verdict:
+def countdown(answer: str, content: str | None, text: str) -> Verdict:
   """Verifies an expression that uses each number exactly once and equals the target.
 
   The expression is in the last box or else in the last <answer></answer>; `= 24` may
   follow it, or `24 =` precede it. `answer` is the problem as JSON,
   {"numbers": [3, 5, 8], "target": 24}.
   """
+  del text
   try:
     problem = json.loads(answer)
     numbers = collections.Counter(problem['numbers'])
@@ -82,7 +83,6 @@ def countdown(answer: str, text: str) -> Verdict:
       raise TypeError
   except (ValueError, KeyError, TypeError, RecursionError):
     return answers.unusable(answer, '{"numbers": [3, 5, 8], "target": 24}')
-  content = answers.tagged(text)
   if content is None:
     return Verdict(False, 'no box and no <answer>', None)
   if len(content) > 2 * LONGEST:
@@ -109,19 +109,18 @@ def countdown(answer: str, text: str) -> Verdict:
   return answers.compared(value == target, spelled)
 
 
-def exact(answer: str, text: str) -> Verdict:
+def exact(answer: str, content: str | None, text: str) -> Verdict:
   """Verifies that a response has the same characters as the right answer.
 
   Reads both from the last box, else the answer line, else the whole text, stripped.
   """
-  parts = []
-  for whole in (text, answer):
-    part = answers.box_or_line(whole)
-    parts.append((whole if part is None else part).strip())
-  response, right = parts
+  response = (text if content is None else content).strip()
+  part = answers.box_or_line(answer)
+  right = (answer if part is None else part).strip()
   return answers.compared(response == right, response)
 
 
+# Called with the right answer, the answer that the reader has found, and the response.
 RULES: dict[str, Callable[..., Verdict]] = {
   rule.__name__: rule for rule in (aime, math, gsm8k, countdown, exact)
 }
@@ -142,4 +141,6 @@ def verify(rule: str, answer: str, text: str, *, strict: bool = True) -> Verdict
   `gsm8k` ignores the text around a number.
   """
   options = {'strict': strict} if rule in LENIENT else {}
-  return RULES[rule](answer, text, **options)
+  content = READERS[rule](text)
+  verdict = RULES[rule](answer, content, text, **options)
+  return verdict._replace(formatted=content is not None)

@@ -51,8 +51,8 @@ class Verification:
   tokenizer: Tokenizer
   verifier: Verifier
   timer: PhaseTimer  # has the phases 'sample' and 'verify'
-  # (groups, texts of the responses) -> groups with the rewards for the learner
-  shape: Callable[[Groups, Sequence[str]], Groups] = lambda groups, texts: groups
+  # (groups, formatted_B) -> groups with the rewards for the learner
+  shape: Callable[[Groups, np.ndarray], Groups] = lambda groups, formatted_B: groups
 
   @functools.cached_property
   def between(self) -> Between:
@@ -60,7 +60,7 @@ class Verification:
     environment = self.verifier.environment
     if environment is None:
       return Between()
-    return conversation.between(self.tokenizer, environment.role)
+    return conversation.between(self.tokenizer, environment.k.custom.role)
 
   def samples(self, turns: Sequence[Turn]) -> list[Sample]:
     """Describes turns to a verifier or to an environment."""
@@ -242,7 +242,7 @@ class Conversations:
     environment = verification.verifier.environment
     assert environment
     self._environment = environment
-    self.max_turns = environment.max_turns
+    self.max_turns = environment.k.max_turns
     # Row -> (its pending answers, its index in them).
     self._asked: dict[int, tuple[PendingVerdicts, int]] = {}
     self._failures: collections.Counter[str] = collections.Counter()
@@ -279,13 +279,14 @@ class Conversations:
   def _message(self, pending: PendingVerdicts, i: int) -> list[int]:
     """Returns the tokens of a message; none if there is none, or it cannot be used."""
     turn = pending.samples[i]
-    right, reason, text, *_ = pending.one(i)
+    message = pending.one(i)
     try:
-      if right is None:
-        raise ValueError(reason)
-      if text is None:
+      if message.failure:
+        raise ValueError(message.failure)
+      if message.text is None:
         return []
-      tokens = tokens_of(self._v.tokenizer, self._v.between, text, turn.tokens[-1])
+      last = turn.tokens[-1]
+      tokens = tokens_of(self._v.tokenizer, self._v.between, message.text, last)
       if len(tokens) > turn.tokens_left:
         raise ValueError(f'{len(tokens)} tokens, but {turn.tokens_left} may follow')
       return tokens
@@ -342,12 +343,11 @@ class PendingVerifications:
       rows = jax.block_until_ready(rollouts.read(places, seats))
     with v.timer('verify'):
       verified = self._verified(rows, places, step)
-    groups = v.shape(verified.groups, verified.texts)
     rollouts.free(places)
-    return verified._replace(groups=groups)
+    return verified
 
   def _verified(self, rows: Rows, places: np.ndarray, step: int) -> Rollout:
-    """Returns the groups with these indices and their verdicts, then empty seats.
+    """Returns shaped groups with these indices and their verdicts, then empty seats.
 
     Each process waits for the verdicts on the responses on its devices; the verdicts
     are summed over processes.
@@ -366,16 +366,20 @@ class PendingVerifications:
       texts[seat] = pending.samples[i].response
       conversations[int(seat)] = pending.samples[i].messages
       verdicts[seat] = pending.one(i)
-    # One collective sums all: right responses, undecided ones, and the bits of rewards,
-    # which are 0 for responses that are undecided, or verified by another process.
+    # One collective sums all: right, undecided and formatted responses, and the bits of
+    # rewards. All are 0 for responses that another process verifies.
     counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
+    counts.append([verdict.formatted for verdict in verdicts])
     earned_B = np.asarray([verdict.earned for verdict in verdicts], np.float32)
-    right_B, undecided_B, bits_B = exchange.total([*counts, earned_B.view(np.int32)])
+    right_B, undecided_B, formatted_B, bits_B = exchange.total(
+      [*counts, earned_B.view(np.int32)]
+    )
     reward_B = bits_B.view(np.float32)
     assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, undecided_B == 0, reward_B, step)
     if self._verification.verifier.steps:
       groups = groups._replace(**_steps(rows, verdicts))
+    groups = self._verification.shape(groups, formatted_B > 0)
     parts = {}
     if self._verification.verifier.custom:
       parts = _part_sums([verdicts[seat] for seat in own])

@@ -25,6 +25,7 @@ from bapo_jax.autosetup import check, derive, knob_lists
 from bapo_jax.data import conversation, prompts
 from bapo_jax.models import transformer
 from bapo_jax.models.hf import directory as hf_directory
+from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode
@@ -225,17 +226,17 @@ def try_custom(verifier: Verifier, material: Material) -> None:
   trial = answer or 'a trial response'
   chat = conversation.messages(text, [trial], 'user')
   sample = Sample(trial, answer, '', text, (1, 2, 3), row, chat, (1, 2, len(trial)))
-  verdict = verifier.submit([sample]).one(0)
-  if verdict.abstains:
-    log(
-      f'{verifier.knob}={verifier.rule} leaves a trial response to the first problem '
-      f'undecided: {verdict.reason}'
-    )
-  elif verdict.right is None:
+  result = verifier.submit([sample]).one(0)
+  rule = f'{verifier.k.named}={verifier.k.rule}'
+  if result.failure:
     raise ValueError(
-      f'{verifier.knob}={verifier.rule} fails on a trial response to the first '
-      f'problem: {verdict.reason}; it is called as f(sample): sample.response, '
-      '.answer, .prompt, .tokens and .row, a dict (docs/guide/library.md)'
+      f'{rule} fails on a trial response to the first problem: {result.failure}; it is '
+      'called as f(sample): sample.response, .answer, .prompt, .tokens and .row, a '
+      'dict (docs/guide/library.md)'
+    )
+  if isinstance(result, Verdict) and result.abstains:
+    log(
+      f'{rule} leaves a trial response to the first problem undecided: {result.reason}'
     )
 
 

@@ -268,8 +268,6 @@ def _local_sampler(
   shape = functools.partial(
     rewards.shaped,
     eos=r.tokenizer.eos,
-    rule=config.rewards.rule,
-    rules=data.problems.verifier,
     longest=config.sampler.max_new_tokens,
     shaping=config.rewards.shaping,
   )

@@ -76,7 +76,7 @@ def evaluate(
   uids = range(len(problems.id_N) * engine.group_size)
   G = engine.group_size
   own = uids if sampled.own is None else sampled.own.tolist()
-  read = {str(uid): _sample(sampled, problems, uid, G, verifier.rule) for uid in own}
+  read = {str(uid): _sample(sampled, problems, uid, G, verifier.k.rule) for uid in own}
   counted = exchange.merged(_numbers(sampled, tokenizer.eos))
   read = exchange.merged(read)
   samples = [read[str(uid)] | counted[str(uid)] for uid in uids]

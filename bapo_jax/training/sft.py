@@ -220,6 +220,8 @@ def fingerprint(config: Config) -> str:
   Neither the processor nor the mesh count: everyone may use the same directory.
   """
   problems = config.problems.model_dump(include={'source', 'custom'})
+  # Neutral values have the directories of before.
+  problems |= config.problems.columns.model_dump(exclude_defaults=True)
   return digests.fingerprint(
     {
       'version': VERSION,

@@ -74,7 +74,7 @@ def test_a_clean_solution_is_right_in_every_step():
     *before, (_, last) = chains(solution)
     assert all(made[-1][-1] != target for _, made in before)
     reached = last[-1][-1] == target
-    assert verifiers.countdown(answer, solution).right == reached
+    assert verifiers.verify('countdown', answer, solution).right == reached
     verdicts.append(reached)
   # Twelve chains miss some, and (a+b)*(c+d) is none: 0.82 here, 0.74 over 300 problems.
   assert np.mean(verdicts) > 0.8

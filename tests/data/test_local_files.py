@@ -12,6 +12,7 @@ import pytest
 from pictured import png
 
 from bapo_jax.data import layouts, local_files
+from bapo_jax.data.knobs import Columns
 from bapo_jax.data.row import Row
 
 GOOD = '{"problem": "1+1", "answer": "2"}'
@@ -342,6 +343,102 @@ def test_a_system_message_belongs_to_its_problem(field):
   row = {field: TURNS, 'ground_truth': '2'}
   parsed = layouts.parse(row, layouts.detect(row))
   assert parsed == Row('1+1', '2', '', 'Be brief.')
+
+
+ODD = {'id': 7, 'Query text': '1+1', 'a.b': '2', 'kind': 'gsm8k', 'scan': 'a.png'}
+NAMED = {'problem': 'query_text', 'answer': 'a.b', 'verifier': 'kind'}
+
+
+def test_the_user_names_the_columns(tmp_path):
+  columns = Columns(**NAMED, pictures='scan')
+  (tmp_path / 'a.png').write_bytes(png(20, 30))
+  expected = [Row('1+1', '2', 'gsm8k', pictures=(png(20, 30),))] * 2
+  for path in (
+    file_with(tmp_path, *[json.dumps(ODD)] * 2),
+    parquet(tmp_path, [ODD] * 2),
+  ):
+    items = local_files.items(path, lambda name: layouts.known(name, columns))
+    assert layouts.read_rows(items, columns, folder=str(tmp_path)) == expected
+  # A name counts before the layout, and the others are those of the layout.
+  row = {'question': '1+1', 'answer': '3', 'gold': '2', 'data_source': 'MATH'}
+  layout = layouts.detect(row, Columns(answer='gold'))
+  assert layouts.parse(row, layout) == Row('1+1', '2', 'math')
+  layout = layouts.detect(row, Columns(verifier='gold'))
+  assert layouts.parse(row | {'gold': 'aime'}, layout) == Row('1+1', '3', 'aime')
+
+
+@pytest.mark.parametrize('case', rows_of('rows.jsonl'))
+def test_a_named_column_takes_the_place_of_every_other(case):
+  row = case['row'] | {'text': '7+1', 'gold': 8, 'target': 9, 'nums': [1, 2]}
+  layout = layouts.detect(row, Columns(problem='text', answer='gold'))
+  assert layouts.parse(row, layout)[:2] == ('7+1', '8')
+
+
+@pytest.mark.parametrize(
+  ('value', 'answer', 'verifier'),
+  [
+    (2, '2', ''),
+    ('It is \\boxed{2}.', '2', ''),
+    ('Two.\n#### 2', '2', 'gsm8k'),
+    ({'target': '2'}, '2', ''),
+  ],
+)
+def test_a_named_column_has_an_answer_in_any_format(value, answer, verifier):
+  row = {'q': USER, 'x': value}
+  columns = Columns(problem='q', answer='x.target' if isinstance(value, dict) else 'x')
+  assert layouts.parse(row, layouts.detect(row, columns)) == Row(
+    '1+1', answer, verifier
+  )
+
+
+def test_a_column_that_does_not_exist_is_refused_with_those_that_do():
+  message = "problems.columns.answer='targte' is no column; give one of ['q', 'target']"
+  with pytest.raises(ValueError, match=re.escape(message)):
+    layouts.detect({'q': '1+1', 'target': '2'}, Columns(problem='q', answer='targte'))
+
+
+@pytest.mark.parametrize(
+  ('row', 'reason', 'problem', 'answer'),
+  [
+    (
+      {'id': 7, 'the text': '1+1=?', 'target': '2', 'n': 3},
+      "fields ['id', 'n', 'target', 'the text'] match no layout",
+      "'the text'",
+      'target',
+    ),
+    (
+      {'question': '1', 'id': 'x' * 9, 'gold': 2},
+      'match no layout',
+      'question',
+      'gold',
+    ),
+    (
+      {'problem': '1+1', 'question': '1+2', 'answer': '2'},
+      "'problem' and 'question' differ, and each may be the problem",
+      'problem',
+      'answer',
+    ),
+    (
+      {'question': '1+1', 'answer': '2', 'Final Answer': '3'},
+      "'Final Answer' and 'answer' differ, and each may be the answer",
+      'question',
+      "'Final Answer'",
+    ),
+  ],
+)
+def test_a_doubtful_layout_is_a_question_with_its_answer(row, reason, problem, answer):
+  with pytest.raises(ValueError, match=re.escape(reason)) as refused:
+    layouts.detect(row)
+  flags = re.findall(
+    r"--config\.problems\.columns\.(\w+)=('[^']*'|\S+)", str(refused.value)
+  )
+  assert flags == [('problem', problem), ('answer', answer)]
+  columns = {knob: text.strip("'") for knob, text in flags}
+  layouts.detect(row, Columns(**columns))  # the question is answered
+  same = {name: '1' for name in row}
+  assert reason.endswith('layout') or layouts.detect(
+    same
+  )  # no doubt about equal values
 
 
 def test_fields_of_no_layout_and_long_values_are_shown_short():

@@ -13,7 +13,7 @@ from runs import tiny
 
 from bapo_jax.data import prompts, sources
 from bapo_jax.data.knobs import ProblemsConfig
-from bapo_jax.training import inputs, refusals
+from bapo_jax.training import inputs, refusals, sft
 
 FOLDER = pathlib.Path(__file__).parents[2]
 PAIRS, COUNTDOWN, DRAWN = (
@@ -94,6 +94,23 @@ def test_files_are_read_in_order_and_repeats_counted_over_all(tmp_path, capsys):
   knobs = problems(f'{a},{b}')
   assert [row.answer for row in load(knobs)] == ['2', '3', '4']
   assert '4 rows contain 3 different problems' in capsys.readouterr().out
+
+
+def test_columns_are_those_of_both_sources(tmp_path):
+  columns = {'problem': 'q', 'answer': 'a'}
+  rows = [{'q': '1+1', 'a': 2, 'solutions': ['2']}]
+  path = recordings.jsonl(tmp_path / 'a.jsonl', rows)
+  own = tmp_path / 'own.py'
+  own.write_text(f'def f(split):\n  return {rows}\n')
+  names = {'problems.source': path, 'problems.test_source': f'{own}:f'}
+  config = tiny(**names, **{f'problems.columns.{x}': columns[x] for x in columns})
+  training, held_out = sources.read(config.problems)
+  assert [(row.problem, row.answer) for row in training + held_out] == [
+    ('1+1', '2')
+  ] * 2
+  # The warm start imitates the solutions of these problems.
+  other = tiny(**names, **{'problems.columns.problem': 'q'})
+  assert sft.fingerprint(config) != sft.fingerprint(other)
 
 
 def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):

@@ -92,7 +92,7 @@ def check_pair(row, solution):
 def test_a_clean_solution_is_right_in_every_step(family, level):
   for seed, row in enumerate(generate(family, level, 1, 40)):
     solution = solve(row, seed)
-    assert verifiers.aime(str(row['answer']), solution).right
+    assert verifiers.verify('aime', str(row['answer']), solution).right
     assert solution.endswith(f'{BOX}{row["answer"]}}}')
     if family == 'pair':
       check_pair(row, solution)
@@ -114,7 +114,7 @@ def wrong_to_right(rows, limit=10**9, **how):
   for seed, row in enumerate(rows):
     solution = solve(row, seed, **how)
     cut = solution.replace(BOX, '#')[:limit].replace('#', BOX)
-    right = verifiers.aime(str(row['answer']), cut).right
+    right = verifiers.verify('aime', str(row['answer']), cut).right
     lengths[right].append(min(length(solution), limit))
   assert min(len(x) for x in lengths.values()) > 20
   return np.mean(lengths[False]) / np.mean(lengths[True])
@@ -158,9 +158,9 @@ def test_a_wrong_reduction_is_never_right_where_all_is_stated():
     a, b, m, *_ = coefficients(row)
     assert str(row['answer']) == f'{a % m}{b % m}{other["answer"]}'
     if 'solutions' in row:
-      assert verifiers.aime(str(row['answer']), solve(row, seed)).right
+      assert verifiers.verify('aime', str(row['answer']), solve(row, seed)).right
       wrong = solve(row, seed, slip=1.0)
-      assert not verifiers.aime(str(row['answer']), wrong).right
+      assert not verifiers.verify('aime', str(row['answer']), wrong).right
       met += BOX in wrong
   assert met > 3, 'none met the right x by a coincidence of both equations'
 

@@ -10,6 +10,7 @@ import making
 import numpy as np
 import pytest
 
+from bapo_jax import custom_code
 from bapo_jax.data.row import Row
 from bapo_jax.rewards import gold, rewards, verifiers
 from bapo_jax.rewards.knobs import Verification
@@ -111,14 +112,12 @@ def test_truncated_responses_are_verified_wrong_or_masked():
   np.testing.assert_array_equal(teaches_PG, ~CUT_PG)
 
 
-def reshaped(texts=None, rules=(), **knobs):
+def reshaped(**knobs):
   """(before, after): two groups and an empty seat; token 10 ends a response."""
   groups = making.groups([4, 7, -1], [2, 5, 0], [3, 3, -1], T=5)
-  texts = texts or [r'\boxed{1}' if i % 3 else 'x' for i in range(24)]
+  formatted_B = np.arange(24) % 3 > 0
   shaping = Standard(**knobs)
-  after = rewards.shaped(
-    groups, texts, eos=(10,), rule='aime', rules=rules, longest=5, shaping=shaping
-  )
+  after = rewards.shaped(groups, formatted_B, eos=(10,), longest=5, shaping=shaping)
   return groups, after
 
 
@@ -142,15 +141,28 @@ def test_groups_get_their_rewards():
   assert_others_equal(old, new, ['reward_PG'])
 
 
-def test_the_bonus_is_by_the_reader_of_the_problems_own_verifier():
-  # Problem 4 has GSM8K's, which reads after ####; problem 7 names none and has AIME's,
-  # which reads a line `Answer:`.
-  rules = ['exact'] * 4 + ['gsm8k', 'exact', 'exact', '']
-  old, new = reshaped(['#### 1', 'Answer: 1'] * 12, rules, format_bonus=0.25)
-  bonus_PG = np.asarray(new.reward_PG - old.reward_PG)
-  np.testing.assert_allclose(bonus_PG[0], [0.25, 0] * 4)
-  np.testing.assert_allclose(bonus_PG[1], [0, 0.25] * 4)
-  assert not bonus_PG[2].any()  # an empty seat
+@pytest.mark.parametrize('rule', ['aime', 'python:number', 'aime,python:number'])
+def test_an_answer_is_where_the_reader_of_the_problems_own_verifier_looks(
+  verifier, rule
+):
+  def number(sample):
+    return 0.5
+
+  custom_code.register(number)
+  # GSM8K's reads after ####; AIME's reads a line `Answer:`, right or wrong.
+  rules = ['gsm8k', 'gsm8k', 'aime', 'aime', '', '']
+  texts = ['#### 1', 'Answer: 1'] * 3
+  samples = map(Sample, texts, ['7'] * 6, rules)
+  formatted = [v.formatted for v in verifier(rule).submit(list(samples)).result()]
+  # Nobody knows where a function looks for a problem without a verifier.
+  assert formatted == [True, False, False, True, False, not rule.startswith('python')]
+
+
+def test_a_number_in_a_comment_is_no_answer(verifier):
+  texts = ['<!-- #### 7 --> 7', '#### 7', r'<!-- \boxed{7} --> 7', 'It is 7.']
+  verdicts = verifier('gsm8k').submit([Sample(x, '7') for x in texts]).result()
+  assert [v.right for v in verdicts] == [True] * 4
+  assert [v.formatted for v in verdicts] == [False, True, False, False]
 
 
 # ------- right answers that a verifier cannot use are refused; all others are accepted
@@ -186,7 +198,7 @@ def test_an_answer_that_the_verifier_reads_is_accepted(rule, answers):
     gold.check('aime')(Row('1+1', answer, rule))  # the row's own verifier counts
     # Some response to an accepted row is right or wrong: not all are undecided.
     if rule not in verifiers.POOLED:
-      assert verifiers.RULES[rule](answer, r'\boxed{7}').right is not None
+      assert verifiers.verify(rule, answer, r'\boxed{7}').right is not None
 
 
 @pytest.mark.parametrize(('rule', 'answers'), UNUSABLE.items())
@@ -215,7 +227,7 @@ def test_a_conversation_cut_at_the_budget_has_the_full_overlong_penalty():
 
   shaping = Recording(overlong_penalty=1.0, overlong_cache=4)
   after = rewards.shaped(
-    groups, [''] * 3, eos=(99,), rule='aime', longest=8, shaping=shaping
+    groups, np.zeros(3, bool), eos=(99,), longest=8, shaping=shaping
   )
   assert lengths == [[[8, 4, 8]]]
   assert after.reward_PG.tolist() == [[-0.5, 0, -0.5]]

@@ -129,9 +129,9 @@ def test_the_words_beside_a_number_are_a_label_or_a_unit(ending):
     work, _, number = gold.rpartition('####')
     number = number.strip()
     response = f'{work}\n{ending.replace("N", number)}'
-    assert verifiers.gsm8k(gold, response).right is True
+    assert verifiers.verify('gsm8k', gold, response).right is True
     other = '9' + number.replace(',', '')
-    assert verifiers.gsm8k(other, response).right is False
+    assert verifiers.verify('gsm8k', other, response).right is False
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_the_words_beside_a_number_are_a_label_or_a_unit(ending):
   ],
 )
 def test_a_right_answer_is_parsed_once(rule, answer, response):
-  assert verifiers.RULES[rule](answer, response).right
+  assert verifiers.verify(rule, answer, response).right
   misses = trees.parse.cache_info().misses
-  assert verifiers.RULES[rule](answer, response).right
+  assert verifiers.verify(rule, answer, response).right
   assert trees.parse.cache_info().misses == misses
 
 
@@ -165,7 +165,7 @@ def test_fast_rules_take_linear_time(rule, unit):
     best = float('inf')
     for _ in range(3):
       start = time.process_time()
-      verifiers.RULES[rule](answer, r'\boxed{' * 5 + unit * n + '7' + '}' * n)
+      verifiers.verify(rule, answer, r'\boxed{' * 5 + unit * n + '7' + '}' * n)
       best = min(best, time.process_time() - start)
     return best
 
@@ -192,10 +192,11 @@ def test_a_malformed_right_answer_crashes_nothing(verify, rule, answer):
 def test_powers_are_compared_like_integers(base, exponent, gold_rest, given_rest):
   gold = f'{base}^{{{exponent}}}{gold_rest:+d}'
   given = f'{base}^{{{exponent}}}' + given_rest * '+1'
-  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (gold_rest == given_rest)
+  equal = gold_rest == given_rest
+  assert verifiers.verify('math', gold, rf'\boxed{{{given}}}').right is equal
   # The same numbers behind 1/ differ by less than any float can show.
   gold, given = (rf'2-\frac{{1}}{{{text}}}' for text in (gold, given))
-  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (gold_rest == given_rest)
+  assert verifiers.verify('math', gold, rf'\boxed{{{given}}}').right is equal
 
 
 @hypothesis.given(
@@ -206,11 +207,11 @@ def test_sums_of_roots_are_compared_by_squaring(a, b, shift):
   c = a + b + math.isqrt(4 * a * b) + shift
   equal = (c - a - b) ** 2 == 4 * a * b
   gold, given = rf'\sqrt{{{a}}}+\sqrt{{{b}}}', rf'\sqrt{{{c}}}'
-  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is equal
+  assert verifiers.verify('math', gold, rf'\boxed{{{given}}}').right is equal
   # With a square in the place of b / a, one of three shifts gives equality.
   c = 4 * a + shift
   gold, given = rf'\sqrt{{{a}}}+\sqrt{{{a}}}', rf'\sqrt{{{c}}}'
-  assert verifiers.math(gold, rf'\boxed{{{given}}}').right is (shift == 0)
+  assert verifiers.verify('math', gold, rf'\boxed{{{given}}}').right is (shift == 0)
 
 
 @pytest.mark.parametrize('strict', [True, False])
@@ -273,9 +274,9 @@ def test_boxed_is_the_slow_one(parts):
 def test_a_rule_always_has_a_verdict(rule, text):
   answer = FOUR if rule == 'countdown' else '7'
   for response in (text, r'\boxed{' + text + '}', f'<answer>{text}</answer>'):
-    verdict = verifiers.RULES[rule](answer, response)
+    verdict = verifiers.verify(rule, answer, response)
     assert verdict.right in (True, False) or rule == 'gsm8k'
-    assert verifiers.RULES[rule](text, response).right in (True, False, None)
+    assert verifiers.verify(rule, text, response).right in (True, False, None)
 
 
 @hypothesis.given(
@@ -310,9 +311,9 @@ def test_text_is_never_evaluated(monkeypatch):
   table = [c for c in CASES if (c['file'], c['rule']) == ('cases', 'math')]
   pairs = [(case['answer'], case['response']) for case in table]
   for answer, response in [*pairs, *(('2', f'\\boxed{{{text}}}') for text in attacks)]:
-    verifiers.math(answer, response)
+    verifiers.verify('math', answer, response)
     for rule, right in (('aime', '2'), ('gsm8k', '2'), ('countdown', FOUR)):
-      verifiers.RULES[rule](right, response)
+      verifiers.verify(rule, right, response)
   # sympy's own templates for the arithmetic of polynomials remain.
   assert all('def monomial_' in source for source in evaluated if source)
 
@@ -322,10 +323,11 @@ def test_an_error_of_the_library_leaves_it_undecided(monkeypatch):
     raise TypeError('a matrix is not a number')
 
   monkeypatch.setattr(symbolic, 'equivalent', fail)
-  verdict = verifiers.math('x+y', r'\boxed{y+x}')
-  assert verdict == Verdict(None, 'math-verify failed: TypeError', 'y+x')
+  verdict = verifiers.verify('math', 'x+y', r'\boxed{y+x}')
+  reason = 'math-verify failed: TypeError'
+  assert verdict == Verdict(None, reason, 'y+x', formatted=True)
   # Equal text needs no library.
-  assert verifiers.math('x', r'\boxed{ x }').right
+  assert verifiers.verify('math', 'x', r'\boxed{ x }').right
 
 
 @pytest.mark.parametrize(

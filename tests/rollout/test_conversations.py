@@ -19,6 +19,7 @@ from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
 from bapo_jax.rewards import score
+from bapo_jax.rewards.answers import Message
 from bapo_jax.rewards.knobs import (
   CustomEnvironment,
   CustomReward,
@@ -493,8 +494,8 @@ def test_the_environments_of_the_guide_answer(tmp_path):
     custom = custom_code.section([path], CustomEnvironment)(**knobs)
     k = Environment(rule=path, custom=custom, max_turns=3)
     caller = score.make(k)
-    verdicts = caller([Sample(text, answer='17', number=n) for n, text in turns])
-    return custom.role, [verdict.answer for verdict in verdicts]
+    messages = caller([Sample(text, answer='17', number=n) for n, text in turns])
+    return custom.role, [message.text for message in messages]
 
   near = [(1, 'I say 3.'), (2, 'or 20 then'), (1, 'It is 17.'), (1, 'no'), (3, '5')]
   assert answered(f'{tmp_path}/my0.py:nearer', {'hints': 2}, *near) == (
@@ -528,10 +529,9 @@ def test_the_environments_of_the_guide_answer(tmp_path):
 def test_built_in_environments(rule, response, message):
   caller = score.make(Environment(rule=rule, max_turns=3))
   answer = '{"numbers": [3, 4, 5], "target": 27}'
-  (verdict,) = caller([Sample(response, answer)])
-  assert verdict.answer == message and verdict.right == (message is not None)
+  assert caller([Sample(response, answer)]) == [Message(message)]
   right = Sample(r'\boxed{(5+4)*3}', answer)
-  assert rule != 'feedback' or caller([right])[0].answer is None
+  assert rule != 'feedback' or caller([right]) == [Message(None)]
 
 
 def exactly(turn):

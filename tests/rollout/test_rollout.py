@@ -41,7 +41,7 @@ def sample(
   engine=ENGINE,
   rollouts=None,
   verifier=None,
-  shape=lambda groups, texts: groups,
+  shape=lambda groups, formatted_B: groups,
   first_uid=0,
   **knobs,
 ) -> rollout.Rollout:
@@ -193,6 +193,26 @@ def test_slow_verdicts_are_requested_while_others_are_decoded(sampled):
   for a, b in zip(found.groups, sampled.groups, strict=True):
     np.testing.assert_array_equal(a, b)
   assert found.verdicts == sampled.verdicts
+
+
+class Formatted(making.OddVerifier):
+  """Finds an answer in responses of an odd number of characters."""
+
+  def verdict(self, text):
+    return super().verdict(text)._replace(formatted=len(text) % 2 == 1)
+
+
+def test_the_rewards_are_shaped_by_what_the_verifier_has_found(sampled):
+  shaped = []
+
+  def shape(groups, formatted_B):
+    shaped.append(formatted_B.tolist())
+    return groups._replace(reward_PG=groups.reward_PG + 1)
+
+  at = dict(step=9, policy_version=8, verifier=Formatted(), shape=shape)
+  found = sample([2, -1, 0], **at)
+  assert shaped == [[len(text) % 2 == 1 for text in sampled.texts]]
+  np.testing.assert_array_equal(found.groups.reward_PG, sampled.groups.reward_PG + 1)
 
 
 class Stepwise(making.OddVerifier):

@@ -52,7 +52,7 @@ def sampled(rights, ids=(0,)):
   id_P = np.asarray(ids, np.int32)
   shaping = Standard(overlong_penalty=1.0, overlong_cache=1, format_bonus=0.5)
   shape = functools.partial(
-    rewards.shaped, eos=TOKENIZER.eos, rule='exact', longest=7, shaping=shaping
+    rewards.shaped, eos=TOKENIZER.eos, longest=7, shaping=shaping
   )
   at = Outage(rights), PhaseTimer()
   found = rollout_lib.rollout(
@@ -64,7 +64,7 @@ def sampled(rights, ids=(0,)):
     step=0,
     policy_version=0,
   )
-  return found, shape(found.groups, found.texts)
+  return found, shape(found.groups, np.ones(len(found.texts), bool))
 
 
 def batch(groups, rule):

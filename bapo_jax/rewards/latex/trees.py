@@ -343,7 +343,6 @@ def _height(tree):
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
   'neg': operator.neg,
-  'percent': lambda value: value / 100,
   'add': lambda *values: sum(values, mpmath.mpf(0)),
   'mul': operator.mul,
   'div': operator.truediv,
