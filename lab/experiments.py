@@ -242,10 +242,20 @@ def sources(config: Config) -> dict[str, str]:
 
 
 def _updates(rows: Sequence[metrics.Row]) -> dict[str, Any]:
-  """Returns the bounds and the search of each update: BOUNDS -> values."""
+  """Returns the bounds and the search of each update: BOUNDS -> values.
+
+  A bound that is not finite, of a rule without one, is None.
+  """
   columns = {x: [row[metric] for row in rows] for x, metric in BOUNDS.items()}
-  exact = {x: [float(str(np.float32(v))) for v in columns[x]] for x in ('low', 'high')}
-  return {x: list(map(int, columns[x])) for x in BOUNDS} | exact
+  return {
+    x: [
+      (float(str(np.float32(v))) if math.isfinite(v) else None)
+      if x in ('low', 'high')
+      else int(v)
+      for v in values
+    ]
+    for x, values in columns.items()
+  }
 
 
 def _short(value: float) -> float | None:

@@ -42,7 +42,8 @@ COMMON = 6e-4  # the rate of protocol 2 in S1
 # Setting -> arm -> rates tried so far, and arm -> own rate once stage 1 has chosen it.
 TRIED: dict[str, dict[str, tuple[float, ...]]] = {
   's1': {},
-  's2': {arm: FIRST for arm in ARMS} | {'grpo': LADDER[:4]},
+  's2': {arm: FIRST for arm in ARMS}
+  | {arm: LADDER[:4] for arm in ('grpo', 'cispo', 'tis', 'decoupled')},
 }
 OWN: dict[str, dict[str, float]] = {
   's1': {},
