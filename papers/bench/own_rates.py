@@ -223,10 +223,9 @@ def reading(judged: Sequence[Verdict]) -> str:
 def of_rates(stage_1: Results, setting: str) -> str:
   """Returns accuracy against rate for every arm, stage 1, as a table."""
   rows = []
-  by_arm = rates.means(stage_1, setting)
-  # An arm without an own rate is still being tried, and is not read.
-  for arm in rates.OWN[setting]:
-    of_rate = by_arm[arm]
+  for arm, of_rate in rates.means(stage_1, setting).items():
+    if len(of_rate) < len(rates.TRIED[setting][arm]) or rates.to_add(of_rate):
+      continue  # still being tried, and not read
     own = rates.best(of_rate)
     texts = []
     for rate in rates.LADDER:
