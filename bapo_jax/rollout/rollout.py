@@ -95,7 +95,12 @@ class Verification:
           prompt=problems.text[i],
           tokens=tuple(ids),
           row=problems.fields[i] if problems.fields else '',
-          messages=messages(problems.text[i], texts, self.between.role)
+          messages=messages(
+            problems.text[i],
+            texts,
+            self.between.role,
+            problems.history[i] if problems.history else (),
+          )
           if reads
           else (),
           ends=ends,

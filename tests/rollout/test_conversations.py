@@ -30,6 +30,7 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode, rollout, shapes
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.turns import Turn
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.types import Prompts
 
@@ -449,6 +450,20 @@ def test_the_environment_reads_what_was_said():
   for b, said in sampled.conversations.items():
     assert said[-1]['content'] == sampled.texts[b]
     assert len(said) % 2 == 0
+
+
+def test_what_was_said_begins_with_the_earlier_turns_of_the_prompt():
+  history = ('user', '1+1'), ('assistant', '2')
+  earlier = problems()._replace(history=[history] * 3)
+  verifier = verifier_of(echo)
+  v = rollout.Verification(earlier, TOKENIZER, verifier, PhaseTimer())
+  tokens_T = earlier.tokens_NT[0]
+  ended = Turn(0, 0, 1, 9, tokens_T, np.arange(len(tokens_T)) == len(tokens_T) - 1)
+  (said,) = v.samples([ended])
+  (plain,) = dataclasses.replace(v, problems=problems()).samples([ended])
+  assert said.messages[2:] == plain.messages and len(plain.messages) == 2
+  assert [tuple(x.values()) for x in said.messages[:2]] == [*history]
+  verifier.close()
 
 
 @custom_code.declare(steps='characters')
