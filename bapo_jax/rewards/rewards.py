@@ -143,12 +143,14 @@ def shaped(
   rules: Sequence[str] = (),
   longest: int,
   shaping: ShapingRule,
+  cut_length: int | None = None,
 ) -> Groups:
   """Returns verified groups with shaped rewards and the mask of trained responses.
 
   Args:
     texts: P * G responses; '' for responses that another process verifies.
     rules: the rule of each problem id, for the format bonus; '' or () selects `rule`.
+    cut_length: see `types.ended`.
   """
   if shaping.identity:
     return groups
@@ -165,7 +167,9 @@ def shaped(
   reward_PG, teaches_PG = shape(
     groups.reward_PG,
     response_length(response_mask_PGT),
-    ~ended(response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos))),
+    ~ended(
+      response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos)), cut_length
+    ),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )

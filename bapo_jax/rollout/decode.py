@@ -460,9 +460,26 @@ def _step(
   )
 
 
+@functools.partial(jax.jit, static_argnames='width')
+def recent(slots: Slots, first_S: Array, *, width: int) -> Array:
+  """Returns `width` tokens of every slot from a column on, on all devices."""
+  column_SW = first_S[:, None] + jnp.arange(width)[None]
+  tokens_SW = jnp.take_along_axis(slots.tokens_ST, column_SW, 1, mode='clip')
+  return sharding.constrain(tokens_SW, None)
+
+
 @functools.partial(jax.jit, donate_argnames=('slots', 'rows'))
-def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
-  """Copies finished rows to the output and frees their slots."""
+def harvest(slots: Slots, rows: Rows, end_S: Array | None = None) -> tuple[Slots, Rows]:
+  """Copies finished rows to the output and frees their slots.
+
+  end_S is the column after a stop string, at which the row ends, 0 without one. Later
+  columns are left out like those that were never written. None: no stop strings.
+  """
+  if end_S is not None:
+    slots = slots._replace(
+      position_S=jnp.where(end_S > 0, end_S, slots.position_S),
+      done_S=slots.done_S | (end_S > 0),
+    )
   column_T = jnp.arange(rows.tokens_BT.shape[1])[None]
   written_ST = column_T < slots.position_S[:, None]
   response_mask_ST = written_ST & (column_T >= slots.prompt_length_S[:, None])

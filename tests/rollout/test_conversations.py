@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from three_problems import ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
+from three_problems import ACTOR, ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
 
 from bapo_jax import custom_code, sharding
 from bapo_jax.data import prompts, tokenizer
@@ -31,8 +31,9 @@ from bapo_jax.rollout import decode, rollout, shapes
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.turns import Turn
+from bapo_jax.rollout.turns import stopped as stopped_at
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.types import Prompts
+from bapo_jax.types import Prompts, ended
 
 NEW, GROUP, TURNS = 28, 8, 3
 LONG = dataclasses.replace(
@@ -131,7 +132,7 @@ def assert_same(a: rollout.Rollout, b: rollout.Rollout):
     np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def by_hand(uid, prompt, answer):
+def by_hand(uid, prompt, answer, stop=()):
   """Samples one response turn by turn: every turn is a response to a longer prompt.
 
   The noise is of (uid, position), so a turn needs no environment and no other row.
@@ -152,12 +153,16 @@ def by_hand(uid, prompt, answer):
     found = jax.tree.map(lambda x: np.asarray(x)[0], rollouts.rows)
     n = int((found.policy_version_BT >= 0).sum())
     part = found.tokens_BT[len(row) :][:n].tolist()
+    # As an oracle, the text is read again after each token.
+    cuts = [k for k in range(1, n + 1) if any(x in text_of(part[:k]) for x in stop)]
+    n = min([n, *cuts])
+    part = part[:n]
     logp += found.logp_BT[len(row) :][:n].tolist()
     row += part
     mask += [True] * n
-    text = ''.join(making.CHARACTERS[i] for i in part if i != EOS)
+    text = text_of(part)
     left = len(prompt) + NEW - len(row)
-    if part[-1] != EOS or turn == TURNS or left < 2:
+    if (not cuts and part[-1] != EOS) or turn == TURNS or left < 2:
       break
     message = answer(turn, text)
     (ids,) = tokenizer.encode(TOKENIZER, [message])
@@ -167,6 +172,10 @@ def by_hand(uid, prompt, answer):
     logp += [0.0] * len(ids)
     mask += [False] * len(ids)
   return row, mask, logp, text
+
+
+def text_of(ids):
+  return ''.join(making.CHARACTERS[i] for i in ids if i != EOS)
 
 
 def test_every_turn_is_sampled_as_if_what_was_said_were_its_prompt():
@@ -261,9 +270,16 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
     if step == save_at:
       state = jax.tree.map(np.array, rollouts.state())
       waits = set(rollouts.queue.answered)
+      before = rollouts
       rollouts = PartialRollouts(engine, 4 * 8)
       rollouts.restore(jax.tree.map(jnp.asarray, state))
       assert rollouts.queue.asked == waits
+      if engine.stop:  # a string may have begun
+        busy = before.row_S >= 0
+        assert (before.turn_S[busy] > WIDTH).any() or save_at < 2
+        for name in ('turn_S', 'searched_S'):
+          pair = (getattr(x, name)[busy] for x in (before, rollouts))
+          np.testing.assert_array_equal(*pair)
       assert waits or not engine.done_check_lag  # or nothing is tested
     sampled = sample(
       environment,
@@ -333,6 +349,126 @@ def test_an_interrupted_call_asks_again():
   rows = rollouts.read(np.arange(len(IDS)), len(IDS))
   np.testing.assert_array_equal(rows.tokens_BT, reference().groups.tokens_PGT)
   verification.verifier.close()
+
+
+# --- stop strings ---------------------------------------------------------------------
+
+STOP = ('4', '66', '78', 'oxed')  # a token, two tokens, a part of one
+STOPPED = dataclasses.replace(LONG, stop=STOP)
+
+
+def assert_stopped_by_hand(sampled):
+  turns = []
+  for b, length, tokens_T, mask_T, logp_T in rows_of(sampled):
+    row, mask, logp, text = by_hand(
+      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n', STOP
+    )
+    np.testing.assert_array_equal(tokens_T[: len(row)], row)
+    assert not tokens_T[len(row) :].any() and not logp_T[len(row) :].any()
+    np.testing.assert_array_equal(np.flatnonzero(mask_T), np.flatnonzero(mask))
+    np.testing.assert_allclose(logp_T[: len(row)], logp, atol=1e-5)
+    assert sampled.texts[b] == text
+    turns.append(1 + (np.diff(np.flatnonzero(mask_T)) > 1).sum())
+  assert set(turns) == {1, 2, 3}
+
+
+@functools.cache
+def stopped() -> rollout.Rollout:
+  return sample(echo, engine=STOPPED)
+
+
+@pytest.mark.parametrize('searched', [0, 1, 2, 5])
+def test_the_token_that_completes_a_stop_string_is_found(searched):
+  # Bytes, of which one token may be a part of a character, as in a byte-level BPE.
+  pieces = ['é'.encode()[:1], 'é'.encode()[1:], b'b</', b'sea', b'rch>\n', b'</search>']
+
+  def read(rows):
+    return [b''.join(pieces[i] for i in row).decode(errors='replace') for row in rows]
+
+  def find(tokens, *stop):
+    return stopped_at(read, stop, [(tokens, searched)])[0]
+
+  ids = [*[3] * searched, 0, 1, 2, 3, 4, 5]
+  assert find(ids, '</search>') == find(ids, 'x', 'h>') == searched + 5
+  assert find(ids, 'é') == searched + 2
+  assert find(ids, 'b<', '</search>') == searched + 3
+  assert find(ids, 'nowhere') == find(ids[: searched + 4], '</search>') == 0
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string():
+  assert_stopped_by_hand(stopped())
+  for end in ('4', '66', '\\boxed{'):  # or nothing was tested
+    assert any(text.endswith(end) for text in stopped().texts)
+
+
+def test_up_to_a_stop_string_every_bit_is_that_of_a_run_without():
+  found, whole = (sample(verifier_of(echo, 1), engine=x) for x in (STOPPED, LONG))
+  pairs = zip(rows_of(found), rows_of(whole), strict=True)
+  shorter = 0
+  for (_, _, tokens_T, mask_T, logp_T), (_, length, *other) in pairs:
+    end = length + mask_T.sum()
+    assert mask_T[length:end].all()
+    np.testing.assert_array_equal(tokens_T[:end], other[0][:end])
+    np.testing.assert_array_equal(logp_T[:end], other[2][:end])
+    shorter += mask_T.sum() < other[1].sum()
+  assert shorter > 10
+  # A response that a stop string ended is not truncated.
+  g = jax.tree.map(np.asarray, found.groups)
+  is_end_PGT = g.tokens_PGT == EOS
+  is_ended = ended(g.response_mask_PGT, is_end_PGT, STOPPED.max_new_tokens).ravel()
+  only_end_tokens = ended(g.response_mask_PGT, is_end_PGT).ravel()
+  for b, _, tokens_T, mask_T, _ in rows_of(found):
+    assert is_ended[b] == (mask_T.sum() < NEW or tokens_T[mask_T][-1] == EOS)
+  assert is_ended.sum() - only_end_tokens.sum() > 10
+  assert not is_ended[-GROUP:].any()  # empty seats
+
+
+@pytest.mark.parametrize(
+  'knobs',
+  [
+    {'tokens_per_dispatch': 1},
+    {'tokens_per_dispatch': 28},
+    {'max_num_seqs': 5, 'prefill_batch_size': 2, 'tokens_per_dispatch': 3},
+    {'cache_segments': 4},
+  ],
+  ids=str,
+)
+def test_stop_strings_depend_neither_on_dispatches_nor_on_slots(knobs):
+  found = sample(slow, engine=dataclasses.replace(STOPPED, **knobs))
+  for name, wanted in stopped().groups._asdict().items():
+    if wanted is not None:
+      tolerance = 1e-5 if name == 'behavior_logp_PGT' else 0
+      mine = getattr(found.groups, name)
+      np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)
+
+
+def test_eight_devices_stop_at_the_same_strings():
+  mesh = sharding.make(8, 1, 1)
+  engine = dataclasses.replace(STOPPED, mesh=mesh)
+  placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh, 'decode'))
+  actor = decode.sync_actor(placed, SPEC, mesh)
+  found = sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1])
+  wanted = stopped().groups.tokens_PGT
+  np.testing.assert_array_equal(found.groups.tokens_PGT[: len(IDS)], wanted)
+
+
+@pytest.mark.parametrize('save_at', [1, 2, 4])
+def test_a_restart_finds_a_stop_string_that_had_begun(save_at):
+  wanted, _ = stepped(echo, 6, engine=STOPPED)
+  found, _ = stepped(echo, 6, save_at, STOPPED)
+  for a, b in zip(wanted, found, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+  versions = np.concatenate([g.policy_version_PGT for g in wanted])
+  spread = [set(row[row >= 0].tolist()) for row in versions.reshape(-1, WIDTH + NEW)]
+  assert max(map(len, spread)) > 1
+
+
+def test_only_runs_with_stop_strings_have_programs_for_them():
+  names = [
+    {call.function.__name__ for call in engine.programs(ACTOR, places=2)}
+    for engine in (LONG, STOPPED)
+  ]
+  assert names[1] - names[0] == {'recent'}
 
 
 # --- the learner ----------------------------------------------------------------------
