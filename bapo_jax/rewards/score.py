@@ -19,11 +19,13 @@ This module loads neither JAX nor NumPy; a user's file may.
 
 import asyncio
 import bisect
+import dataclasses
 import functools
 import json
 import math
 import operator
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -203,11 +205,14 @@ class EnvironmentCaller(Scorer):
   the response. It is undecided if the environment fails.
   """
 
-  def __init__(self, k: Verification):
+  def __init__(self, k: Environment):
     super().__init__(k)
     if not self._custom:
       function = environments.BUILT_IN[k.rule]
       self._custom = {k.rule: custom_code.UserFunction(k.rule, function=function)}
+    elif k.stateful:
+      games = environments.Games(self._custom[k.rule].function)
+      self._custom = {k.rule: dataclasses.replace(self._custom[k.rule], function=games)}
 
   def _combined(self, sample, values: Sequence[Any]):
     """Converts what the environment returns to a turn."""
@@ -221,6 +226,14 @@ class EnvironmentCaller(Scorer):
       reason = f'{rule} returned {value!r:.80}, neither a message nor None'
       return Verdict(None, reason, None)
     return Verdict(True, 'answered', value)
+
+
+def home(sample: Sample) -> int:
+  """Returns a number that all turns of a response share."""
+  said = sample.messages
+  # Up to the first turn of the response.
+  first = said[: len(said) - 2 * sample.number + 2]
+  return zlib.crc32(repr((sample.row, first)).encode())
 
 
 def make(k: Verification) -> Scorer:

@@ -38,9 +38,9 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from bapo_jax import custom_code
-from bapo_jax.rewards import verifier_worker
+from bapo_jax.rewards import score, verifier_worker
 from bapo_jax.rewards.answers import Verdict
-from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards.knobs import Environment, Verification
 from bapo_jax.rewards.score import Sample
 
 Request = Sequence[Sample]  # responses that are scored together
@@ -179,7 +179,13 @@ class VerifierPool:
     self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._custom = bool(custom_code.paths_in(k.rule))
-    self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
+    # Each thread's queue of (request, batch, future); None: end. All threads share one,
+    # unless a response's turns must go to the same worker.
+    self._stateful = isinstance(k, Environment) and k.stateful
+    shared = queue.SimpleQueue()
+    self._tasks = [
+      queue.SimpleQueue() if self._stateful else shared for _ in range(k.workers)
+    ]
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
     self._fork_server = ForkServer(k)
@@ -203,7 +209,8 @@ class VerifierPool:
     batch = Batch(self._knobs.batch_deadline * len(self._threads))
     tasks = [(request, batch, Future()) for request in requests]
     for task in tasks:
-      self._tasks.put(task)
+      home = score.home(task[0][0]) if self._stateful else 0
+      self._tasks[home % len(self._tasks)].put(task)
     return [future for *_, future in tasks]
 
   def close(self) -> None:
@@ -211,8 +218,8 @@ class VerifierPool:
     if self._closed:
       return
     self._closed = True
-    for _ in self._threads:
-      self._tasks.put(None)
+    for tasks in self._tasks:
+      tasks.put(None)
     for worker in list(self._workers.values()):
       worker.kill()  # wakes its thread, which then finds the pool closed
     with self._lock:
@@ -222,7 +229,7 @@ class VerifierPool:
       thread.join()
 
   def _serve(self, thread):
-    while task := self._tasks.get():
+    while task := self._tasks[thread].get():
       request, batch, future = task
       try:
         verdicts = self._verify(thread, request, batch)

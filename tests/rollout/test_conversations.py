@@ -18,7 +18,7 @@ from bapo_jax import custom_code, sharding
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
-from bapo_jax.rewards import score
+from bapo_jax.rewards import environments, score
 from bapo_jax.rewards.knobs import (
   CustomEnvironment,
   CustomReward,
@@ -281,8 +281,9 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
           pair = (getattr(x, name)[busy] for x in (before, rollouts))
           np.testing.assert_array_equal(*pair)
       assert waits or not engine.done_check_lag  # or nothing is tested
+    made = environment() if environment.__name__ == '<lambda>' else environment
     sampled = sample(
-      environment,
+      made,
       params=params,
       rollouts=rollouts,
       step=step,
@@ -553,6 +554,109 @@ def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, cap
   said = capsys.readouterr().out
   assert said.count('rollout.environment: ') == 1 and REASONS[how] in said
   assert (g.completed_step_P[filled] == 5).all()
+
+
+# --- environments with a state --------------------------------------------------------
+
+GAME = """
+import os
+
+
+class Game:
+  def __init__(self, *, dies: str = '', says: str = '', mark: str = '=', log: str = ''):
+    self.dies, self.says, self.mark = dies, says, mark
+    if log:
+      with open(log, 'a') as file:
+        file.write('.')
+
+  def start(self, row):
+    assert row['answer']
+    self.heard = []
+    return self.says or None
+
+  def step(self, turn):
+    self.heard.append(turn.response)
+    assert len(self.heard) == turn.number
+    assert self.heard == [x['content'] for x in turn.messages[1::2]]
+    if self.dies and turn.number == 2 and not os.path.exists(self.dies):
+      open(self.dies, 'w').close()
+      os._exit(1)
+    return f'{len(self.heard)}{self.mark}{len(turn.response)}\\n'
+
+
+class Short:
+  def start(self, row):
+    return None
+"""
+
+
+def game(tmp_path, name='Game', **knobs):
+  path = tmp_path / 'game.py'
+  path.write_text(GAME)
+  rule = f'{path}:{name}'
+  custom = custom_code.section([rule], CustomEnvironment)(**knobs)
+  k = Environment(rule=rule, custom=custom, max_turns=TURNS, workers=2)
+  return Verifier(Verification(rule='exact'), k)
+
+
+def test_an_object_has_heard_all_turns_of_its_response(tmp_path):
+  assert_same(sample(game(tmp_path)), reference())
+  other = sample(game(tmp_path, mark='+'))
+  assert (other.groups.tokens_PGT != reference().groups.tokens_PGT).any()
+
+
+def test_the_turns_of_a_response_go_to_one_worker(tmp_path):
+  path = tmp_path / 'made'
+  sampled = sample(game(tmp_path, log=str(path)))
+  rows = [(tokens_T, mask_T) for _, _, tokens_T, mask_T, _ in rows_of(sampled)]
+  asked = sum(EOS in tokens_T[mask_T][: NEW - 2] for tokens_T, mask_T in rows)
+  assert len(path.read_text()) == asked > 10
+
+
+def test_a_new_worker_replays_the_turns(tmp_path):
+  path = tmp_path / 'died'
+  assert_same(sample(game(tmp_path, dies=str(path))), reference())
+  assert path.exists()
+
+
+def test_a_restart_replays_the_turns(tmp_path):
+  # Every step has new processes.
+  wanted, _ = stepped(echo, 6)
+  found, _ = stepped(lambda: game(tmp_path), 6, save_at=2)
+  for a, b in zip(wanted, found, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_class_that_is_no_environment_is_refused(tmp_path, capsys):
+  with pytest.raises(ValueError, match=r'without a method step; define start and step'):
+    game(tmp_path, 'Short')
+  sampled = sample(game(tmp_path, says='Hello'))
+  assert sampled.failed and "start returned 'Hello'" in capsys.readouterr().out
+
+
+def test_turns_are_answered_without_replays_and_objects_are_closed():
+  made, closed, homes = [], [], set()
+
+  class Counted:
+    def start(self, row):
+      made.append(self)
+
+    def step(self, turn):
+      return f'{turn.number}' if turn.number < 3 else None
+
+    def close(self):
+      closed.append(self)
+
+  games = environments.Games(Counted)
+  said = [{'role': 'user', 'content': '1+1'}]
+  for number in (1, 2, 3):
+    said = [*said, {'role': 'assistant', 'content': 'x'}]
+    turn = Sample('x', row={'a': 1}, messages=said, number=number)
+    homes.add(score.home(turn))
+    again = games(turn)
+    assert again == (None if number == 3 else str(number)) and len(made) == 1
+    said = [*said, {'role': 'user', 'content': str(number)}]
+  assert closed == made and len(homes) == 1
 
 
 def test_none_ends_a_response_and_is_no_failure():
