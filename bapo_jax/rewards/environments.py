@@ -1,7 +1,8 @@
 """Built-in environments, which answer a turn of the policy: text in, text out.
 
 Each receives a `score.Sample`, and returns its message, or None if the response is
-finished. A user's environment is called in the same way.
+finished. A user's environment is called in the same way; if it is a class, `Games`
+keeps its objects.
 """
 
 import re

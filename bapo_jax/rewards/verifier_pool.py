@@ -7,6 +7,9 @@ and kills it at the deadline. If a worker dies, its response goes to another one
     pool --- other end of a socket pair ---> fork server --- fork ---> worker
       \__________________ the socket pair: JSON lines _________________/
 
+All turns of a response go to the worker that has its object, if the environment is a
+class; a worker that replaces a dead one makes the object again (environments.py).
+
 Deadlines count processor time, so a response gets the same verdict on an idle and a
 busy machine. Wall time ends a worker that does not run at all (STALLED_S), and a custom
 function that waits for longer than rewards.timeout.

@@ -2,11 +2,12 @@
 
 1. `admit` prefills R prompts and copies each into the slots of its responses, A in all;
 2. `run` advances every slot by at most n tokens in one dispatch;
-3. `harvest` copies finished rows to the output and frees their slots;
+3. `harvest` copies finished rows to the output and frees their slots; a row with a stop
+   string, which the host finds in the tokens that `recent` returns, ends there;
 4. `refresh` recomputes the cache of slots, for new weights or after a restart;
 5. `resume` puts finished rows back into slots, with a message after their last turn.
 
-All five are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
+All are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
 around them. (key, uid of the response, position) determine the noise of a token, so a
 response depends neither on its slot, nor on other rows, nor on the dispatch length.
 Besides the axes of types.py, A is the number of responses admitted at once.

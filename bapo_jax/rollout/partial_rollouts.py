@@ -77,6 +77,7 @@ class PartialRollouts:
     self.cache_lost = False  # True after `restore`: checkpoints have no cache
     # (dispatch, position_S) of dispatches whose done flags are not read yet.
     self._pending: collections.deque[tuple[int, Array]] = collections.deque()
+    self._read: Read | None = None  # see `decode`
     self._unreported: list[int] = []  # finished rows, not yet given to `on_finished`
 
   def submit(
@@ -157,6 +158,9 @@ class PartialRollouts:
     chunk = self.engine.tokens_per_dispatch
     segments = self.engine.segment_sizes
     awaits = max_tokens < math.inf or len(segments) > 1 or len(hosts.side()) > 1
+    if self.engine.stop:
+      # A later dispatch would end rows that were not searched.
+      assert not self.engine.done_check_lag
     self._read = read
     # Asked before a restart, or by a call that was interrupted.
     if environment and self.queue.asked:
@@ -325,7 +329,7 @@ class PartialRollouts:
       )
       for s in slots
     ]
-    assert self._read, 'stop strings need `read`'
+    assert self._read
     for s, count in zip(slots, stopped(self._read, stop, turns), strict=True):
       end_S[s] = (first_S[s] + count) * (count > 0)
     return end_S
