@@ -49,6 +49,8 @@ class CustomKnobs(Section):
 
   # The arguments with which the function is called; () skips the check.
   arguments: ClassVar[tuple[str, ...]] = ()
+  # Methods of a class in place of a function; () does not look at them.
+  methods: ClassVar[tuple[str, ...]] = ()
 
 
 def declare(**needs: Any) -> Callable[[AnyFunction], AnyFunction]:
@@ -152,10 +154,20 @@ class UserFunction:
       ValueError: see `section`.
     """
     arguments = getattr(base, 'arguments')  # noqa: B009 (every base has them)
+    is_class = inspect.isclass(self.function)
+    methods = getattr(base, 'methods', ()) if is_class else ()
+    for name in methods:
+      method = getattr(self.function, name, None)
+      if not inspect.isfunction(method) or inspect.iscoroutinefunction(method):
+        raise ValueError(
+          f'{self.path} is a class without a method {name}; define '
+          f'{" and ".join(methods)}, without async'
+        )
     try:
       signature = inspect.signature(self.function)
       own = _keywords(signature)
       given = arguments or [p for p in signature.parameters.values() if p not in own]
+      given = () if methods else given  # an object is made with its knobs alone
       signature.bind(*given, **{p.name: p.default for p in own})
     except (TypeError, ValueError) as error:
       names = ', '.join(arguments)

@@ -207,14 +207,22 @@ def concat(*trees: AnyTree) -> AnyTree:
   return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
 
 
-def ended(response_mask_PGT: AnyArray, is_end_PGT: AnyArray) -> AnyArray:
+def ended(
+  response_mask_PGT: AnyArray, is_end_PGT: AnyArray, cut_length: int | None = None
+) -> AnyArray:
   """Marks the responses [P, G] whose last sampled token is an end token.
 
-  Turns before the last end with such a token too. Takes arrays of JAX or of NumPy.
+  Turns before the last end with such a token too. With stop strings, responses of fewer
+  than `cut_length` tokens ended as well; one that a string ends at exactly this length
+  is not told from a truncated one. Takes arrays of JAX or of NumPy.
   """
   count_PGT = response_mask_PGT.cumsum(-1)
   last_PGT = response_mask_PGT & (count_PGT == count_PGT[..., -1:])
-  return (last_PGT & is_end_PGT).any(-1)
+  ended_PG = (last_PGT & is_end_PGT).any(-1)
+  if cut_length is None:
+    return ended_PG
+  length_PG = response_length(response_mask_PGT)
+  return ended_PG | ((length_PG > 0) & (length_PG < cut_length))
 
 
 def response_length(response_mask_PGT: AnyArray) -> AnyArray:

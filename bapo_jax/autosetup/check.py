@@ -70,7 +70,7 @@ def check(config: Config, workdir: str = '') -> int:
   with contextlib.closing(build.make_verifier(config)) as verifier:
     t, s = build.build(small, material, verifier, PhaseTimer())
     seconds, rollout = sample(t, s)
-    sampled = summary(rollout, r.tokenizer.eos)
+    sampled = summary(rollout, r.tokenizer.eos, config.sampler.cut_length)
     log(shown_responses(t, rollout, sampled))
     findings += check_rules.of_responses(config, sampled)
     log(measured(r, t, s, rollout, seconds))
@@ -128,12 +128,14 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
   return time.perf_counter() - began, sampled.fresh
 
 
-def summary(rollout: Rollout, eos: Sequence[int]) -> Sampled:
+def summary(
+  rollout: Rollout, eos: Sequence[int], cut_length: int | None = None
+) -> Sampled:
   """Reduces a rollout to the values from which `of_responses` finds mistakes."""
   groups = rollout.groups
   mask_PGT = np.asarray(groups.response_mask_PGT)
   correct_PG = np.where(groups.decided_PG, groups.correct_PG, np.nan)
-  ended_PG = ended(mask_PGT, np.isin(groups.tokens_PGT, eos))
+  ended_PG = ended(mask_PGT, np.isin(groups.tokens_PGT, eos), cut_length)
   read = [verdict.answer is not None for verdict in rollout.verdicts]
   undecided = [x.reason for x in rollout.verdicts if x.right is None]
   read_PG = np.reshape(read, correct_PG.shape)

@@ -79,7 +79,7 @@ def _template(config: Config, known: Facts):
       f'tokenizer.template contains {written[0]!r}, which the chat template adds '
       'itself; remove this token from --config.tokenizer.template',
     )
-  found = [special.search(f'{row.problem}\n{row.system}') for row in known.rows]
+  found = [special.search('\n'.join(row.texts)) for row in known.rows]
   if inner := list(filter(None, found)):
     yield warning(
       'special tokens',
@@ -122,7 +122,7 @@ def _verifier(config: Config, known: Facts):
 def _box(config: Config, known: Facts):
   """Finds a verifier that expects a boxed answer although no prompt asks for one."""
   rules = {row.verifier or config.rewards.rule for row in known.training}
-  texts = (text for row in known.training for text in (row.problem, row.system))
+  texts = (text for row in known.training for text in row.texts)
   asking = any(map(ASKED.search, (config.tokenizer.template, *texts)))
   if (boxed := rules & {'aime', 'math'}) and not asking:
     yield warning(

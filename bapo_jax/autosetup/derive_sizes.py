@@ -159,6 +159,8 @@ def segments(config: Config, facts: Facts) -> Number:
 
 def lag(config: Config, facts: Facts) -> Number:
   """Derives sampler.done_check_lag from the kind of device."""
+  if config.sampler.stop:
+    return 0, 'sampler.stop is searched after each dispatch'
   return (0, 'a CPU') if facts.cpu else (1, 'an accelerator decodes during the check')
 
 

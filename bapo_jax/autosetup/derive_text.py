@@ -82,7 +82,7 @@ def _countdown(answer):
 
 def asks_for_box(rows: Sequence[Row]) -> bool:
   """Returns whether most problems ask for a boxed answer in their own text."""
-  asking = sum(BOX in row.problem or BOX in row.system for row in rows)
+  asking = sum(any(BOX in text for text in row.texts) for row in rows)
   return 2 * asking > len(rows)
 
 

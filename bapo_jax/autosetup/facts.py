@@ -104,7 +104,7 @@ def gather(config: Config, inputs: Inputs) -> Facts:
     training, held_out = split()
     read = [*training, *held_out]
     if template == '{problem}':  # the problems alone, without their system messages
-      read = [row._replace(system='') for row in read]
+      read = [row._replace(system='', history=()) for row in read]
     encoded = prompts.encode(reader, read, spec.vision)
     tokens = [len(prompt.tokens) for prompt in encoded]
     return tokens[: len(training)], tokens[len(training) :]

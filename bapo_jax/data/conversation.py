@@ -98,8 +98,13 @@ def script(messages: Iterable[Mapping[str, str]]) -> str:
   return '\n'.join(f'[{x["role"]}] {x["content"]}' for x in messages)
 
 
-def messages(problem: str, parts: Sequence[str], role: str) -> list[dict[str, str]]:
-  """Returns who said what: the problem, then the parts of a response."""
-  roles = 'user', *(role if i % 2 else 'assistant' for i in range(len(parts)))
-  texts = problem, *parts
-  return [dict(role=x, content=text) for x, text in zip(roles, texts, strict=True)]
+def messages(
+  problem: str,
+  parts: Sequence[str],
+  role: str,
+  history: Sequence[tuple[str, str]] = (),
+) -> list[dict[str, str]]:
+  """Returns who said what: earlier turns, the problem, the parts of a response."""
+  roles = [role if i % 2 else 'assistant' for i in range(len(parts))]
+  said = [*history, ('user', problem), *zip(roles, parts, strict=True)]
+  return [dict(role=x, content=text) for x, text in said]

@@ -1,6 +1,7 @@
 """Finds repeated problems, within a data set or across training and evaluation.
 
-Problems are equal if their pictures and, up to white space, their texts are equal.
+Problems are equal if their pictures and, up to white space, their texts and those of
+earlier turns are equal.
 Lines that start or end every problem of a data set (an instruction) are ignored.
 """
 
@@ -28,13 +29,20 @@ def keys(rows: Sequence[Row], *, whole: bool = False) -> list[str]:
     start = min(longest, _count_common(texts))
     end = min(longest - start, _count_common(lines[::-1] for lines in texts))
 
-  def key(text: tuple[str, ...]):
-    inner = '\n'.join(text[start : len(text) - end])
-    return ' '.join(unicodedata.normalize('NFC', inner).split())
+  def key(text: Sequence[str]):
+    return ' '.join(unicodedata.normalize('NFC', '\n'.join(text)).split())
 
-  key_of = {text: key(split) for text, split in lines.items()}
+  key_of = {text: key(x[start : len(x) - end]) for text, x in lines.items()}
   return [
-    ' '.join([key_of[row.problem], *pictures.digests(row.pictures)]) for row in rows
+    ' '.join(
+      [
+        key_of[row.problem],
+        # No text contains NUL.
+        *(f'\0{role} {key([text])}' for role, text in row.history),
+        *pictures.digests(row.pictures),
+      ]
+    )
+    for row in rows
   ]
 
 

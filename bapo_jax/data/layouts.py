@@ -5,9 +5,9 @@ r"""Reads rows of named fields, whatever layout the data set has.
    user names come before any layout; a doubtful layout is refused.
 
 Field names match regardless of case, spaces, underscores and hyphens: `final_answer`
-and `Final Answer` are the same field. A problem is a string or a list of chat messages:
-one user message, preceded by at most one system message. The content of a message is a
-string or a list of parts, {"type": "text", "text": ...}.
+and `Final Answer` are the same field. A problem is a string or a list of chat messages,
+the last by the user, after at most one system message and earlier turns. The content
+of a message is a string or a list of parts, {"type": "text", "text": ...}.
 """
 
 import contextlib
@@ -209,7 +209,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
     problem = COUNTDOWN.format(', '.join(map(str, numbers)), target)
     return Row(problem, answer, 'countdown', fields=fields)
   solved = layout.name in ('open-instruct', 'messages')
-  problem, system, solution = _read(row, layout.problem, _chat, solved)
+  problem, system, history, solution = _read(row, layout.problem, _chat, solved)
   answer = verifier = ''
   if layout.answer == layout.problem:
     row = {layout.answer: solution}
@@ -217,7 +217,7 @@ def parse(row: Fields, layout: Layout, *, whole: bool = False) -> Row:
     answer, verifier = _read(row, layout.answer, _extract, layout.answer_format)
   if layout.source:
     verifier = _read(row, layout.source, _verifier) or verifier
-  return Row(problem, answer, verifier, system, fields=fields)
+  return Row(problem, answer, verifier, system, fields=fields, history=history)
 
 
 def read_rows(
@@ -338,12 +338,12 @@ def _read(row: Fields, path, read: Callable[..., Any], *options):
 
 
 def _chat(value, solved):
-  """Returns (problem, system message, solution) from a string or chat messages.
+  """Returns (problem, system message, history, solution) of a text or chat messages.
 
   The solution is the assistant's last message, allowed if `solved`, or else ''.
   """
   if not isinstance(value, list):
-    return _statement(value, 'problem'), '', ''
+    return _statement(value, 'problem'), '', (), ''
   roles = []
   texts = []
   for turn in value:
@@ -352,14 +352,25 @@ def _chat(value, solved):
     roles.append(turn['role'])
     texts.append(_content(turn['content']))
   solution = texts.pop() if solved and roles[-1:] == ['assistant'] else ''
-  if roles[: len(texts)] not in (['user'], ['system', 'user']):
+  begins = int(roles[:1] == ['system'])
+  *history, last = roles[begins : len(texts)] or ['']
+  if last == 'assistant':
     raise ValueError(
-      f'messages with the roles {shown(roles)}; give one user message, preceded by at '
-      'most one system message'
+      f'messages with the roles {shown(roles)}; remove the last message, because the '
+      "policy writes the assistant's turn: a prompt ends with a user message"
     )
+  if last != 'user' or any(x not in ('user', 'assistant', 'tool') for x in history):
+    raise ValueError(
+      f'messages with the roles {shown(roles)}; end them with a user message, after at '
+      'most one system message and then turns of user, assistant and tool'
+    )
+  if any(turn.get('tool_calls') for turn in value[: len(texts)]):
+    raise ValueError('a message has `tool_calls`; write the calls into its content')
   # Rejects an empty system message, which chat templates treat unlike a missing one.
-  system = '' if len(texts) < 2 else _statement(texts[0], 'system message')
-  return _statement(texts[-1], 'problem'), system, solution
+  system = _statement(texts[0], 'system message') if begins else ''
+  said = [_statement(text, 'message') for text in texts[begins:-1]]
+  turns = tuple(zip(history, said, strict=True))
+  return _statement(texts[-1], 'problem'), system, turns, solution
 
 
 def _content(value):

@@ -145,7 +145,7 @@ def check_row(row: Row, *, has_vision: bool) -> None:
       'this model is text-only; choose other problems or a model with a vision tower '
       '(the embedded policy has one with --config.sft.tower.layers=2)'
     )
-  marks = row.problem.count(PLACEHOLDER)
+  marks = sum(text.count(PLACEHOLDER) for text in row.texts[1:])
   count = len(row.pictures)
   if has_vision and marks != count:
     raise ValueError(

@@ -38,6 +38,7 @@ class Problems(NamedTuple):
   fields: Sequence[str] = ()  # all fields of each row as JSON; '' or (): not kept
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
+  history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
 
 
 class EncodedPrompt(NamedTuple):
@@ -145,6 +146,7 @@ def tabulate(
     system=[row.system for row in rows],
     fields=[row.fields for row in rows],
     pictures=[row.pictures for row in rows],
+    history=[row.history for row in rows],
   )
 
 
@@ -185,13 +187,15 @@ def encode(
 def fingerprint(problems: Problems) -> str:
   """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages and pictures enter only if present, so older digests stay valid.
+  System messages, earlier turns and pictures enter only if present, so older digests
+  stay valid.
   """
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   digests = [pictures.digests(files) for files in problems.pictures]
   # Own functions may read the fields.
-  columns += filter(any, (problems.system, problems.fields, digests))
+  own = problems.system, problems.fields, digests, problems.history
+  columns += filter(any, own)
   return _digest(zip(*columns, strict=True))
 
 

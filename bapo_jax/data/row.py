@@ -22,6 +22,13 @@ class Row(NamedTuple):
   # Solutions that a warm start imitates, or a function that writes them; (): none.
   solutions: tuple[Solution, ...] | Solver = ()
   rank: int = 0  # the warm start numbers the rows by rank, then as they come
+  # (role, text) of the turns between the system message and the problem.
+  history: tuple[tuple[str, str], ...] = ()
+
+  @property
+  def texts(self) -> list[str]:
+    """Returns the texts of the prompt, in order."""
+    return [self.system, *(text for _, text in self.history), self.problem]
 
   def solution(self, rng: np.random.Generator, slip: float, repeat: float) -> Solution:
     """Returns one of the solutions at random, or a new one."""

@@ -130,12 +130,20 @@ def encode_prompts(
   <image>.
 
   Raises:
-    ValueError: the chat template fails, or the template cannot hold a system message.
+    ValueError: the chat template fails, or the template cannot hold a system message
+      or earlier turns.
   """
   template = tokenizer.template
   start = []
   divide = functools.partial(without_special, special_tokens(tokenizer.backend))
-  rows = [x._replace(problem=divide(x.problem), system=divide(x.system)) for x in rows]
+  rows = [
+    row._replace(
+      problem=divide(row.problem),
+      system=divide(row.system),
+      history=tuple((role, divide(text)) for role, text in row.history),
+    )
+    for row in rows
+  ]
   if template.startswith('chat:'):
     prompts = _render_prompts(tokenizer, rows, pictured=bool(image))
   elif system := next((row.system for row in rows if row.system), ''):
@@ -143,6 +151,12 @@ def encode_prompts(
       f'tokenizer.template={template[:30]!r} has no place for the system message '
       f"{system[:60]!r} of the problems; start the template with 'chat:', which needs "
       'a model with a chat template, or remove the system messages from the data'
+    )
+  elif history := next((row.history for row in rows if row.history), ()):
+    raise ValueError(
+      f'tokenizer.template={template[:30]!r} has no place for earlier turns of a '
+      f"conversation, such as {history[0][1][:60]!r}; start the template with 'chat:', "
+      'which needs a model with a chat template, or write each prompt as one text'
     )
   else:
     texts = [row.problem.replace(PLACEHOLDER, image or PLACEHOLDER) for row in rows]
@@ -183,25 +197,36 @@ def special_tokens(backend: Any, spared: str = 'image|vision') -> re.Pattern[str
 def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
   """Renders each problem as a chat that ends where the assistant's answer begins."""
   template = tokenizer.template.removeprefix('chat:')
-  conversations = []
-  for row in rows:
-    content = template.replace('{problem}', row.problem)
-    if pictured and PLACEHOLDER in content:
+
+  def message(role: str, content: Any) -> dict[str, Any]:
+    if pictured and PLACEHOLDER in content and role != 'system':
       content = [
         {'type': 'image'} if text == PLACEHOLDER else {'type': 'text', 'text': text}
         for text in re.split(f'({re.escape(PLACEHOLDER)})', content)
         if text
       ]
-    system = [{'role': 'system', 'content': row.system}] * bool(row.system)
-    conversations.append([*system, {'role': 'user', 'content': content}])
+    return {'role': role, 'content': content}
+
+  earlier = [
+    [*[('system', row.system)] * bool(row.system), *row.history] for row in rows
+  ]
+  conversations = [
+    [message(*turn) for turn in turns]
+    + [message('user', template.replace('{problem}', row.problem))]
+    for row, turns in zip(rows, earlier, strict=True)
+  ]
   prompts = render(tokenizer.backend, conversations, answered=False)
-  for row, prompt in zip(rows, prompts, strict=True):
-    if row.system.strip() not in prompt:
-      raise ValueError(
-        f'tokenizer.template: the chat template of {tokenizer.backend.name_or_path!r} '
-        f'leaves out the system message {row.system[:60]!r}; correct the chat template '
-        'or remove the system messages from the data'
-      )
+  for turns, prompt in zip(earlier, prompts, strict=True):
+    for role, text in turns:
+      # Templates may shorten the assistant's turns, and quote those of tools.
+      is_kept = all(part.strip() in prompt for part in text.split(PLACEHOLDER))
+      if role in ('system', 'user') and not is_kept:
+        raise ValueError(
+          'tokenizer.template: the chat template of '
+          f'{tokenizer.backend.name_or_path!r} leaves out the {role} message '
+          f'{text[:60]!r}; correct the chat template or remove the {role} messages '
+          'from the data'
+        )
   return prompts
 
 

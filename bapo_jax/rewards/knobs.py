@@ -1,10 +1,12 @@
 """Knobs of verification; worker processes read them, so this module loads no JAX."""
 
+import inspect
 from typing import Annotated, ClassVar, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
 
+from bapo_jax import custom_code
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
 from bapo_jax.knobs import PATH, Auto, FunctionPath, knob
 from bapo_jax.rewards.answers import Message, Verdict
@@ -23,6 +25,7 @@ class CustomEnvironment(CustomKnobs):
   """Base of the knobs of a custom environment; declares how it is called."""
 
   arguments = ('turn',)
+  methods = ('start', 'step')
   batched: ClassVar[bool] = False  # is called once with a list of turns
   role: ClassVar[Literal['user', 'tool']] = 'user'  # of its messages in a chat
 
@@ -114,3 +117,9 @@ class Environment(Verification):
     CustomEnvironment
   )
   max_turns: int = 1
+
+  @property
+  def stateful(self) -> bool:
+    """Whether the environment is a class, of which each response has an object."""
+    paths = custom_code.paths_in(self.rule)
+    return any(inspect.isclass(custom_code.load(path).function) for path in paths)

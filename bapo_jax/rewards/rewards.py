@@ -128,11 +128,13 @@ def shaped(
   eos: tuple[int, ...],
   longest: int,
   shaping: ShapingRule,
+  cut_length: int | None = None,
 ) -> Groups:
   """Returns verified groups with shaped rewards and the mask of trained responses.
 
   Args:
     formatted_B: bool, `Verdict.formatted` of P * G responses.
+    cut_length: see `types.ended`.
   """
   if shaping.identity:
     return groups
@@ -142,7 +144,9 @@ def shaped(
   reward_PG, teaches_PG = shape(
     groups.reward_PG,
     response_length(response_mask_PGT),
-    ~ended(response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos))),
+    ~ended(
+      response_mask_PGT, jnp.isin(groups.tokens_PGT, jnp.asarray(eos)), cut_length
+    ),
     jnp.asarray(formatted_B).reshape(groups.correct_PG.shape),
     **limit,
   )

@@ -7,6 +7,9 @@ and kills it at the deadline. If a worker dies, its response goes to another one
     pool --- other end of a socket pair ---> fork server --- fork ---> worker
       \__________________ the socket pair: JSON lines _________________/
 
+All turns of a response go to the worker that has its object, if the environment is a
+class; a worker that replaces a dead one makes the object again (environments.py).
+
 Deadlines count processor time, so a response gets the same verdict on an idle and a
 busy machine. Wall time ends a worker that does not run at all (STALLED_S), and a custom
 function that waits for longer than rewards.timeout.
@@ -38,8 +41,8 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from bapo_jax import custom_code
-from bapo_jax.rewards import verifier_worker
-from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards import score, verifier_worker
+from bapo_jax.rewards.knobs import Environment, Verification
 from bapo_jax.rewards.score import Sample
 
 Request = Sequence[Sample]  # responses that are scored together
@@ -179,7 +182,13 @@ class VerifierPool:
     self._closed = False
     self._stalled = max(STALLED_S, 100 * k.deadline)
     self._custom = bool(custom_code.paths_in(k.rule))
-    self._tasks = queue.SimpleQueue()  # (request, batch, future); None: end
+    # Each thread's queue of (request, batch, future); None: end. All threads share one,
+    # unless a response's turns must go to the same worker.
+    self._stateful = isinstance(k, Environment) and k.stateful
+    shared = queue.SimpleQueue()
+    self._tasks = [
+      queue.SimpleQueue() if self._stateful else shared for _ in range(k.workers)
+    ]
     self._lock = threading.Lock()  # guards the fork server and the budgets
     self._workers: dict[int, Worker] = {}  # by thread; a dead worker has no pid
     self._fork_server = ForkServer(k)
@@ -203,7 +212,8 @@ class VerifierPool:
     batch = Batch(self._knobs.batch_deadline * len(self._threads))
     tasks = [(request, batch, Future()) for request in requests]
     for task in tasks:
-      self._tasks.put(task)
+      home = score.home(task[0][0]) if self._stateful else 0
+      self._tasks[home % len(self._tasks)].put(task)
     return [future for *_, future in tasks]
 
   def close(self) -> None:
@@ -211,8 +221,8 @@ class VerifierPool:
     if self._closed:
       return
     self._closed = True
-    for _ in self._threads:
-      self._tasks.put(None)
+    for tasks in self._tasks:
+      tasks.put(None)
     for worker in list(self._workers.values()):
       worker.kill()  # wakes its thread, which then finds the pool closed
     with self._lock:
@@ -222,7 +232,7 @@ class VerifierPool:
       thread.join()
 
   def _serve(self, thread):
-    while task := self._tasks.get():
+    while task := self._tasks[thread].get():
       request, batch, future = task
       try:
         verdicts = self._verify(thread, request, batch)

@@ -2,11 +2,12 @@
 
 1. `admit` prefills R prompts and copies each into the slots of its responses, A in all;
 2. `run` advances every slot by at most n tokens in one dispatch;
-3. `harvest` copies finished rows to the output and frees their slots;
+3. `harvest` copies finished rows to the output and frees their slots; a row with a stop
+   string, which the host finds in the tokens that `recent` returns, ends there;
 4. `refresh` recomputes the cache of slots, for new weights or after a restart;
 5. `resume` puts finished rows back into slots, with a message after their last turn.
 
-All five are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
+All are compiled functions of `Slots`; partial_rollouts.py runs the host's loop
 around them. (key, uid of the response, position) determine the noise of a token, so a
 response depends neither on its slot, nor on other rows, nor on the dispatch length.
 Besides the axes of types.py, A is the number of responses admitted at once.
@@ -460,9 +461,26 @@ def _step(
   )
 
 
+@functools.partial(jax.jit, static_argnames='width')
+def recent(slots: Slots, first_S: Array, *, width: int) -> Array:
+  """Returns `width` tokens of every slot from a column on, on all devices."""
+  column_SW = first_S[:, None] + jnp.arange(width)[None]
+  tokens_SW = jnp.take_along_axis(slots.tokens_ST, column_SW, 1, mode='clip')
+  return sharding.constrain(tokens_SW, None)
+
+
 @functools.partial(jax.jit, donate_argnames=('slots', 'rows'))
-def harvest(slots: Slots, rows: Rows) -> tuple[Slots, Rows]:
-  """Copies finished rows to the output and frees their slots."""
+def harvest(slots: Slots, rows: Rows, end_S: Array | None = None) -> tuple[Slots, Rows]:
+  """Copies finished rows to the output and frees their slots.
+
+  end_S is the column after a stop string, at which the row ends, 0 without one. Later
+  columns are left out like those that were never written. None: no stop strings.
+  """
+  if end_S is not None:
+    slots = slots._replace(
+      position_S=jnp.where(end_S > 0, end_S, slots.position_S),
+      done_S=slots.done_S | (end_S > 0),
+    )
   column_T = jnp.arange(rows.tokens_BT.shape[1])[None]
   written_ST = column_T < slots.position_S[:, None]
   response_mask_ST = written_ST & (column_T >= slots.prompt_length_S[:, None])

@@ -23,7 +23,7 @@ from jax.stages import Wrapped
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.models.transformer import ModelSpec
-from bapo_jax.rollout import decode, knobs, shapes
+from bapo_jax.rollout import decode, knobs, shapes, turns
 from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams
 from bapo_jax.runtime.ahead import Call
@@ -54,6 +54,8 @@ class RolloutEngine:
     done_check_lag: number of later dispatches that start before the host reads which
       slots a dispatch finished. 1 keeps an accelerator busy while the host reads, but
       leaves a finished slot idle for one dispatch.
+    stop: strings that end a turn, with the token that completes one; needs
+      done_check_lag=0.
     top_k, top_p: see `SamplingParams`; evaluation only.
     mesh: slots and rows are split over its data and fsdp axes; None for one device.
     gallery: pictures of the problems, by problem id; None for text only. Galleries of
@@ -104,6 +106,7 @@ class RolloutEngine:
   tokens_per_dispatch: int
   cache_segments: int = _D.cache_segments
   done_check_lag: int = _D.done_check_lag
+  stop: tuple[str, ...] = _D.stop
   top_k: int = SOFTMAX.top_k
   top_p: float = SOFTMAX.top_p
   mesh: Mesh | None = None
@@ -244,6 +247,16 @@ class RolloutEngine:
       sampling=SamplingParams(self.temperature == 0, self.top_k, self.top_p),
     )
 
+  def recent(self, slots: Slots, first_S: np.ndarray) -> Call:
+    """Returns the tokens of a dispatch and those before it that a stop string spans."""
+    width = self.tokens_per_dispatch + turns.longest(self.stop)
+    return Call(self.mesh, decode.recent, slots, first_S, width=width)
+
+  def harvest(self, slots: Slots, rows: Rows, end_S: np.ndarray) -> Call:
+    """Collects finished rows, by `decode.harvest`; end_S is used with stop strings."""
+    ends = (end_S,) if self.stop else ()
+    return Call(None, decode.harvest, slots, rows, *ends)
+
   def programs(
     self, params: Tree, *, places: int, refreshed: bool = True, resumed: bool = False
   ) -> Iterator[Call]:
@@ -275,7 +288,10 @@ class RolloutEngine:
       if refreshed:
         yield self.refresh(params, slots, no_id, no_slot, live)
       yield self.run(params, slots, key, 0, 0, live)
-    yield Call(None, decode.harvest, slots, rows)
+    no_end = np.zeros(self.max_num_seqs, np.int32)
+    if self.stop:
+      yield self.recent(slots, no_end)
+    yield self.harvest(slots, rows, no_end)
 
 
 @functools.cache

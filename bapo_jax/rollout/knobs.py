@@ -1,7 +1,7 @@
 """Knobs of sampling and of rollouts."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
@@ -55,6 +55,18 @@ class SamplerConfig(Section):
     least=0,
     most=1024,
   )
+  stop: tuple[Annotated[str, pydantic.StringConstraints(min_length=1)], ...] = knob(
+    (),
+    'Strings that end a turn, with the token that completes one, as an end token does.',
+  )
+
+  @property
+  def cut_length(self) -> int | None:
+    """Returns the length from which a response without an end token is truncated.
+
+    None: at any length, because nothing but an end token ends a response earlier.
+    """
+    return self.max_new_tokens if self.stop else None
 
 
 class RolloutConfig(CustomSection):

@@ -27,7 +27,7 @@ from bapo_jax import sharding
 from bapo_jax.rollout import decode, shapes
 from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
-from bapo_jax.rollout.turns import Environment, Queue, Turn
+from bapo_jax.rollout.turns import Environment, Queue, Read, Turn, longest, stopped
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.types import Prompts, Tree
 
@@ -69,12 +69,15 @@ class PartialRollouts:
     self.first_dispatch_S = np.zeros(S, int)  # first dispatch of the slot's row
     self.reach_S = np.zeros(S, int)  # upper bound of the columns reached
     self.limit_S = np.zeros(S, int)  # column at which the response is cut off
+    self.turn_S = np.zeros(S, int)  # first column of the current turn
+    self.searched_S = np.zeros(S, int)  # columns that were searched for stop strings
     self.queue = Queue()
     self.dispatched = 0
     self.tokens = 0  # in responses that finished in the current `decode`
     self.cache_lost = False  # True after `restore`: checkpoints have no cache
     # (dispatch, position_S) of dispatches whose done flags are not read yet.
     self._pending: collections.deque[tuple[int, Array]] = collections.deque()
+    self._read: Read | None = None  # see `decode`
     self._unreported: list[int] = []  # finished rows, not yet given to `on_finished`
 
   def submit(
@@ -134,6 +137,7 @@ class PartialRollouts:
     due_W: np.ndarray | None = None,
     on_finished: OnFinished = lambda rows: None,
     environment: Environment | None = None,
+    read: Read | None = None,
   ) -> None:
     """Decodes until all responses have ended, or the budget is spent.
 
@@ -148,14 +152,21 @@ class PartialRollouts:
       due_W: bool, places whose groups are completed even beyond the budget.
       on_finished: called with the rows that have ended since its last call.
       environment: answers turns; None: responses have one turn.
+      read: returns the text of tokens, for the stop strings of the engine.
     """
     spent = self.tokens = 0
     chunk = self.engine.tokens_per_dispatch
     segments = self.engine.segment_sizes
     awaits = max_tokens < math.inf or len(segments) > 1 or len(hosts.side()) > 1
+    if self.engine.stop:
+      # A later dispatch would end rows that were not searched.
+      assert not self.engine.done_check_lag
+    self._read = read
     # Asked before a restart, or by a call that was interrupted.
     if environment and self.queue.asked:
       environment.ask(self.turns(sorted(self.queue.asked)))
+    if self.engine.stop:  # an interrupted call left a dispatch
+      self._collect(environment, 0)
     while self.unfinished:
       idle = not (self.busy or self.queue.waiting or self.queue.answered)
       self._hear(environment, len(self.queue.asked) if awaits else int(idle))
@@ -263,6 +274,7 @@ class PartialRollouts:
     self.first_dispatch_S[slots] = self.dispatched
     self.reach_S[slots] = entering.position_A[:count]
     self.limit_S[slots] = entering.limit_A[:count]
+    self.turn_S[slots] = self.searched_S[slots] = entering.position_A[:count]
 
   def _dispatch(self, params: Tree, key: Array, n: int, version: int) -> None:
     """Advances every busy slot by at most n tokens."""
@@ -280,19 +292,47 @@ class PartialRollouts:
     """Collects turns that have ended, without waiting for the last `lag` dispatches."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
-      position_S = np.asarray(position_S)
       # The flags of a dispatch do not apply to rows that were admitted after it.
-      ready_S = (position_S < 0) & (self.row_S >= 0) & (self.first_dispatch_S <= number)
+      decoded_S = (self.row_S >= 0) & (self.first_dispatch_S <= number)
+      end_S = np.zeros(len(decoded_S), np.int32)
+      if self.engine.stop:
+        end_S = self._stops(abs(np.asarray(position_S)), decoded_S)
+      position_S = np.where(end_S > 0, -end_S, position_S)
+      ready_S = (position_S < 0) & decoded_S
       if ready_S.any():
         # Harvests every slot that is done by now, even if it ended in a later dispatch;
         # such a slot is free on the device before the host reads its flag.
-        self.slots, self.rows = decode.harvest(self.slots, self.rows)
+        harvest = self.engine.harvest(self.slots, self.rows, end_S)
+        self.slots, self.rows = harvest()
         rows = self.row_S[ready_S]
         self.row_S[ready_S] = -1
         self.end_B[rows] = -position_S[ready_S]
         self.turns_B[rows] += 1
         self._end_turns(rows, environment)
+      self.searched_S[decoded_S] = abs(position_S[decoded_S])
       self._pending.popleft()
+
+  def _stops(self, position_S: np.ndarray, decoded_S: np.ndarray) -> np.ndarray:
+    """Returns the column after the first stop string of each slot's turn, or 0.
+
+    Searches the columns before position_S that were not searched yet.
+    """
+    stop = self.engine.stop
+    end_S = np.zeros(len(decoded_S), np.int32)
+    first_S = np.maximum(self.turn_S, self.searched_S - longest(stop)).astype(np.int32)
+    tokens_SW = np.asarray(self.engine.recent(self.slots, first_S)())
+    slots = np.flatnonzero(decoded_S)
+    turns = [
+      (
+        tokens_SW[s, : position_S[s] - first_S[s]].tolist(),
+        self.searched_S[s] - first_S[s],
+      )
+      for s in slots
+    ]
+    assert self._read
+    for s, count in zip(slots, stopped(self._read, stop, turns), strict=True):
+      end_S[s] = (first_S[s] + count) * (count > 0)
+    return end_S
 
   def _end_turns(self, rows: np.ndarray, environment: Environment | None) -> None:
     """Ends the responses in these rows, or asks the environment about their turns."""
@@ -402,6 +442,15 @@ class PartialRollouts:
     self.reach_S = np.array(exchange.whole(self.slots.position_S), int)
     self.limit_S = np.array(exchange.whole(self.slots.limit_S), int)
     self.first_dispatch_S[:] = self.dispatched
+    if self.engine.stop:
+      # A turn begins after its message, whose tokens have no version. A checkpoint is
+      # written after the search of all its tokens.
+      version_ST = exchange.whole(self.slots.policy_version_ST)
+      column_T = np.arange(version_ST.shape[1])
+      message_ST = (version_ST < 0) & (column_T < self.reach_S[:, None])
+      first_S = exchange.whole(self.slots.prompt_length_S)
+      self.turn_S = np.maximum(first_S, ((column_T + 1) * message_ST).max(1))
+      self.searched_S = self.reach_S.copy()
     # Unfinished rows without a slot are queued again, in order of submission, and turns
     # without an answer are asked about again.
     rows = np.arange(len(self.done_B))

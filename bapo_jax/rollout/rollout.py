@@ -95,7 +95,12 @@ class Verification:
           prompt=problems.text[i],
           tokens=tuple(ids),
           row=problems.fields[i] if problems.fields else '',
-          messages=messages(problems.text[i], texts, self.between.role)
+          messages=messages(
+            problems.text[i],
+            texts,
+            self.between.role,
+            problems.history[i] if problems.history else (),
+          )
           if reads
           else (),
           ends=ends,
@@ -166,9 +171,8 @@ def rollout(
     uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
     rollouts.submit(prompts, uid_B.astype(np.uint32), step)
     pending = PendingVerifications(verification, rollouts)
-    conversations = None
-    if verification.verifier.environment:
-      conversations = Conversations(verification)
+    environment = verification.verifier.environment
+    conversations = Conversations(verification) if environment else None
     with _progress(rollouts, pending.request_early) as on_finished:
       rollouts.decode(
         params,
@@ -178,6 +182,7 @@ def rollout(
         due_W=rollouts.due(step - k.max_off_policy_steps),
         on_finished=on_finished,
         environment=conversations,
+        read=verification.tokenizer.decode,
       )
     places = rollouts.finished()[:P]
   failed = conversations.failed() if conversations else 0

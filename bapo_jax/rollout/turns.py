@@ -3,6 +3,8 @@
 1. a row waits to be admitted to a slot, oldest first;
 2. when a turn of the row has ended, an environment is asked for a message;
 3. with the message, the row waits for a slot again, before rows that have not begun.
+
+A turn also ends with the token that completes a stop string: `stopped` finds it.
 """
 
 import collections
@@ -21,6 +23,43 @@ class Turn(NamedTuple):
   left: int  # tokens that may follow
   tokens_T: np.ndarray  # prompt, turns and messages
   mask_T: np.ndarray  # what the policy sampled
+
+
+# Returns the text of each row of tokens.
+Read = Callable[[Sequence[Sequence[int]]], Sequence[str]]
+
+
+def longest(stop: Sequence[str]) -> int:
+  """Returns the most tokens that a stop string spans: a token is a byte or more."""
+  return max(len(text.encode()) for text in stop)
+
+
+def stopped(
+  read: Read, stop: Sequence[str], turns: Sequence[tuple[Sequence[int], int]]
+) -> list[int]:
+  """Returns the tokens of each turn up to the first stop string; 0 without one.
+
+  Whether a token completes a stop string depends on the `longest(stop)` tokens before
+  it alone, so nothing depends on how many tokens are searched at once.
+
+  Args:
+    turns: tokens, at least the `longest(stop)` before those to be searched unless the
+      turn is shorter, and how many of them were searched before.
+  """
+  before = longest(stop)
+
+  def found(text: str) -> bool:
+    return any(x in text for x in stop)
+
+  texts = read([tokens for tokens, _ in turns])
+  ends = [0] * len(turns)
+  for i, (tokens, searched) in enumerate(turns):
+    # Most turns have no stop string, and their tokens are read once.
+    for end in range(searched + 1, len(tokens) + 1) if found(texts[i]) else ():
+      if found(read([tokens[max(0, end - 1 - before) : end]])[0]):
+        ends[i] = end
+        break
+  return ends
 
 
 class Environment(Protocol):

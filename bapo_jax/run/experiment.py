@@ -224,7 +224,8 @@ def try_custom(verifier: Verifier, material: Material) -> None:
   text = problems.text[0]
   row = problems.fields[0] if problems.fields else ''
   trial = answer or 'a trial response'
-  chat = conversation.messages(text, [trial], 'user')
+  history = problems.history[0] if problems.history else ()
+  chat = conversation.messages(text, [trial], 'user', history)
   sample = Sample(trial, answer, '', text, (1, 2, 3), row, chat, (1, 2, len(trial)))
   result = verifier.submit([sample]).one(0)
   rule = f'{verifier.k.named}={verifier.k.rule}'

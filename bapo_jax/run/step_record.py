@@ -19,11 +19,10 @@ import jax
 import numpy as np
 
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, take
+from bapo_jax.types import SOURCES, Groups, ended, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
@@ -61,9 +60,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   for p, (number, of_seat) in enumerate(updated):
     group = take(groups, p)  # without P
     problem = int(groups.id_P[p])
-    responses = _responses(
-      t.tokenizer, group, decided_PG[p], adv_PGT[p], of_seat, budget
-    )
+    responses = _responses(t, group, decided_PG[p], adv_PGT[p], of_seat, budget)
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
@@ -111,7 +108,7 @@ def _updated(updates: Sequence[Updated], seat, group_size):
 
 
 def _responses(
-  tokenizer: Tokenizer,
+  t: Trainer,
   group: Groups,
   decided_G: np.ndarray,
   adv_GT: np.ndarray,
@@ -119,9 +116,13 @@ def _responses(
   budget,
 ):
   """Describes a group's responses; beyond `budget` tokens, without per-token fields."""
+  tokenizer = t.tokenizer
   tokens_GT = group.tokens_PGT
   mask_GT = group.response_mask_PGT
   texts = tokenizer_lib.decode_responses(tokenizer, tokens_GT, mask_GT)
+  is_end_GT = np.isin(tokens_GT, tokenizer.eos)
+  cut_length = t.config.sampler.cut_length
+  ended_G = ended(np.asarray(mask_GT), is_end_GT, cut_length).tolist()
   responses = []
   for g, text in enumerate(texts):
     mask_T = np.array(mask_GT[g])
@@ -145,7 +146,7 @@ def _responses(
       'advantage': advantage,
       'taught': bool(group.teaches_PG[g]),
       'tokens': len(tokens_N),
-      'truncated': tokens_N[-1] not in tokenizer.eos,
+      'truncated': not ended_G[g],
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
     response |= dict.fromkeys(OF_TOKENS)

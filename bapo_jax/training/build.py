@@ -270,6 +270,7 @@ def _local_sampler(
     eos=r.tokenizer.eos,
     longest=config.sampler.max_new_tokens,
     shaping=config.rewards.shaping,
+    cut_length=config.sampler.cut_length,
   )
   temperature = config.sampler.temperature
   _, recompute = _scorers(config.micro_batch_rows, r.spec, r.schedule, temperature)

@@ -77,7 +77,8 @@ def evaluate(
   G = engine.group_size
   own = uids if sampled.own is None else sampled.own.tolist()
   read = {str(uid): _sample(sampled, problems, uid, G, verifier.k.rule) for uid in own}
-  counted = exchange.merged(_numbers(sampled, tokenizer.eos))
+  cut_length = engine.max_new_tokens if engine.stop else None
+  counted = exchange.merged(_numbers(sampled, tokenizer.eos, cut_length))
   read = exchange.merged(read)
   samples = [read[str(uid)] | counted[str(uid)] for uid in uids]
   return summarize(samples, G, ks), samples
@@ -107,14 +108,16 @@ def _sample(
   } | turns
 
 
-def _numbers(sampled: Rollout, eos: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+def _numbers(
+  sampled: Rollout, eos: tuple[int, ...], cut_length: int | None
+) -> dict[str, dict[str, Any]]:
   """Returns uid -> (tokens, truncated, logp) as a dict, for this host's responses."""
   groups = sampled.groups
   own = np.flatnonzero(exchange.owned(groups.tokens_PGT))
   stored = groups.tokens_PGT, groups.response_mask_PGT, groups.behavior_logp_PGT
   tokens_PGT, mask_PGT, logp_PGT = (exchange.rows_of(x, own) for x in stored)
   logp_PG = np.where(mask_PGT, logp_PGT.astype(float), 0).sum(2)
-  ended_PG = ended(mask_PGT, np.isin(tokens_PGT, eos))
+  ended_PG = ended(mask_PGT, np.isin(tokens_PGT, eos), cut_length)
   length_PG = response_length(mask_PGT)
   G = mask_PGT.shape[1]
   return {

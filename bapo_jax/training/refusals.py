@@ -11,7 +11,7 @@ A start raises the first refusal; --mode=check prints all.
 import functools
 import importlib.util
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,9 @@ from bapo_jax.algorithms import loss, replay_buffer
 from bapo_jax.algorithms.advantage import GroupCentred
 from bapo_jax.algorithms.clip import constant
 from bapo_jax.data import conversation, pictures, sources
+from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
+from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.learner import learner
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.rewards import gold
@@ -92,6 +94,16 @@ def _sampling(config: Config) -> Iterator[str]:
     )
 
 
+def _stop(config: Config) -> Iterator[str]:
+  """Yields a sentence if dispatches would run ahead of the search for stop strings."""
+  if config.sampler.stop and config.sampler.done_check_lag:
+    yield (
+      f'sampler.done_check_lag={config.sampler.done_check_lag} decodes ahead of the '
+      f'search for sampler.stop={config.sampler.stop}, which needs the tokens of each '
+      'dispatch; set sampler.done_check_lag=0'
+    )
+
+
 def _packages(config: Config) -> Iterator[str]:
   """Yields a sentence for each package that is missing."""
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
@@ -126,6 +138,7 @@ def _teacher(config: Config) -> Iterator[str]:
 # What judges the knobs, and the knobs that it is about.
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'mesh.rollout'),
+  _stop: ('sampler.stop', 'sampler.done_check_lag'),
   _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _teacher: ('teacher.path', 'teacher.weight'),
@@ -163,12 +176,27 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
     yield from _raised(
       'problems.source', sources.imitated, config.problems, inputs.data
     )
+  yield from _raised('sampler.stop', _check_stop, tokenizer, config.sampler.stop)
   if config.rollout.environment:
     role = config.rollout.custom.role
     yield from _raised('rollout.environment', conversation.between, tokenizer, role)
   yield from _raised('teacher.path', open_teacher, config, inputs.model)
   yield from _raised('rewards.rule', _check_rows, config, inputs)
   yield from of_custom_rules(config)
+
+
+def _check_stop(tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+  """Raises a ValueError for a stop string that the policy cannot write."""
+  for text in stop:
+    try:
+      (ids,) = tokenizer_lib.encode(tokenizer, [text])
+    except ValueError:  # no token for a character
+      ids = []
+    if not ids:
+      raise ValueError(
+        f'sampler.stop: the tokenizer has no tokens for {text!r}, so no turn would end '
+        'with it; correct the string'
+      )
 
 
 def _check_rows(config: Config, inputs: Inputs) -> None:

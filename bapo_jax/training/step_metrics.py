@@ -65,6 +65,7 @@ def describe(
       step,
       eos,
       reference_PGT,
+      cut_length=t.config.sampler.cut_length,
     )
     if t.spec.routes:
       of_step |= _of_routes(new, groups, source_P, t.spec)
@@ -137,7 +138,7 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float]:
   return row
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames='cut_length')
 def _step_metrics(
   fresh: Groups,
   reevaluated: Groups,
@@ -147,9 +148,11 @@ def _step_metrics(
   now: Array,
   eos: Array,
   reference_PGT: Array | None,
+  cut_length: int | None = None,
 ) -> dict[str, Array]:
   length_PG = response_length(fresh.response_mask_PGT)
-  ended_PG = ended(fresh.response_mask_PGT, jnp.isin(fresh.tokens_PGT, eos))
+  is_end_PGT = jnp.isin(fresh.tokens_PGT, eos)
+  ended_PG = ended(fresh.response_mask_PGT, is_end_PGT, cut_length)
   right_PG = fresh.correct_PG
   filled_PG = jnp.broadcast_to(fresh.completed_step_P[:, None] >= 0, right_PG.shape)
   judged_PG = filled_PG if fresh.decided_PG is None else filled_PG & fresh.decided_PG

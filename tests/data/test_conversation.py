@@ -84,6 +84,9 @@ def test_a_row_is_what_the_template_renders(chat, template, role):
   named = conversation.messages('3 4', parts, role)
   assert [x['role'] for x in named] == [x['role'] for x in messages]
   assert [x['content'] for x in named] == ['3 4', *parts]
+  history = ('user', '1 2'), ('assistant', '3')
+  earlier = [dict(role=x, content=text) for x, text in history]
+  assert conversation.messages('3 4', parts, role, history) == [*earlier, *named]
 
 
 def test_the_end_of_a_turn_is_not_written_twice(chat):

@@ -441,6 +441,24 @@ def test_a_doubtful_layout_is_a_question_with_its_answer(row, reason, problem, a
   )  # no doubt about equal values
 
 
+@pytest.mark.parametrize('field', ['prompt', 'problem', 'messages'])
+def test_earlier_turns_belong_to_their_problem(field):
+  earlier = [*TURNS, {'role': 'assistant', 'content': [{'type': 'text', 'text': '2'}]}]
+  row = {field: [*earlier, {'role': 'user', 'content': 'Sure?'}], 'answer': '2'}
+  parsed = layouts.parse(row, layouts.detect(row))
+  history = (('user', '1+1'), ('assistant', '2'))
+  assert parsed == Row('Sure?', '2', '', 'Be brief.', history=history)
+  assert parsed.texts == ['Be brief.', '1+1', '2', 'Sure?']
+
+
+def test_the_solution_of_a_conversation_is_no_earlier_turn():
+  said = [*TURNS, {'role': 'assistant', 'content': 'Two.'}, *USER]
+  row = {'messages': [*said, {'role': 'assistant', 'content': '\\boxed{2}'}]}
+  parsed = layouts.parse(row, layouts.detect(row))
+  history = (('user', '1+1'), ('assistant', 'Two.'))
+  assert parsed == Row('1+1', '2', '', 'Be brief.', history=history)
+
+
 def test_fields_of_no_layout_and_long_values_are_shown_short():
   with pytest.raises(ValueError, match=r"\['anwser', 'question'\] match no layout"):
     layouts.detect({'question': '1+1', 'anwser': '2'})

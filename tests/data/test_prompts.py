@@ -75,11 +75,13 @@ def test_the_fingerprint_changes_with_any_value(problems):
     {'text': ['00', *problems.text[1:]], 'answer': ['', *problems.answer[1:]]},
     {'system': ['a'] + [''] * (N - 1)},
     *({'pictures': [(file,)] + [()] * (N - 1)} for file in (b'a', b'b')),
+    *({'history': [((x, 'a'),)] + [()] * (N - 1)} for x in ('user', 'assistant')),
   ]
   found = [prompts.fingerprint(problems._replace(**change)) for change in changes]
   assert len(set(found)) == len(found) and len(found[0]) == 16
   # No values, and empty ones for each problem, mean the same.
-  for empty in ({'verifier': [''] * N}, {'system': [''] * N}, {'pictures': [()] * N}):
+  none = {'pictures': [()] * N}, {'history': [()] * N}
+  for empty in ({'verifier': [''] * N}, {'system': [''] * N}, *none):
     assert prompts.fingerprint(problems._replace(**empty)) == found[0]
 
 
@@ -267,6 +269,15 @@ def test_a_problem_that_is_held_out_verbatim_is_found_in_a_mixture():
     held_out = training[3:39:4]
     assert dedup.overlap(training, held_out)[0] == set(range(3, 39, 4))
     assert dedup.overlap(held_out, training)[0] == set(range(9))
+
+
+def test_earlier_turns_tell_problems_of_the_same_text_apart():
+  said = ('user', '1 +  1'), ('assistant', '2')
+  others = said[:1], (*said, *said), (said[0], ('assistant', '3')), (('tool', '1+1'),)
+  seen = [Row('Sure?', '3', history=x) for x in (said, *others, ())]
+  again = Row('Sure?', '3', history=(('user', ' 1 + 1'), said[1]))
+  assert dedup.deduplicate([*seen, again], 'x')[0] == seen
+  assert dedup.overlap(seen, [again])[0] == {0}
 
 
 def test_pictures_tell_problems_of_the_same_text_apart():

@@ -253,6 +253,31 @@ def test_a_system_message_is_rendered_before_its_problem():
   ]
 
 
+@pytest.mark.parametrize('system', ['', '33'])
+def test_earlier_turns_are_rendered_as_transformers_renders_them(system):
+  tokenizer = chat(CHATML, 'chat:{problem}')
+  history = ('user', '1+1'), ('assistant', ' 2'), ('tool', '7'), ('assistant', '8')
+  row = Row('2+2', '', '', system, history=history)
+  turns = [('system', system)] * bool(system) + [*history, ('user', '2+2')]
+  ids = tokenizer.backend.apply_chat_template(
+    [{'role': role, 'content': text} for role, text in turns],
+    add_generation_prompt=True,
+    return_dict=False,
+  )
+  assert tokenizer_lib.encode_prompts(tokenizer, [row]) == [ids]
+
+
+def test_earlier_turns_without_a_place_are_refused():
+  row = Row('2+2', '', history=(('user', '1+1'), ('assistant', '2')))
+  with pytest.raises(
+    ValueError, match=r"earlier turns of a conversation, such as '1\+"
+  ):
+    tokenizer_lib.encode_prompts(TOKENIZER, [row])
+  # The embedded template writes the last message only.
+  with pytest.raises(ValueError, match=r"leaves out the user message '1\+"):
+    tokenizer_lib.encode_prompts(TOKENIZER._replace(template='chat:{problem}'), [row])
+
+
 def test_a_system_message_without_a_place_is_refused():
   rows = [Row('1+1', ''), Row('1+2', '', '', 'Be brief.')]
   with pytest.raises(ValueError, match="no place for the system message 'Be brief"):

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from three_problems import ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
+from three_problems import ACTOR, ENGINE, PARAMS, SPEC, TOKENIZER, WIDTH, problems
 
 from bapo_jax import custom_code, sharding
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
-from bapo_jax.rewards import score
+from bapo_jax.rewards import environments, score
 from bapo_jax.rewards.answers import Message
 from bapo_jax.rewards.knobs import (
   CustomEnvironment,
@@ -31,8 +31,10 @@ from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout import decode, rollout, shapes
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
+from bapo_jax.rollout.turns import Turn
+from bapo_jax.rollout.turns import stopped as stopped_at
 from bapo_jax.runtime.progress import PhaseTimer
-from bapo_jax.types import Prompts
+from bapo_jax.types import Prompts, ended
 
 NEW, GROUP, TURNS = 28, 8, 3
 LONG = dataclasses.replace(
@@ -131,7 +133,7 @@ def assert_same(a: rollout.Rollout, b: rollout.Rollout):
     np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def by_hand(uid, prompt, answer):
+def by_hand(uid, prompt, answer, stop=()):
   """Samples one response turn by turn: every turn is a response to a longer prompt.
 
   The noise is of (uid, position), so a turn needs no environment and no other row.
@@ -152,12 +154,16 @@ def by_hand(uid, prompt, answer):
     found = jax.tree.map(lambda x: np.asarray(x)[0], rollouts.rows)
     n = int((found.policy_version_BT >= 0).sum())
     part = found.tokens_BT[len(row) :][:n].tolist()
+    # As an oracle, the text is read again after each token.
+    cuts = [k for k in range(1, n + 1) if any(x in text_of(part[:k]) for x in stop)]
+    n = min([n, *cuts])
+    part = part[:n]
     logp += found.logp_BT[len(row) :][:n].tolist()
     row += part
     mask += [True] * n
-    text = ''.join(making.CHARACTERS[i] for i in part if i != EOS)
+    text = text_of(part)
     left = len(prompt) + NEW - len(row)
-    if part[-1] != EOS or turn == TURNS or left < 2:
+    if (not cuts and part[-1] != EOS) or turn == TURNS or left < 2:
       break
     message = answer(turn, text)
     (ids,) = tokenizer.encode(TOKENIZER, [message])
@@ -167,6 +173,10 @@ def by_hand(uid, prompt, answer):
     logp += [0.0] * len(ids)
     mask += [False] * len(ids)
   return row, mask, logp, text
+
+
+def text_of(ids):
+  return ''.join(making.CHARACTERS[i] for i in ids if i != EOS)
 
 
 def test_every_turn_is_sampled_as_if_what_was_said_were_its_prompt():
@@ -261,12 +271,20 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
     if step == save_at:
       state = jax.tree.map(np.array, rollouts.state())
       waits = set(rollouts.queue.answered)
+      before = rollouts
       rollouts = PartialRollouts(engine, 4 * 8)
       rollouts.restore(jax.tree.map(jnp.asarray, state))
       assert rollouts.queue.asked == waits
+      if engine.stop:  # a string may have begun
+        busy = before.row_S >= 0
+        assert (before.turn_S[busy] > WIDTH).any() or save_at < 2
+        for name in ('turn_S', 'searched_S'):
+          pair = (getattr(x, name)[busy] for x in (before, rollouts))
+          np.testing.assert_array_equal(*pair)
       assert waits or not engine.done_check_lag  # or nothing is tested
+    made = environment() if environment.__name__ == '<lambda>' else environment
     sampled = sample(
-      environment,
+      made,
       params=params,
       rollouts=rollouts,
       step=step,
@@ -333,6 +351,126 @@ def test_an_interrupted_call_asks_again():
   rows = rollouts.read(np.arange(len(IDS)), len(IDS))
   np.testing.assert_array_equal(rows.tokens_BT, reference().groups.tokens_PGT)
   verification.verifier.close()
+
+
+# --- stop strings ---------------------------------------------------------------------
+
+STOP = ('4', '66', '78', 'oxed')  # a token, two tokens, a part of one
+STOPPED = dataclasses.replace(LONG, stop=STOP)
+
+
+def assert_stopped_by_hand(sampled):
+  turns = []
+  for b, length, tokens_T, mask_T, logp_T in rows_of(sampled):
+    row, mask, logp, text = by_hand(
+      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n', STOP
+    )
+    np.testing.assert_array_equal(tokens_T[: len(row)], row)
+    assert not tokens_T[len(row) :].any() and not logp_T[len(row) :].any()
+    np.testing.assert_array_equal(np.flatnonzero(mask_T), np.flatnonzero(mask))
+    np.testing.assert_allclose(logp_T[: len(row)], logp, atol=1e-5)
+    assert sampled.texts[b] == text
+    turns.append(1 + (np.diff(np.flatnonzero(mask_T)) > 1).sum())
+  assert set(turns) == {1, 2, 3}
+
+
+@functools.cache
+def stopped() -> rollout.Rollout:
+  return sample(echo, engine=STOPPED)
+
+
+@pytest.mark.parametrize('searched', [0, 1, 2, 5])
+def test_the_token_that_completes_a_stop_string_is_found(searched):
+  # Bytes, of which one token may be a part of a character, as in a byte-level BPE.
+  pieces = ['é'.encode()[:1], 'é'.encode()[1:], b'b</', b'sea', b'rch>\n', b'</search>']
+
+  def read(rows):
+    return [b''.join(pieces[i] for i in row).decode(errors='replace') for row in rows]
+
+  def find(tokens, *stop):
+    return stopped_at(read, stop, [(tokens, searched)])[0]
+
+  ids = [*[3] * searched, 0, 1, 2, 3, 4, 5]
+  assert find(ids, '</search>') == find(ids, 'x', 'h>') == searched + 5
+  assert find(ids, 'é') == searched + 2
+  assert find(ids, 'b<', '</search>') == searched + 3
+  assert find(ids, 'nowhere') == find(ids[: searched + 4], '</search>') == 0
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string():
+  assert_stopped_by_hand(stopped())
+  for end in ('4', '66', '\\boxed{'):  # or nothing was tested
+    assert any(text.endswith(end) for text in stopped().texts)
+
+
+def test_up_to_a_stop_string_every_bit_is_that_of_a_run_without():
+  found, whole = (sample(verifier_of(echo, 1), engine=x) for x in (STOPPED, LONG))
+  pairs = zip(rows_of(found), rows_of(whole), strict=True)
+  shorter = 0
+  for (_, _, tokens_T, mask_T, logp_T), (_, length, *other) in pairs:
+    end = length + mask_T.sum()
+    assert mask_T[length:end].all()
+    np.testing.assert_array_equal(tokens_T[:end], other[0][:end])
+    np.testing.assert_array_equal(logp_T[:end], other[2][:end])
+    shorter += mask_T.sum() < other[1].sum()
+  assert shorter > 10
+  # A response that a stop string ended is not truncated.
+  g = jax.tree.map(np.asarray, found.groups)
+  is_end_PGT = g.tokens_PGT == EOS
+  is_ended = ended(g.response_mask_PGT, is_end_PGT, STOPPED.max_new_tokens).ravel()
+  only_end_tokens = ended(g.response_mask_PGT, is_end_PGT).ravel()
+  for b, _, tokens_T, mask_T, _ in rows_of(found):
+    assert is_ended[b] == (mask_T.sum() < NEW or tokens_T[mask_T][-1] == EOS)
+  assert is_ended.sum() - only_end_tokens.sum() > 10
+  assert not is_ended[-GROUP:].any()  # empty seats
+
+
+@pytest.mark.parametrize(
+  'knobs',
+  [
+    {'tokens_per_dispatch': 1},
+    {'tokens_per_dispatch': 28},
+    {'max_num_seqs': 5, 'prefill_batch_size': 2, 'tokens_per_dispatch': 3},
+    {'cache_segments': 4},
+  ],
+  ids=str,
+)
+def test_stop_strings_depend_neither_on_dispatches_nor_on_slots(knobs):
+  found = sample(slow, engine=dataclasses.replace(STOPPED, **knobs))
+  for name, wanted in stopped().groups._asdict().items():
+    if wanted is not None:
+      tolerance = 1e-5 if name == 'behavior_logp_PGT' else 0
+      mine = getattr(found.groups, name)
+      np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)
+
+
+def test_eight_devices_stop_at_the_same_strings():
+  mesh = sharding.make(8, 1, 1)
+  engine = dataclasses.replace(STOPPED, mesh=mesh)
+  placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh, 'decode'))
+  actor = decode.sync_actor(placed, SPEC, mesh)
+  found = sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1])
+  wanted = stopped().groups.tokens_PGT
+  np.testing.assert_array_equal(found.groups.tokens_PGT[: len(IDS)], wanted)
+
+
+@pytest.mark.parametrize('save_at', [1, 2, 4])
+def test_a_restart_finds_a_stop_string_that_had_begun(save_at):
+  wanted, _ = stepped(echo, 6, engine=STOPPED)
+  found, _ = stepped(echo, 6, save_at, STOPPED)
+  for a, b in zip(wanted, found, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+  versions = np.concatenate([g.policy_version_PGT for g in wanted])
+  spread = [set(row[row >= 0].tolist()) for row in versions.reshape(-1, WIDTH + NEW)]
+  assert max(map(len, spread)) > 1
+
+
+def test_only_runs_with_stop_strings_have_programs_for_them():
+  names = [
+    {call.function.__name__ for call in engine.programs(ACTOR, places=2)}
+    for engine in (LONG, STOPPED)
+  ]
+  assert names[1] - names[0] == {'recent'}
 
 
 # --- the learner ----------------------------------------------------------------------
@@ -419,6 +557,109 @@ def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, cap
   assert (g.completed_step_P[filled] == 5).all()
 
 
+# --- environments with a state --------------------------------------------------------
+
+GAME = """
+import os
+
+
+class Game:
+  def __init__(self, *, dies: str = '', says: str = '', mark: str = '=', log: str = ''):
+    self.dies, self.says, self.mark = dies, says, mark
+    if log:
+      with open(log, 'a') as file:
+        file.write('.')
+
+  def start(self, row):
+    assert row['answer']
+    self.heard = []
+    return self.says or None
+
+  def step(self, turn):
+    self.heard.append(turn.response)
+    assert len(self.heard) == turn.number
+    assert self.heard == [x['content'] for x in turn.messages[1::2]]
+    if self.dies and turn.number == 2 and not os.path.exists(self.dies):
+      open(self.dies, 'w').close()
+      os._exit(1)
+    return f'{len(self.heard)}{self.mark}{len(turn.response)}\\n'
+
+
+class Short:
+  def start(self, row):
+    return None
+"""
+
+
+def game(tmp_path, name='Game', **knobs):
+  path = tmp_path / 'game.py'
+  path.write_text(GAME)
+  rule = f'{path}:{name}'
+  custom = custom_code.section([rule], CustomEnvironment)(**knobs)
+  k = Environment(rule=rule, custom=custom, max_turns=TURNS, workers=2)
+  return Verifier(Verification(rule='exact'), k)
+
+
+def test_an_object_has_heard_all_turns_of_its_response(tmp_path):
+  assert_same(sample(game(tmp_path)), reference())
+  other = sample(game(tmp_path, mark='+'))
+  assert (other.groups.tokens_PGT != reference().groups.tokens_PGT).any()
+
+
+def test_the_turns_of_a_response_go_to_one_worker(tmp_path):
+  path = tmp_path / 'made'
+  sampled = sample(game(tmp_path, log=str(path)))
+  rows = [(tokens_T, mask_T) for _, _, tokens_T, mask_T, _ in rows_of(sampled)]
+  asked = sum(EOS in tokens_T[mask_T][: NEW - 2] for tokens_T, mask_T in rows)
+  assert len(path.read_text()) == asked > 10
+
+
+def test_a_new_worker_replays_the_turns(tmp_path):
+  path = tmp_path / 'died'
+  assert_same(sample(game(tmp_path, dies=str(path))), reference())
+  assert path.exists()
+
+
+def test_a_restart_replays_the_turns(tmp_path):
+  # Every step has new processes.
+  wanted, _ = stepped(echo, 6)
+  found, _ = stepped(lambda: game(tmp_path), 6, save_at=2)
+  for a, b in zip(wanted, found, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_class_that_is_no_environment_is_refused(tmp_path, capsys):
+  with pytest.raises(ValueError, match=r'without a method step; define start and step'):
+    game(tmp_path, 'Short')
+  sampled = sample(game(tmp_path, says='Hello'))
+  assert sampled.failed and "start returned 'Hello'" in capsys.readouterr().out
+
+
+def test_turns_are_answered_without_replays_and_objects_are_closed():
+  made, closed, homes = [], [], set()
+
+  class Counted:
+    def start(self, row):
+      made.append(self)
+
+    def step(self, turn):
+      return f'{turn.number}' if turn.number < 3 else None
+
+    def close(self):
+      closed.append(self)
+
+  games = environments.Games(Counted)
+  said = [{'role': 'user', 'content': '1+1'}]
+  for number in (1, 2, 3):
+    said = [*said, {'role': 'assistant', 'content': 'x'}]
+    turn = Sample('x', row={'a': 1}, messages=said, number=number)
+    homes.add(score.home(turn))
+    again = games(turn)
+    assert again == (None if number == 3 else str(number)) and len(made) == 1
+    said = [*said, {'role': 'user', 'content': str(number)}]
+  assert closed == made and len(homes) == 1
+
+
 def test_none_ends_a_response_and_is_no_failure():
   sampled = sample(lambda_of_none)
   assert sampled.failed == 0
@@ -450,6 +691,20 @@ def test_the_environment_reads_what_was_said():
   for b, said in sampled.conversations.items():
     assert said[-1]['content'] == sampled.texts[b]
     assert len(said) % 2 == 0
+
+
+def test_what_was_said_begins_with_the_earlier_turns_of_the_prompt():
+  history = ('user', '1+1'), ('assistant', '2')
+  earlier = problems()._replace(history=[history] * 3)
+  verifier = verifier_of(echo)
+  v = rollout.Verification(earlier, TOKENIZER, verifier, PhaseTimer())
+  tokens_T = earlier.tokens_NT[0]
+  ended = Turn(0, 0, 1, 9, tokens_T, np.arange(len(tokens_T)) == len(tokens_T) - 1)
+  (said,) = v.samples([ended])
+  (plain,) = dataclasses.replace(v, problems=problems()).samples([ended])
+  assert said.messages[2:] == plain.messages and len(plain.messages) == 2
+  assert [tuple(x.values()) for x in said.messages[:2]] == [*history]
+  verifier.close()
 
 
 @custom_code.declare(steps='characters')

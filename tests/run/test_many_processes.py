@@ -101,6 +101,7 @@ def last_step(workdir: pathlib.Path) -> int:
 
 # With rewards of steps, in the groups and in the replay buffer.
 KNOBS = RULES | PARTIAL | runs.TALK | {'rewards.rule': f'{runs.MY}:halves'}
+KNOBS |= {'sampler.stop': ('5', '66')}
 
 
 @pytest.fixture

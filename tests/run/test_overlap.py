@@ -66,6 +66,7 @@ def compared(tmp_path, **knobs):
 
 def test_beside_equals_ahead(tmp_path):
   knobs = BOTH | PARTIAL | TALK | runs.BRIEF | {'rollout.depth': 2}
+  knobs |= {'sampler.stop': ('5', '66')}
   rows = compared(tmp_path, **knobs).rows
   ages = [float(rows[step]['rollout/age']) for step in range(1, 7)]
   assert np.all(np.asarray(ages) >= [0, 1, 2, 2, 2, 2])

@@ -1,10 +1,12 @@
 """Knobs that do not fit together are refused; the values that a config offers fit."""
 
+import functools
 import json
 
 import jax
 import pytest
 from runs import CHAINS, plain, tiny
+from three_problems import TOKENIZER
 
 from bapo_jax.algorithms import clip
 from bapo_jax.training import config as config_lib
@@ -112,6 +114,11 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ["batch.rule='learnable_only'", 'batch.max_extra_rounds', 'rollout.depth=0'],
   ),
   ({'mesh.rollout': 2}, ['mesh.rollout=2', 'rollout.depth=1']),
+  (
+    {'sampler.stop': ('a', 'b'), 'sampler.done_check_lag': 1},
+    ["sampler.stop=('a', 'b')", 'sampler.done_check_lag=0'],
+  ),
+  ({'sampler.stop': ('a', '')}, ['sampler.stop', 'a tuple of strings']),
 ]
 
 
@@ -121,6 +128,13 @@ def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
     parse(plain(**knobs))
   for words in named:
     assert words in str(error.value)
+
+
+def test_a_stop_string_that_the_policy_cannot_write_is_refused():
+  check = functools.partial(refusals._check_stop, TOKENIZER)
+  check(('7=', '\\boxed{'))
+  with pytest.raises(ValueError, match="no tokens for 'é'"):
+    check(('7', 'é'))
 
 
 def test_a_refusal_waits_for_its_knobs_and_names_them():
