@@ -147,6 +147,9 @@ METHODS: dict[str, Method] = {
     {'advantage.rule': 'group_centred', 'loss.aggregate': 'constant'},
     {'Dr. GRPO': '2503.20783'},
   ),
+  'max_rl': Method(
+    'MaxRL', {'advantage.rule': 'max_rl'}, {'Tajwar et al.': '2602.02710'}
+  ),
   # batch rules
   'fresh_only': Method(
     'fresh groups', {'batch.rule': 'fresh_only'}, {'GRPO': '2402.03300'}

@@ -61,7 +61,7 @@ PATHS = (  # the logical axes of each parameter; the first match wins
   (r'layers/(gate|up)/b$', ('layer', None, 'ffn')),
   (r'layers/(o|down)/b$', ('layer', None, 'width')),
   # Replicated, whatever their rank.
-  (r'(layers/(o|down)|merger_out)_bias$|_norm$|(^|/)(count|step)$', None),
+  (r'(layers/(o|down)|merger_out)_bias$|_norm$', None),
 )
 
 # Maps a logical axis to the mesh axis that it is split over.
@@ -161,6 +161,29 @@ def shardings(tree: Tree, mesh: Mesh | AbstractMesh, layout: str = 'train') -> T
     return named(mesh, *spec)
 
   return jax.tree.map_with_path(place, tree)
+
+
+def like(params: Tree, opt: Tree, mesh: Mesh | AbstractMesh) -> Tree:
+  """Returns the NamedShardings of an optimiser's state.
+
+  An array with the path, in its end, and the shape of a parameter is placed like the
+  parameter; others, such as counts or factored moments, are whole on every device.
+  """
+  placed = {
+    path_name(path): (x.shape, spec)
+    for (path, x), spec in zip(
+      jax.tree.leaves_with_path(params),
+      jax.tree.leaves(shardings(params, mesh)),
+      strict=True,
+    )
+  }
+
+  def place(path: tuple[Any, ...], x: jax.Array):
+    ends = (path_name(path[i:]) for i in range(len(path)))
+    shape, spec = next((placed[end] for end in ends if end in placed), (None, None))
+    return spec if shape == x.shape else named(mesh)
+
+  return jax.tree.map_with_path(place, opt)
 
 
 def named(mesh: Mesh | AbstractMesh, *entries: Any) -> NamedSharding:
@@ -296,6 +319,15 @@ def constrain_params(tree: AnyTree, layout: str = 'train') -> AnyTree:
   if mesh is None:
     return tree
   return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, layout))
+
+
+def constrain_state(params: AnyTree, opt: AnyTree) -> tuple[AnyTree, AnyTree]:
+  """Shards parameters and the optimiser's state; a no-op without an ambient mesh."""
+  mesh = ambient()
+  if mesh is None:
+    return params, opt
+  layout = shardings(params, mesh), like(params, opt, mesh)
+  return jax.lax.with_sharding_constraint((params, opt), layout)
 
 
 def constrain_rows(tree: AnyTree) -> AnyTree:

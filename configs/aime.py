@@ -152,6 +152,7 @@ def batch_paper() -> ConfigDict:
   config.clip.update(low=0.8, high=1.2)
   config.loss.kl = 0.001  # settings: .001 to .01, by task; older scripts: .001 for math
   config.loss.kl_direction = 'policy_behavior'  # KL(pi || alpha), its objective
+  config.loss.entropy = 0.001  # the authors' script
   return config
 
 

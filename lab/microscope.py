@@ -398,7 +398,7 @@ def warm_start(task: Task, steps: int, seed: int = 0, wrong: float = 0.5) -> Tre
   """
   key = jax.random.key(seed)
   params = transformer.init(SPEC, key)
-  tx = optimizer.adamw(lr=3e-3)
+  tx = optimizer.make(optimizer.AdamW(lr=3e-3, warmup=0, b2=0.999))
   opt = tx.init(params)
   right = np.flatnonzero(np.asarray(task.right_N))
   rng = np.random.default_rng(seed)
@@ -460,7 +460,7 @@ def learner_of(rule: Rule, lr: float) -> tuple[optax.GradientTransformation, Any
     temperature=1.0,
     pack=False,
   )
-  tx = optimizer.adamw(lr=lr)
+  tx = optimizer.make(optimizer.AdamW(lr=lr, warmup=0, b2=0.999))
   return tx, jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bapo_jax.algorithms import advantage, loss
-from bapo_jax.learner import learner
+from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import decoder, logprobs, lora, transformer
 from bapo_jax.models.knobs import LoraConfig
@@ -152,6 +152,13 @@ def objective(clip_rule, loss_rule='clipped', **knobs) -> objective_lib.Objectiv
   rule = loss.LossRule.rules.names[loss_rule](**shared)
   rules = {'clip_rule': clip_rule, 'loss_rule': rule}
   return objective_lib.Objective(**{'spec': SPEC, 'temperature': 0.8} | rules | knobs)
+
+
+def adamw(master=False, **knobs):
+  """Returns AdamW after clipping, without a warm-up if none is given."""
+  return optimizer.make(
+    optimizer.AdamW(**{'warmup': 0, 'b2': 0.999} | knobs), master=master
+  )
 
 
 def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Batch:

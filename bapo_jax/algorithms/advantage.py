@@ -72,6 +72,33 @@ class GroupCentred(AdvantageRule):
     return centred(reward_PG, valid_PG)
 
 
+class MaxRl(AdvantageRule):
+  """(r - mean) / mean, and 0 for a group without a right response: MaxRL.
+
+  arXiv:2602.02710, for rewards of 0 and 1. Where `group_centred` has the gradient of
+  the pass rate p in expectation, this rule has that of log p, expanded in 1 - p to the
+  order G - 1. Like the paper's public code it has no factor 1 / G. A custom reward
+  function may return other numbers: a mean of 0 or less gives 0.
+  """
+
+  rule: Literal['max_rl'] = 'max_rl'
+
+  def __call__(self, reward_PG: Array, valid_PG: Array | None = None) -> Array:
+    centred_PG = centred(reward_PG, valid_PG)
+    mean_P1 = jnp.mean(reward_PG, 1, keepdims=True, where=valid_PG)
+    return jnp.where(mean_P1 > 0, centred_PG / jnp.where(mean_P1 > 0, mean_P1, 1), 0)
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses rewards that are known to be other numbers than 0 and 1."""
+    k = config.rewards
+    if k.weights or ',' in (k.rule or '') or not k.shaping.binary:
+      yield (
+        'advantage.rule=max_rl divides by the mean of rewards of 0 and 1, but rewards.'
+        f'weights={k.weights}, rewards.rule={k.rule} or rewards.shaping makes other '
+        "rewards; leave all three plain, or choose advantage.rule='group_relative'"
+      )
+
+
 def centred(reward_PG: Array, valid_PG: Array | None = None) -> Array:
   """Returns r - mean within each group, exactly 0 for a group of equal rewards."""
   among: Any = {'axis': 1, 'keepdims': True, 'where': valid_PG}
@@ -86,5 +113,5 @@ def centred(reward_PG: Array, valid_PG: Array | None = None) -> Array:
 
 Advantage = Annotated[
   AdvantageRule,
-  OneOf('Advantage rule.', GroupRelative, LeaveOneOut, GroupCentred),
+  OneOf('Advantage rule.', GroupRelative, LeaveOneOut, GroupCentred, MaxRl),
 ]

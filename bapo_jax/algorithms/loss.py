@@ -89,6 +89,12 @@ class LossRule(Part):
     needs='loss.kl',
   )
 
+  entropy: float = knob(
+    0.0,
+    'Bonus per nat of entropy of the policy at each token, with an exact gradient.',
+    least=0,
+    most=1000,
+  )
   reference: float = knob(
     0.0,
     "Cost per nat of divergence from the teacher; without teacher.path from the run's "
@@ -103,6 +109,11 @@ class LossRule(Part):
     'advantage.',
     needs='loss.reference',
   )
+
+  @property
+  def reads_all(self) -> bool:
+    """Whether tokens without an advantage have a gradient too."""
+    return bool(self.kl or self.entropy or self.reference)
 
   @property
   def reference_in_reward(self) -> float:

@@ -42,12 +42,14 @@ def fsdp(config: Config, facts: Facts) -> Number:
   return 1, f'{words}, copied to each device ({n}): {room}'
 
 
-def _state(config: Config, facts: Facts) -> int:
+def _state(config: Config, facts: Facts) -> float:
   """Returns the bytes of weights, optimiser and actor on one device."""
   spec = spec_of(config, facts)
   adapters = budget.adapters(config, spec)
   frozen = budget.frozen_tower(config, spec)
-  weights, moments, _, actor = budget.whole_state(spec, adapters, frozen)
+  weights, moments, _, actor = budget.whole_state(
+    spec, adapters, frozen, budget.optimiser_bytes(config.optimizer, spec)
+  )
   return weights + moments + actor
 
 

@@ -355,5 +355,5 @@ def learn(
   # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
   state = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
-  params, opt = sharding.constrain_params(state)
+  params, opt = sharding.constrain_state(*state)
   return params, opt, metrics, sharding.constrain_rows(tokens)

@@ -38,12 +38,13 @@ class Objective:
 
   Args:
     loss_rule: also has the costs of the penalties, `loss.divergence` and
-      `loss.from_reference`, and the average over rows, `loss.row_scale`. A clip rule
-      that balances the policy gradient ignores both penalties.
+      `loss.from_reference`, the entropy bonus, and the average over rows,
+      `loss.row_scale`. A clip rule that balances the policy gradient ignores penalties
+      and bonus.
     schedule: trades memory for time, see `layers.Schedule`.
     temperature: sampling temperature; divides the logits of the policy.
-    pack: True packs rows and, without a penalty, skips rows without an advantage; False
-      computes every token of every row.
+    pack: True packs rows and, without a penalty or a bonus, skips rows without an
+      advantage; False computes every token of every row.
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     length: see `loss.row_scale`.
@@ -100,10 +101,10 @@ class Objective:
     """Returns the batch with a mask of the tokens to compute.
 
     A response without a token with an advantage has no gradient unless there is a
-    penalty. Its tokens still count in the denominators, through `loss.row_scale` of the
-    full mask.
+    penalty or a bonus. Its tokens still count in the denominators, through
+    `loss.row_scale` of the full mask.
     """
-    if self.loss_rule.kl or self.loss_rule.reference or not self.pack:
+    if self.loss_rule.reads_all or not self.pack:
       return batch
     mask_BT = batch.loss_mask_BT
     teaches_B1 = (mask_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
@@ -131,9 +132,17 @@ class Objective:
     return loss.finder(rules, logp_BT, batch, scale_B)
 
   def loss(
-    self, logp_BT: Array, part: Batch, scale_B: Array, find: FindBounds
+    self,
+    logp_BT: Array,
+    part: Batch,
+    scale_B: Array,
+    find: FindBounds,
+    entropy_BT: Array | None = None,
   ) -> tuple[Array, Bounds]:
-    """Returns (loss of a part of the batch, clip bounds used in it)."""
+    """Returns (loss of a part of the batch, clip bounds used in it).
+
+    Only a bonus reads entropy_BT, the entropy of the policy at each token, nats.
+    """
     rule = self.loss_rule
     gain_BT, bounds = loss.gain(rule, logp_BT, part, find)
     if rule.kl:
@@ -141,6 +150,9 @@ class Objective:
     if rule.reference and not rule.reference_in_reward:
       far_BT = loss.from_reference(logp_BT, part, rule.reference_estimator)
       gain_BT -= rule.reference * far_BT
+    if rule.entropy:
+      assert entropy_BT is not None
+      gain_BT += rule.entropy * jnp.where(part.loss_mask_BT, entropy_BT, 0)
     return -(gain_BT.sum(1) * scale_B).sum(), bounds
 
 
@@ -247,7 +259,7 @@ def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
 
   def value_of(stats):
     search = o.search(stats.logp_BT, batch, scale_B)
-    return o.loss(stats.logp_BT, batch, scale_B, search)
+    return o.loss(stats.logp_BT, batch, scale_B, search, stats.entropy_BT)
 
   (value, bounds), d_stats = jax.value_and_grad(value_of, has_aux=True)(stats)
   return value, backward(d_stats), (stats, bounds)
@@ -273,7 +285,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
       several = parts.packed.used > 1
       return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, of_part)
 
-    value, applied = o.loss(stats.logp_BT, part, scale_B, find)
+    value, applied = o.loss(stats.logp_BT, part, scale_B, find, stats.entropy_BT)
     return value, (stats, applied)
 
   def merge(n, so_far, new):

@@ -1,11 +1,22 @@
-"""Defines the optimiser: AdamW with gradient clipping and float32 master weights."""
+"""Makes optimisers: one class per rule, with what all rules share.
 
-from typing import Any, NamedTuple
+1. a rule returns an optax transformation for a learning rate: `AdamW`, `Muon`, or a
+   user's function;
+2. `rate` is the schedule, and `make` puts the limit on the gradient's norm before the
+   rule, and float32 master weights around both (`mastered`).
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from bapo_jax.knobs import Auto, knob
+from bapo_jax.parts import OneOf, Part
 from bapo_jax.sharding import path_name
 from bapo_jax.types import Tree
 
@@ -21,38 +32,187 @@ def matrices(params: Tree) -> Tree:
   )
 
 
-def adamw(
-  *,
-  lr: float,
-  warmup: int = 0,
-  b1: float = 0.9,
-  b2: float = 0.999,
-  weight_decay: float = 0.0,
-  max_norm: float = 1.0,
-  master: bool = False,
-  decay_all: bool = False,
+class OptimizerRule(Part):
+  """An optimiser, and what all optimisers share: the rate and the gradient's limit."""
+
+  arguments = ('learning_rate',)
+  returns = ()
+  traced = False
+
+  lr: Auto[float] = knob(3e-4, 'Learning rate.', above=0, most=10)
+  warmup: int = knob(4, 'Updates of linear warm-up.', least=0)
+  schedule: Literal['constant', 'linear', 'cosine'] = knob(
+    'constant',
+    'The rate after the warm-up: constant, or falling to `floor` times lr at the last '
+    'update of the run. Skipped updates do not count; a resumed run with other `steps` '
+    'continues on the curve of these steps.',
+  )
+  floor: float = knob(
+    0.0,
+    'Last rate of a schedule, as a share of lr.',
+    least=0,
+    most=1,
+    needs='decays',
+  )
+  max_norm: float = knob(
+    1.0, 'Largest global gradient norm; inf: not clipped.', above=0, infinite=True
+  )
+
+  def __call__(
+    self, learning_rate: optax.ScalarOrSchedule
+  ) -> optax.GradientTransformation:
+    """Returns the transformation from clipped gradients to updates."""
+    raise NotImplementedError
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses a schedule for a run whose number of updates is not known."""
+    if self.schedule != 'constant' and config.responses < math.inf:
+      yield (
+        f'optimizer.schedule={self.schedule} needs the number of updates of the run, '
+        f'but responses={config.responses:g} may end it earlier; set steps and '
+        "responses=inf, or schedule='constant'"
+      )
+
+  def fault(self, result, example) -> str:
+    """Says what is wrong with a transformation, tried on parameters of a tiny model."""
+    if not isinstance(result, optax.GradientTransformation):
+      return (
+        f'returns {type(result).__name__}; return an optax.GradientTransformation, '
+        'such as optax.sgd(learning_rate)'
+      )
+    params = {'embed': jnp.ones((4, 2)), 'layers': {'q': jnp.ones((1, 2, 2, 1))}}
+    updates, _ = result.update(params, result.init(params), params)
+    if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
+      return 'changes the shapes of the gradients; return updates of the same shapes'
+    if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(updates)):
+      return 'returns updates that are not finite for gradients of ones'
+    if sum(x.sum() for x in jax.tree.leaves(updates)) >= 0:
+      return (
+        'does not move against the gradient; return updates that are added to the '
+        'parameters, as optax.scale_by_learning_rate makes them'
+      )
+    return ''
+
+
+class AdamW(OptimizerRule):
+  """AdamW (arXiv:1711.05101)."""
+
+  rule: Literal['adamw'] = 'adamw'
+  b1: float = knob(0.9, 'Decay of the first moment.', least=0, below=1)
+  b2: float = knob(0.95, 'Decay of the second moment.', least=0, below=1)
+  weight_decay: float = knob(
+    0.0, 'Decoupled weight decay, times the rate.', least=0, most=10
+  )
+  decays: Literal['matrices', 'all'] = knob(
+    'matrices',
+    "What decays: matrices, embeddings included, as in Hugging Face's trainer; or all "
+    'parameters, norms and biases too.',
+    needs='optimizer.weight_decay',
+  )
+
+  def __call__(
+    self, learning_rate: optax.ScalarOrSchedule
+  ) -> optax.GradientTransformation:
+    """Returns AdamW."""
+    return optax.adamw(
+      learning_rate,
+      b1=self.b1,
+      b2=self.b2,
+      weight_decay=self.weight_decay,
+      mask=matrices if self.decays == 'matrices' else None,
+    )
+
+
+class Muon(OptimizerRule):
+  """Muon: the momentum of each matrix of the layers is orthogonalised.
+
+  Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks", with
+  the scale of arXiv:2502.16982 (section 2.2), so that updates are as large as those of
+  AdamW and a rate of AdamW fits. Embeddings, head, norms, biases and a vision tower
+  take AdamW with the same rate. A projection to or from heads is one matrix.
+  """
+
+  rule: Literal['muon'] = 'muon'
+  momentum: float = knob(0.95, 'Decay of the momentum.', least=0, below=1)
+  b1: float = knob(0.9, 'Decay of the first moment of AdamW.', least=0, below=1)
+  b2: float = knob(0.95, 'Decay of the second moment of AdamW.', least=0, below=1)
+  weight_decay: float = knob(
+    0.0, 'Decoupled weight decay of the matrices, times the rate.', least=0, most=10
+  )
+
+  def refuses(self, config) -> Iterator[str]:
+    """Refuses adapters, whose factors are no matrices of the layers."""
+    yield from super().refuses(config)
+    if config.lora.rank:
+      yield (
+        f'optimizer.rule=muon orthogonalises whole matrices, but lora.rank='
+        f"{config.lora.rank} trains their factors; set optimizer.rule='adamw'"
+      )
+
+  def __call__(
+    self, learning_rate: optax.ScalarOrSchedule
+  ) -> optax.GradientTransformation:
+    """Returns Muon for the matrices of the layers, and AdamW for the others."""
+    return optax.contrib.muon(
+      learning_rate,
+      beta=self.momentum,
+      weight_decay=self.weight_decay,
+      adam_b1=self.b1,
+      adam_b2=self.b2,
+      adam_weight_decay=self.weight_decay,
+      muon_weight_dimension_numbers=_orthogonalised,
+      consistent_rms=0.2,
+    )
+
+
+# Axes of a matrix of the layers: those that it sums over, and those that it returns.
+_MATRICES = (
+  (r'^layers/(q|k|v)$', (1,), (2, 3)),
+  (r'^layers/o$', (1, 2), (3,)),
+  (r'^layers/(gate|up|down|router)$', (1,), (2,)),
+  (r'^layers/expert_(gate|up|down)$', (2,), (3,)),
+)
+
+
+def _orthogonalised(params: Tree) -> Tree:
+  """Returns the axes of each matrix that Muon orthogonalises; None for the others."""
+
+  def axes(path, _):
+    name = path_name(path)
+    numbers = (x[1:] for x in _MATRICES if re.search(x[0], name))
+    return next((optax.contrib.MuonDimensionNumbers(*x) for x in numbers), None)
+
+  return jax.tree.map_with_path(axes, params)
+
+
+Optimizer = Annotated[OptimizerRule, OneOf('Optimiser.', AdamW, Muon)]
+
+
+def rate(k: OptimizerRule, updates: int) -> optax.ScalarOrSchedule:
+  """Returns the rate of each of the updates of a run; a number if it never changes."""
+  assert k.lr is not None
+  if k.schedule == 'linear':
+    after = optax.linear_schedule(k.lr, k.floor * k.lr, updates - k.warmup)
+  elif k.schedule == 'cosine':
+    after = optax.cosine_decay_schedule(k.lr, max(updates - k.warmup, 1), k.floor)
+  elif not k.warmup:
+    return k.lr
+  else:
+    return optax.linear_schedule(k.lr / (k.warmup + 1), k.lr, k.warmup)
+  rising = optax.linear_schedule(k.lr / (k.warmup + 1), k.lr, k.warmup)
+  return optax.join_schedules([rising, after], [k.warmup])
+
+
+def make(
+  k: OptimizerRule, updates: int = 0, master: bool = False
 ) -> optax.GradientTransformation:
-  """Returns AdamW that first clips the gradient by its global norm.
+  """Returns an optimiser that first clips the gradient by its global norm.
 
   Args:
-    warmup: optimiser updates of linear warm-up.
-    b1, b2: decay of the moments.
-    weight_decay: decoupled decay, of `matrices`.
-    max_norm: maximum global norm of the gradient.
+    updates: optimiser updates of the run, for a schedule.
     master: keeps float32 master weights beside narrower parameters; see `mastered`.
-    decay_all: all parameters decay.
   """
-  schedule = optax.linear_schedule(lr / (warmup + 1), lr, warmup) if warmup else lr
-  tx = optax.chain(
-    optax.clip_by_global_norm(max_norm),
-    optax.adamw(
-      schedule,
-      b1=b1,
-      b2=b2,
-      weight_decay=weight_decay,
-      mask=None if decay_all else matrices,
-    ),
-  )
+  tx = optax.chain(optax.clip_by_global_norm(k.max_norm), k(rate(k, updates)))
   return mastered(tx) if master else tx
 
 

@@ -23,6 +23,11 @@ class ShapingRule(Part):
   returns = ('reward_PG', 'teaches_PG')
   traced = False
 
+  @property
+  def binary(self) -> bool:
+    """Whether rewards of 0 and 1 are known to stay 0 and 1."""
+    return False
+
 
 class Standard(ShapingRule):
   """By default 1 for a right answer, 0 for a wrong one; with published changes.
@@ -63,8 +68,12 @@ class Standard(ShapingRule):
   @property
   def identity(self) -> bool:
     """Whether the rule changes nothing."""
-    changes = self.format_bonus or self.overlong_penalty
-    return not changes and self.truncated == 'verified'
+    return self.binary and self.truncated == 'verified'
+
+  @property
+  def binary(self) -> bool:
+    """Whether rewards of 0 and 1 are known to stay 0 and 1."""
+    return not self.format_bonus and not self.overlong_penalty
 
   def refuses(self, config) -> Iterator[str]:
     """Refuses a penalty that grows over more tokens than a response can have."""

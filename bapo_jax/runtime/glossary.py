@@ -202,7 +202,7 @@ OF_UPDATES = {
     total,
   ),
   'learner/tokens_computed': Metric(
-    'Tokens trained on in the step that were also computed: those of responses with an advantage, or all tokens where loss.kl > 0 or loss.reference > 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
+    'Tokens trained on in the step that were also computed: those of responses with an advantage, or all tokens where loss.kl, loss.entropy or loss.reference is above 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
     total,
   ),
 }

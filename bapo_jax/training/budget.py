@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.learner.optimizer import OptimizerRule
 from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -49,7 +50,7 @@ class Budget(NamedTuple):
   """Bytes per device of one run; `checkpoint` and `disk` are bytes on the disk."""
 
   weights: float  # in model.dtype, frozen ones and a teacher's included
-  moments: float  # two per trained number, and a float32 copy of narrower weights
+  moments: float  # of the optimiser, and a float32 copy of narrower weights
   gradients: float  # one per trained number, and the sum over micro-batches
   actor: float  # the copy of the weights that decodes
   kept_actor: float  # part of `actor` that stays during an update
@@ -105,6 +106,7 @@ class Sizes(NamedTuple):
   frozen: int  # weights of a vision tower that is not trained
   copied: bool  # whether the first weights stay, beside those that are trained
   teacher: ModelSpec | None
+  optimiser: float  # bytes of the optimiser's state per trained number
   kept: int  # checkpoints, including the one being written
   searched: bool  # whether bounds of a minibatch are searched
   remat: str | None  # of the user; None: any
@@ -143,6 +145,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     frozen=frozen_tower(c, spec),
     copied=c.loss.reference > 0 and not c.lora.rank,
     teacher=inputs.teacher_spec(c),
+    optimiser=optimiser_bytes(c.optimizer, spec),
     kept=c.checkpoint.keep + c.checkpoint.best + 1,
     searched=c.clip.whole_minibatch and learner.bounds_scope == 'minibatch',
     remat=c.model.remat,
@@ -168,7 +171,9 @@ def count(
   tensor = mesh.shape['tensor']
   shards = sharding.row_shards(mesh)
   split = mesh.shape['fsdp'] * tensor
-  weights, moments, gradients, actor = whole_state(spec, sizes.adapters, sizes.frozen)
+  weights, moments, gradients, actor = whole_state(
+    spec, sizes.adapters, sizes.frozen, sizes.optimiser
+  )
   group = sizes.group_size * sizes.row_length  # tokens
   # Bytes per token, of all devices and of one.
   recorded = RECORDED + route_bytes(spec)
@@ -214,22 +219,36 @@ def _checkpoint(sizes: Sizes, spec: ModelSpec, actor: float) -> dict[str, float]
   """Returns the bytes of the state in a checkpoint, without frozen weights."""
   n = trained(spec, sizes.adapters, sizes.frozen)
   if sizes.adapters:
-    return {'adapters': 4 * n, 'optimiser': 8 * n, 'actor': sizes.lags * 4 * n}
+    optimiser = sizes.optimiser * n
+    return {'adapters': 4 * n, 'optimiser': optimiser, 'actor': sizes.lags * 4 * n}
   own = itemsize(spec.dtype)
   actor -= itemsize(spec.compute) * sizes.frozen
-  optimiser = (8 + 4 * (own < 4)) * n
+  optimiser = (sizes.optimiser + 4 * (own < 4)) * n
   return {'weights': own * n, 'optimiser': optimiser, 'actor': sizes.lags * actor}
 
 
+def optimiser_bytes(k: OptimizerRule, spec: ModelSpec) -> float:
+  """Returns the bytes of an optimiser's state per weight: 8 of AdamW, its two moments.
+
+  Counted on all weights of the model, also if only adapters are trained.
+  """
+  weights = jax.tree.map(
+    lambda x: x.update(dtype='float32'), transformer.abstract(spec)
+  )
+  state = jax.tree.leaves(jax.eval_shape(k(1.0).init, weights))
+  size = sum(x.size * x.dtype.itemsize for x in state if x.ndim)
+  return size / transformer.count(spec)
+
+
 def whole_state(
-  spec: ModelSpec, adapters: int, frozen: int
-) -> tuple[int, int, int, int]:
+  spec: ModelSpec, adapters: int, frozen: int, optimiser: float
+) -> tuple[float, float, float, float]:
   """Returns the bytes of (weights, moments, gradients, actor) on a mesh of 1 device."""
   n = trained(spec, adapters, frozen)
   # The 4 bytes of an adapter weight count as moments, like a copy of narrow weights.
   copy = 4 * (adapters > 0 or spec.dtype != 'float32')
   weights = itemsize(spec.dtype) * transformer.count(spec)
-  return weights, (8 + copy) * n, 8 * n, actor_bytes(spec)
+  return weights, (optimiser + copy) * n, 8 * n, actor_bytes(spec)
 
 
 def teacher_bytes(sizes: Sizes, spec: ModelSpec) -> int:

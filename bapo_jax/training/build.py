@@ -77,12 +77,13 @@ def make_engine(r: Resolved, gallery: Gallery | None = None) -> RolloutEngine:
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
-  """Returns AdamW, with float32 master weights if the parameters are narrower.
+  """Returns the optimiser, with float32 master weights if the parameters are narrower.
 
   Adapters are always float32; with adapters, model.dtype is for the frozen weights.
   """
   master = config.model.dtype != 'float32' and not config.lora.rank
-  return optimizer_lib.adamw(master=master, **config.optimizer.model_dump())
+  updates = config.steps * config.updates_per_step
+  return optimizer_lib.make(config.optimizer, updates, master)
 
 
 def make_train_step(
@@ -328,8 +329,10 @@ def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, T
     params, base = jax.eval_shape(make, jax.random.key(0)), params
   elif budget.frozen_tower(config, spec):
     base = {policy.TOWER: params.pop(policy.TOWER)}
-  state = params, jax.eval_shape(optimizer(config).init, params), base
-  return sharding.abstract(state, sharding.shardings(state, mesh))
+  opt = jax.eval_shape(optimizer(config).init, params)
+  placed = sharding.shardings((params, base), mesh)
+  params, base = sharding.abstract((params, base), placed)
+  return params, sharding.abstract(opt, sharding.like(params, opt, mesh)), base
 
 
 def build(
@@ -346,7 +349,7 @@ def build(
     teacher = teacher_of(r, params, base)
   t = make_trainer(r, data, verifier, timer, base, teacher)
   tx = optimizer(t.config)
-  layout = sharding.shardings(jax.eval_shape(tx.init, params), t.mesh)
+  layout = sharding.like(params, jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.spec)
   rows = sharding.layout_of_rows(jax.eval_shape(make), t.mesh)
   return t, TrainState(

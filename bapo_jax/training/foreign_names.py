@@ -15,6 +15,11 @@ _OURS = {
   'optimizer.b1': 'beta1 adam_beta1',
   'optimizer.b2': 'beta2 adam_beta2',
   'optimizer.b1 and optimizer.b2': 'betas',
+  'optimizer.schedule': (
+    'lr_scheduler_type lr_scheduler lr_schedule schedule scheduler warmup_style'
+  ),
+  'optimizer.floor, a share of the rate': 'lr_scheduler_kwargs min_lr_ratio',
+  'optimizer.rule': 'optim optimizer_type optimizer_name',
   'optimizer.max_norm': 'max_grad_norm grad_clip clip_grad',
   'optimizer.warmup, in updates': (
     'warmup_steps lr_warmup_steps warmup_ratio lr_warmup_steps_ratio'
@@ -67,6 +72,9 @@ _OURS = {
   'loss.reference, a cost on the divergence from the first weights, or loss.kl, a cost '
   'on the divergence from the policy that sampled the batch': (
     'beta kl_coef kl_loss_coef use_kl_loss kl_ctrl init_kl_coef'
+  ),
+  'loss.entropy': (
+    'entropy_coeff entropy_coef ent_coef entropy_bonus entropy entropy_loss'
   ),
   'teacher.path, or loss.reference alone for the first weights': (
     'ref_model ref sync_ref_model teacher_model teacher_model_name_or_path'
@@ -134,9 +142,6 @@ _OURS = {
 WHOLE = 'training samples from the whole distribution; only evaluations truncate it, by'
 # Why there is no such knob, and what comes closest -> foreign names.
 _NONE = {
-  'there is no entropy bonus; use loss.kl, or a custom loss.rule': (
-    'entropy_coeff entropy_coef ent_coef entropy_bonus entropy entropy_loss'
-  ),
   'a response has one reward and no value function, so there is no discount; '
   'advantage.rule turns rewards into advantages': (
     'gamma lam gae_lambda cliprange_value'
@@ -144,10 +149,6 @@ _NONE = {
   f'{WHOLE} evaluate.sampling.top_p': 'top_p',
   f'{WHOLE} evaluate.sampling.top_k': 'top_k',
   f'{WHOLE} evaluate.sampling.top_p and top_k': 'min_p repetition_penalty',
-  'there is no schedule: the rate is constant after optimizer.warmup updates': (
-    'lr_scheduler_type lr_scheduler lr_scheduler_kwargs lr_schedule schedule scheduler '
-    'warmup_style min_lr_ratio lr_decay_steps'
-  ),
   'adapters have no dropout; lora has rank, alpha and targets': 'lora_dropout',
   'every step is in metrics.jsonl; evaluate.every sets evaluations': 'logging_steps',
   'sampling is built in; its knobs are in the section sampler': (

@@ -62,25 +62,6 @@ class TeacherConfig(Section):
   )
 
 
-class OptimizerConfig(Section):
-  """AdamW after clipping by the global norm."""
-
-  lr: Auto[float] = knob(3e-4, 'Learning rate.', above=0, most=10)
-  warmup: int = knob(4, 'Updates of linear warm-up.', least=0)
-  b1: float = knob(0.9, 'Decay of the first moment.', least=0, below=1)
-  b2: float = knob(0.95, 'Decay of the second moment.', least=0, below=1)
-  weight_decay: float = knob(
-    0.0,
-    "Decoupled weight decay of matrices, embeddings included as in Hugging Face's "
-    'trainer; norms and biases do not decay.',
-    least=0,
-    most=10,
-  )
-  max_norm: float = knob(
-    1.0, 'Largest global gradient norm; inf: not clipped.', above=0, infinite=True
-  )
-
-
 TOWER_HEADS = 2
 
 

@@ -77,6 +77,11 @@ FACTS = {
     'clip.resolution',
     "set clip.resolution='step'",
   ),
+  'decays': Need(
+    lambda c: c.optimizer.schedule != 'constant',
+    'optimizer.schedule',
+    "set optimizer.schedule='linear' or 'cosine'",
+  ),
   'capped': Need(lambda c: c.loss.cap < math.inf, 'loss.cap', 'set loss.cap below inf'),
   'accumulates': Need(
     lambda c: c.learner.grad_accum_steps > 1,

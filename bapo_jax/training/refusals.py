@@ -294,6 +294,7 @@ def example(config: Config) -> dict[str, Any]:
     'rate': jnp.float32(0.5),
     'G': G,
     'thresholds': buffer.thresholds,
+    'learning_rate': lambda count: 1e-3,  # of optimisers
   }
 
 
@@ -302,14 +303,15 @@ def _fault(rule: Any, values: dict[str, Any]) -> str:
   arguments = [values[name] for name in rule.arguments]
   # Functions and sizes are no arguments of a compiled program.
   static = [i for i, x in enumerate(arguments) if callable(x) or isinstance(x, int)]
-  wanted = operator.itemgetter(*rule.returns)(values)
   try:
     call = jax.jit(rule, static_argnums=static) if rule.traced else rule
-    result = jax.tree.map(jnp.asarray, call(*arguments))
-    if misfit := _misfit(result, wanted):
-      return f'returns {misfit}'
-    if any(np.isnan(x).any() for x in jax.tree.leaves(result)):
-      return 'returns nan for two groups, one of which has equal rewards'
+    result = call(*arguments)
+    if rule.returns:
+      result = jax.tree.map(jnp.asarray, result)
+      if misfit := _misfit(result, operator.itemgetter(*rule.returns)(values)):
+        return f'returns {misfit}'
+      if any(np.isnan(x).any() for x in jax.tree.leaves(result)):
+        return 'returns nan for two groups, one of which has equal rewards'
     return rule.fault(result, values)
   except (Exception, SystemExit) as error:  # a user's function may raise anything
     return f'raises {custom_code.described(error, rule.rule)}'

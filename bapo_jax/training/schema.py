@@ -16,6 +16,7 @@ from bapo_jax.data.knobs import (
   TokenizerConfig,
 )
 from bapo_jax.knobs import Auto, LocalPath, Section, fields, knob
+from bapo_jax.learner.optimizer import AdamW, Optimizer
 from bapo_jax.models import knobs as models
 from bapo_jax.parts import Part, parts
 from bapo_jax.rewards.knobs import Environment
@@ -57,7 +58,7 @@ class Config(Section):
   loss: Loss = knob(Clipped, 'Loss rule.')
   teacher: train.TeacherConfig = knob(train.TeacherConfig, 'Teacher.')
   learner: train.LearnerConfig = knob(train.LearnerConfig, 'Updates.')
-  optimizer: train.OptimizerConfig = knob(train.OptimizerConfig, 'AdamW.')
+  optimizer: Optimizer = knob(AdamW, 'Optimiser.')
   sft: train.SftConfig = knob(train.SftConfig, 'The embedded policy.', needs='embedded')
   evaluate: train.EvaluateConfig = knob(train.EvaluateConfig, 'Evaluation.')
   metrics: train.MetricsConfig = knob(train.MetricsConfig, 'Metrics.')

@@ -139,7 +139,7 @@ def imitate(
   )
   updates, opt = tx.update(of_params(grads), opt, params)
   state = optax.apply_updates(params, updates), opt
-  return *sharding.constrain_params(state), value
+  return *sharding.constrain_state(*state), value
 
 
 def fit(
@@ -154,7 +154,8 @@ def fit(
   `imitated` are rows with solutions. One device of this process computes all.
   """
   # Norms and biases decay here too: recorded runs start from such weights.
-  tx = optimizer.adamw(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01, decay_all=True)
+  adamw = optimizer.AdamW(lr=k.lr, warmup=20, b2=0.98, weight_decay=0.01, decays='all')
+  tx = optimizer.make(adamw)
   params = transformer.init(spec, jax.random.key(k.seed))
   opt = jax.jit(tx.init)(params)
   rng = np.random.default_rng(k.seed)

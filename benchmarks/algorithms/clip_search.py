@@ -144,7 +144,7 @@ def train_step_ms(batch: Batch, rows: int, repeat: int) -> float:
   sizes = {name: getattr(config.sft, name) for name in SIZES}
   spec = transformer.ModelSpec(vocab=40, **sizes)
   params = transformer.init(spec, jax.random.key(0))
-  tx = optimizer.adamw(**config.optimizer.model_dump())
+  tx = optimizer.make(config.optimizer)
   objective = objective_lib.Objective(
     clip_rule=balanced,
     loss_rule=loss.Clipped(),

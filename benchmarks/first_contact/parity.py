@@ -21,6 +21,7 @@ import optax
 from jax.sharding import Mesh
 
 from bapo_jax import sharding
+from bapo_jax.learner.optimizer import AdamW
 from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -190,6 +191,7 @@ def compare(
     grads = oracle.gradient(exact, oracle.wide(batch), spec, LOW, HIGH)
     grads = jax.tree.map(np.asarray, grads)
   k = config_of(spec).optimizer
+  assert isinstance(k, AdamW)
   mu, nu = found.moments
   # The first moment is (1 - b1) times the gradient, scaled down to norm 1 at most.
   scale = (1 - k.b1) / max(1.0, optax.tree.norm(grads) / k.max_norm)

@@ -246,6 +246,11 @@ ROWS: dict[str, dict[str, Row]] = {
       {},
       ('centred_goldens', 'row_scale_golden'),
     ),
+    'max_rl': Row(
+      '(reward - mean) / mean; 0 without a right response',
+      {},
+      ('max_rl_golden',),
+    ),
   },
   'batch': {
     'fresh_only': Row(

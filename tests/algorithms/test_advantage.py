@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
+from refusals import refusal
 
 from bapo_jax.algorithms import advantage
 from bapo_jax.learner import learner
@@ -41,6 +42,41 @@ def test_centred_goldens(variant):
   np.testing.assert_array_equal(adv_PG, padded([0.75, -0.25, -0.25, -0.25]))
 
 
+@pytest.mark.parametrize(('G', 'p'), [(2, 0.5), (4, 0.1), (8, 0.3)])
+def test_max_rl_has_the_gradient_of_the_log_likelihood_to_order_g_less_one(G, p):
+  # All 2^G outcomes of a coin that is right with probability p: the score of a right
+  # response is d log p / dp = 1 / p, that of a wrong one -1 / (1 - p). The series of
+  # d log p / dp = 1 / p is the sum over k >= 1 of (1 - p)^(k - 1).
+  right_NG = (np.arange(2**G)[:, None] >> np.arange(G)) & 1
+  chance_N = np.where(right_NG, p, 1 - p).prod(1)
+  adv_NG = np.float64(advantage.MaxRl()(jnp.asarray(right_NG, jnp.float32)))
+  score_NG = np.where(right_NG, 1 / p, -1 / (1 - p))
+  gradient = (chance_N * (adv_NG * score_NG).mean(1)).sum()
+  series = sum((1 - p) ** (k - 1) for k in range(1, G))
+  np.testing.assert_allclose(gradient, series, rtol=1e-6)
+
+
+def test_max_rl_golden(variant):
+  # 1 right of 4, mean 1/4: 3/4 over 1/4, and -1/4 over 1/4. None right: no mean.
+  adv_PG = variant(advantage.MaxRl(), padded([1, 0, 0, 0]))
+  np.testing.assert_array_equal(adv_PG, padded([3, -1, -1, -1]))
+  for rewards in ([0, 0, 0, 0], [-1, 0, 0, 1], [-1, -1, 0, 0]):
+    np.testing.assert_array_equal(variant(advantage.MaxRl(), padded(rewards)), 0)
+
+
+@pytest.mark.parametrize(
+  'knobs',
+  [
+    {'rewards.shaping.format_bonus': 0.1},
+    {'rewards.shaping.overlong_penalty': 1.0},
+    {'rewards.rule': 'exact,math'},
+    {'rewards.weights': (2.0,)},
+  ],
+)
+def test_max_rl_refuses_other_rewards_than_0_and_1(knobs):
+  assert 'advantage.rule=max_rl' in refusal(**knobs, **{'advantage.rule': 'max_rl'})
+
+
 @EVERY_RULE
 @pytest.mark.parametrize('G', [2, 3, 7, 8])
 def test_equal_rewards_get_exact_zeros(rule, G, variant):
@@ -52,7 +88,7 @@ def test_equal_rewards_get_exact_zeros(rule, G, variant):
 
 @EVERY_RULE
 def test_every_rule_is_centred_and_keeps_the_order_of_each_group(rule, variant):
-  reward_PG = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+  reward_PG = np.random.default_rng(0).random((16, 8), np.float32)
   reward_PG[0] = [0.5, 0.5, 0.500001, 0.5, 0.5, 0.5, 0.5, 0.5]  # by little, they differ
   adv_PG = np.asarray(variant(ADVANTAGES[rule], reward_PG))
   assert adv_PG[0].argmax() == 2 and (np.delete(adv_PG[0], 2) < 0).all()
@@ -69,7 +105,7 @@ def stepped(rng, rewards=None):
   end_PGT = rng.random(groups.tokens_PGT.shape) < 0.4
   end_PGT[:2] = False
   end_PGT[1, 2, 3] = True
-  reward_PGT = rng.normal(size=end_PGT.shape) if rewards is None else rewards
+  reward_PGT = rng.random(end_PGT.shape) if rewards is None else rewards
   reward_PGT = jnp.asarray(np.where(end_PGT, reward_PGT, 0), jnp.float32)
   return groups._replace(step_reward_PGT=reward_PGT, step_end_PGT=jnp.asarray(end_PGT))
 
@@ -79,6 +115,7 @@ NORMALISED = {
   'group_relative': lambda r: (r - r.mean()) / np.sqrt(r.var() + 1e-6),
   'leave_one_out': lambda r: (r - r.mean()) * len(r) / max(len(r) - 1, 1),
   'group_centred': lambda r: r - r.mean(),
+  'max_rl': lambda r: (r - r.mean()) / r.mean() if r.mean() > 0 else 0 * r,
 }
 
 

@@ -66,6 +66,7 @@ BATCH = {
   'clip.high': 1.2,
   'loss.kl': 0.001,
   'loss.kl_direction': 'policy_behavior',
+  'loss.entropy': 0.001,
 }
 # The same on Geometry3K, with prompts of 1,024 and responses of 4,096 tokens.
 GEOMETRY = BATCH | {

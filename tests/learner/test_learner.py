@@ -14,7 +14,7 @@ import runs
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import advantage, clip
-from bapo_jax.learner import learner, optimizer
+from bapo_jax.learner import learner
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import logprobs, transformer
 from bapo_jax.runtime import glossary
@@ -31,7 +31,7 @@ RULES = {
   'balanced': clip.Balanced(target=0.4),
   'to the caps': clip.Balanced(target=0.99),
 }
-ADAM = optimizer.adamw(lr=1e-2)
+ADAM = making.adamw(lr=1e-2)
 # A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
 PLAIN = optax.sgd(0.1)
 
@@ -199,7 +199,7 @@ def test_optimizer_warms_up_and_limits_the_norm():
   # Adam's first step is lr times the gradient's sign, whatever its size; with four
   # warm-up updates the first takes a fifth of lr, the fifth all of it.
   weights = {'w': jnp.ones(3)}
-  tx = optimizer.adamw(lr=0.5, warmup=4, b1=0.0, b2=0.0)
+  tx = making.adamw(lr=0.5, warmup=4, b1=0.0, b2=0.0)
   opt = tx.init(weights)
   sizes = []
   for _ in range(6):
@@ -217,7 +217,7 @@ SPECS = making.QWEN2, UNTIED, making.QWEN3, making.MIXTURE, making.SEEING
 def test_weight_decay_shrinks_matrices_and_neither_norms_nor_biases(master):
   # Without a gradient a step is the decay alone: 1 - lr * decay = .99 of the weight.
   trees = [*map(making.params, SPECS), making.adapters()]
-  tx = optimizer.adamw(lr=0.1, weight_decay=0.1, master=master)
+  tx = making.adamw(lr=0.1, weight_decay=0.1, master=master)
 
   @jax.jit
   def step(trees):
@@ -246,8 +246,8 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
   kinds = {'embed': jnp.bfloat16, 'final_norm': jnp.float32}
   params = {n: jnp.asarray(rng.standard_normal(50), kind) for n, kind in kinds.items()}
   knobs = {'lr': 1e-3, 'warmup': 3, 'weight_decay': 0.1}
-  ours = optimizer.adamw(master=True, **knobs)
-  plain = optimizer.adamw(**knobs)
+  ours = making.adamw(master=True, **knobs)
+  plain = making.adamw(**knobs)
   state = ours.init(params)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), params)
   moments = plain.init(exact)

@@ -14,7 +14,7 @@ from bapo_jax import sharding
 from bapo_jax.algorithms import clip, loss, masks
 from bapo_jax.learner import learner, pictured
 from bapo_jax.learner import objective as objective_lib
-from bapo_jax.models import layers, logprobs
+from bapo_jax.models import layers, logprobs, transformer
 from bapo_jax.models.layers import Schedule
 
 LOSSES = loss.LossRule.rules.at_defaults()
@@ -169,9 +169,10 @@ def test_what_waits_saves_one_forward_pass():
   assert (again - stored) / products(forward) == pytest.approx(1, abs=0.03)
 
 
-def test_a_penalty_reaches_rows_without_an_advantage():
+@pytest.mark.parametrize('cost', [{'kl': 0.3}, {'entropy': 0.3}])
+def test_a_penalty_or_a_bonus_reaches_rows_without_an_advantage(cost):
   _, batch = example()
-  plain, penalised = (objective('clipped', 'token', kl=kl) for kl in (0.0, 0.3))
+  plain, penalised = (objective('clipped', 'token', **x) for x in ({}, cost))
   computed_B = objective_lib.micro_batches(batch, plain).packed.bin_B >= 0
   trained_B = batch.loss_mask_BT.any(1)
   np.testing.assert_array_equal(computed_B, trained_B & (batch.adv_BT != 0).any(1))
@@ -179,12 +180,37 @@ def test_a_penalty_reaches_rows_without_an_advantage():
   np.testing.assert_array_equal(all_B, trained_B)
   assert 0 < computed_B.sum() < trained_B.sum()
   rules = 'clipped', 'token', True
-  _, wanted, _ = gradient(*rules, kl=0.3, pack=False)
-  _, found, _ = gradient(*rules, kl=0.3, grad_accum_steps=4)
+  _, wanted, _ = gradient(*rules, **cost, pack=False)
+  _, found, _ = gradient(*rules, **cost, grad_accum_steps=4)
   _, without, _ = gradient(*rules, pack=False)
   making.close_trees(found, wanted, count=PRODUCTS)
   apart = jax.tree.map(jnp.subtract, without, wanted)
   assert float(optax.tree.norm(apart)) > 1e-2 * float(optax.tree.norm(wanted))
+
+
+@pytest.mark.parametrize('knobs', [{'pack': False}, {'grad_accum_steps': 3}])
+def test_an_entropy_bonus_adds_the_mean_entropy_of_whole_distributions(knobs):
+  params, batch = example()
+  cost = 0.3
+
+  def mean_entropy(params):
+    hidden_BTD = layers.forward(params, batch.tokens_BT, SPEC)
+    logits_BTV = jnp.einsum('btd,vd->btv', hidden_BTD, transformer.head(params)) / 0.8
+    logp_BTV = jax.nn.log_softmax(logits_BTV)
+    entropy_BT = -(jnp.exp(logp_BTV) * logp_BTV).sum(-1)
+    entropy_BT = jnp.where(batch.loss_mask_BT[:, 1:], entropy_BT[:, :-1], 0)
+    filled = objective_lib.filled_share(batch)
+    return cost * filled * entropy_BT.sum() / batch.loss_mask_BT.sum()
+
+  bonus, slope = jax.jit(jax.value_and_grad(mean_entropy))(params)
+  rules = 'clipped', 'token', True
+  value, grads, (_, bounds) = gradient(*rules, pack=False)
+  found_value, found, (_, found_bounds) = gradient(*rules, entropy=cost, **knobs)
+  making.close(found_value, value - bonus, count=B * T, terms=1)
+  wanted = jax.tree.map(jnp.subtract, grads, slope)
+  making.close_trees(found, wanted, count=PRODUCTS)
+  assert float(optax.tree.norm(slope)) > 1e-2 * float(optax.tree.norm(grads))
+  assert found_bounds.high == bounds.high and found_bounds.low == bounds.low
 
 
 def test_a_batch_without_an_advantage_costs_no_pass():

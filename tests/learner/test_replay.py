@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import advantage, clip, loss
-from bapo_jax.learner import learner, optimizer, scoring
+from bapo_jax.learner import learner, scoring
 from bapo_jax.models import decoder, experts
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
@@ -109,7 +109,7 @@ def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
     grad_accum_steps=2,
     schedule=Schedule(remat='full', bounds_pass=RULES[rule]),
   )
-  tx = optimizer.adamw(lr=1e-3)
+  tx = making.adamw(lr=1e-3)
   step = jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
   params = making.params(SPEC)
   proximal = jax.jit(
@@ -138,7 +138,7 @@ def test_every_pass_of_a_step_reads_the_recorded_routes(rule, monkeypatch):
 def compiled(spec):
   """Returns (optimiser, its update with this spec)."""
   objective = making.objective(clip.Fixed(), spec=spec, temperature=1.0)
-  tx = optimizer.adamw(lr=1e-3)
+  tx = making.adamw(lr=1e-3)
   return tx, jax.jit(functools.partial(learner.learn, tx=tx, objective=objective))
 
 

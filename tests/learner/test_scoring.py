@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bapo_jax.algorithms import advantage, clip
-from bapo_jax.learner import learner, optimizer, scoring
+from bapo_jax.learner import learner, scoring
 from bapo_jax.types import Groups
 
 P = 8
@@ -40,7 +40,7 @@ def first_update(params, groups: Groups) -> dict:
   rule = clip.Fixed(low=0.9997, high=1.0004)
   knobs = {'spec': SPEC, 'temperature': 1.0, 'aggregate': 'sequence'}
   objective = making.objective(rule, 'sequence', **knobs)
-  tx = optimizer.adamw(lr=1e-3)
+  tx = making.adamw(lr=1e-3)
   batch = learner.flatten(
     groups, jnp.zeros(P, jnp.int32), advantage.GroupRelative(), version=5
   )

@@ -45,8 +45,9 @@ SLIPS = [  # overrides, what the sentence must say
   ('loss.loss_type=dr_grpo', "'constant' for dr_grpo), or name a method: --config=FI"),
   ('algorithm.adv_estimator=grpo', "advantage.rule: 'group_relative' for grpo, 'leav"),
   ('trainer.n_gpus_per_node=8', 'use mesh.data, mesh.fsdp and mesh.tensor to divide'),
-  ('loss.entropy=0.01', 'there is no entropy bonus; use loss.kl'),
-  ('optimizer.schedule=cosine', 'the rate is constant after optimizer.warmup updates'),
+  ('actor.entropy_coeff=0.01', '; use loss.entropy'),
+  ('actor.optim.warmup_style=cosine', '; use optimizer.schedule'),
+  ('optim=adamw_torch', '; use optimizer.rule'),
   # values that mean something else in TRL and verl
   ('clip.rule=fixed clip.high=0.28', '1 + epsilon: 1.28 for an epsilon of 0.28; inf'),
   ('clip.low=0.8', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
@@ -154,6 +155,7 @@ EVERYWHERE = [
   {'rewards.rule': 'math', 'mesh.tensor': 2, 'lora.rank': 2},
   {'sft.experts': 4, 'loss.kl': 0.1},
   {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
+  {'optimizer.schedule': 'cosine', 'optimizer.weight_decay': 0.1},
 ]
 
 
