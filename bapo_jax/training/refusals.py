@@ -63,8 +63,12 @@ def of_config(config: Config) -> Iterator[Refusal]:
   A function of JUDGES waits until the program has decided all knobs that it is about.
   """
   for part in PARTS:
-    for text in operator.attrgetter(part)(config).refuses(config):
+    rule = operator.attrgetter(part)(config)
+    for text in rule.refuses(config):
       yield Refusal((f'{part}.rule',), text)
+    # An optimiser is tried here: its state is counted when sizes are chosen.
+    if rule.custom and not rule.returns:
+      yield from _tried(part, rule, {'learning_rate': lambda count: 1e-3})
   undecided = config.undecided
   for find, names in JUDGES.items():
     if not set(names) & set(undecided):
@@ -232,10 +236,15 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
   for part in PARTS:
     rule = operator.attrgetter(part)(config)
     # A run without custom rules makes no example, whose arrays compile programs.
-    fault = rule.custom and _fault(rule, example(config))
-    if fault:
-      knob = f'{part}.rule'
-      yield Refusal((knob,), f'{knob}={rule.rule} {fault}')
+    if rule.custom and rule.returns:
+      yield from _tried(part, rule, example(config))
+
+
+def _tried(part: str, rule: Any, values: dict[str, Any]) -> Iterator[Refusal]:
+  """Calls a custom rule with these values; yields what is wrong with it, if so."""
+  knob = f'{part}.rule'
+  if fault := _fault(rule, values):
+    yield Refusal((knob,), f'{knob}={rule.rule} {fault}')
 
 
 def example(config: Config) -> dict[str, Any]:
@@ -294,7 +303,6 @@ def example(config: Config) -> dict[str, Any]:
     'rate': jnp.float32(0.5),
     'G': G,
     'thresholds': buffer.thresholds,
-    'learning_rate': lambda count: 1e-3,  # of optimisers
   }
 
 

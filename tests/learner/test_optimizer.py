@@ -117,7 +117,7 @@ def test_a_custom_optimiser_is_tried(tmp_path, name):
   file = tmp_path / 'mine.py'
   file.write_text(f'import optax\ndef tx(learning_rate):\n  {body}\n')
   config = parse({'optimizer': {'rule': f'{file}:tx'}})
-  (refused,) = refusals.of_custom_rules(config)
+  (refused,) = refusals.of_config(config)
   assert said in refused.text and refused.text.startswith(f'optimizer.rule={file}:tx ')
 
 
@@ -129,7 +129,7 @@ def test_a_custom_optimiser_has_knobs_and_the_rate_of_the_schedule(tmp_path):
   )
   values = {'rule': f'{file}:tx', 'decay': 0.25, 'lr': 0.5, 'warmup': 1}
   config = parse({'optimizer': values})
-  assert not [*refusals.of_custom_rules(config)]
+  assert not [*refusals.of_config(config)]
   tx = optimizer.make(config.optimizer)
   weights = {'w': jnp.ones(1)}
   opt = tx.init(weights)
