@@ -12,7 +12,7 @@ from refusals import refusal
 
 from bapo_jax import sharding
 from bapo_jax.learner import optimizer
-from bapo_jax.training import budget, refusals
+from bapo_jax.training import budget
 from bapo_jax.training.config import parse
 
 SPEC = dataclasses.replace(making.QWEN3, kv_heads=4)
@@ -116,9 +116,8 @@ def test_a_custom_optimiser_is_tried(tmp_path, name):
   body, said = WRONG[name]
   file = tmp_path / 'mine.py'
   file.write_text(f'import optax\ndef tx(learning_rate):\n  {body}\n')
-  config = parse({'optimizer': {'rule': f'{file}:tx'}})
-  (refused,) = refusals.of_config(config)
-  assert said in refused.text and refused.text.startswith(f'optimizer.rule={file}:tx ')
+  text = refusal(**{'optimizer.rule': f'{file}:tx'})
+  assert said in text and text.startswith(f'optimizer.rule={file}:tx ')
 
 
 def test_a_custom_optimiser_has_knobs_and_the_rate_of_the_schedule(tmp_path):
@@ -129,7 +128,6 @@ def test_a_custom_optimiser_has_knobs_and_the_rate_of_the_schedule(tmp_path):
   )
   values = {'rule': f'{file}:tx', 'decay': 0.25, 'lr': 0.5, 'warmup': 1}
   config = parse({'optimizer': values})
-  assert not [*refusals.of_config(config)]
   tx = optimizer.make(config.optimizer)
   weights = {'w': jnp.ones(1)}
   opt = tx.init(weights)
