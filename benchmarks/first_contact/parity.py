@@ -8,6 +8,10 @@
 
 Runs on the CPU, on one device and on a mesh of all devices, in float32 (products at
 their highest precision, which is not the default of GPUs and TPUs) and in bfloat16.
+
+`run_experts` repeats this for a mixture of experts, with each kernel that multiplies by
+experts on this platform. The update reads random recorded routes, and the oracle the
+routes that were recorded: without them rounding would choose other experts.
 """
 
 import contextlib
@@ -22,7 +26,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.learner.optimizer import AdamW
-from bapo_jax.models import attention, transformer
+from bapo_jax.models import attention, experts, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode
@@ -38,6 +42,7 @@ from benchmarks.first_contact.figures import Context, Figure
 SPEC = transformer.ModelSpec(
   vocab=256, width=64, layers=2, heads=4, kv_heads=2, head_width=32, ffn=128
 )
+EXPERTS_SPEC = dataclasses.replace(SPEC, ffn=64, experts=8, active=2)
 PROMPTS, GROUP, PROMPT, NEW = 4, 4, 8, 16
 LOW, HIGH, LR = 0.8, 1.2, 1e-3
 EPS = {'float32': 2.0**-23, 'bfloat16': 2.0**-8}
@@ -234,3 +239,21 @@ def run(context: Context, params: Tree | None = None) -> Iterator[Figure]:
       found = compute(spec, params or exact, batch, mesh)
       for name, error, unit, limit in compare(found, spec, exact, batch):
         yield Figure(f'{name}, {compute_dtype}, {where}', error, unit, limit)
+
+
+def run_experts(context: Context) -> Iterator[Figure]:
+  """Yields the errors of every kernel in both dtypes, then of a mesh of all devices."""
+  params = weights(EXPERTS_SPEC)
+  batch = example(EXPERTS_SPEC, params)
+  auto = experts.resolve(None, jax.default_backend())
+  alone = sharding.make(1, 1, 1, jax.devices()[:1])
+  meshes = {kernel: (kernel, alone) for kernel in sorted({'blocks', 'dense', auto})}
+  for where, mesh in places().items():
+    if mesh.size > 1:
+      meshes[f'{auto}, {where}'] = auto, mesh
+  for name, (kernel, mesh) in meshes.items():
+    for dtype in list(EPS)[: 1 if context.small else None]:
+      spec = dataclasses.replace(EXPERTS_SPEC, compute=dtype, experts_kernel=kernel)
+      found = compute(spec, params, batch, mesh)
+      for what, error, unit, limit in compare(found, spec, params, batch):
+        yield Figure(f'{what}, {name}, {dtype}', error, unit, limit)
