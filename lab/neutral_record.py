@@ -8,6 +8,7 @@
   mask           optional: 0 for tokens outside the loss (default: 1 for all tokens)
   pieces         optional: the tokens as text (default: the ids)
   update         optional: number of the minibatch, from 1 (default: 0, unknown)
+  prompt         optional: ids or text of the prompt, for rollout.records
 
 1. `append` writes such lines from the padded arrays of a trainer;
 2. `read` checks the lines and returns them as step_record.read returns a recorded step.
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 REQUIRED = ('group', 'reward', 'tokens', 'behavior_logp', 'logp')
-FIELDS = (*REQUIRED, 'mask', 'pieces', 'update')
+FIELDS = (*REQUIRED, 'mask', 'pieces', 'update', 'prompt')
 COLUMNS = {  # name here -> name in a recorded step
   'tokens': 'ids',
   'behavior_logp': 'sampler_logp',
@@ -121,7 +122,7 @@ def _checked(row: Any) -> dict[str, Any]:
   if wrong := missing + [name for name in row if name not in FIELDS]:
     raise ValueError(
       f'missing or unknown: {", ".join(wrong)}; the fields are {", ".join(FIELDS)}, of '
-      'which the last three are optional'
+      'which the last four are optional'
     )
   tokens = row['tokens']
   pieces = [f'<{token}>' for token in tokens]

@@ -62,7 +62,8 @@ def check(config: Config, workdir: str = '') -> int:
   cache.share_programs(config.cache)
   config = r.config
   known = facts.gather(r.config, r.inputs)
-  material = build.tabulate(r)
+  # The check samples even if the run trains on a record.
+  material = build.tabulate(r)._replace(record=None)
   findings = check_rules.of_config(r, known, free_bytes(workdir))
   log(derive.screen(config, r.derived))
   log(described(r, known, material, workdir))
@@ -106,7 +107,7 @@ def shrunk(config: Config) -> Config:
     prompts={'count': count},
     learner={'minibatches': max(count // groups, 1), 'epochs': 1},
     batch={'rule': 'fresh_only', 'max_extra_rounds': 0},
-    rollout={'max_off_policy_steps': 0, 'max_tokens_per_step': math.inf},
+    rollout={'records': '', 'max_off_policy_steps': 0, 'max_tokens_per_step': math.inf},
     sampler={'max_num_seqs': slots},
   )
 

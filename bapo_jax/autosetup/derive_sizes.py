@@ -232,6 +232,8 @@ def columns(config: Config, facts: Facts) -> Name:
 def logprobs(config: Config, facts: Facts) -> Name:
   """Derives learner.recompute_logprobs from the precision of the products."""
   again = 'on' if build.recomputes(config) else 'off'
+  if config.rollout.records:
+    return again, 'those of rollout.records'
   return again, f'products in {config.model.compute}, loss.rule={config.loss.rule}'
 
 

@@ -214,11 +214,15 @@ def _digest(rows: Iterable[Any]):
 
 def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompts:
   """Returns the prompts of a learner step; requires at least `count` problems."""
-  # The remainder of an epoch is skipped, so that no problem occurs twice in a step.
-  n = len(problems.id_N)
-  epoch, position = divmod(step, n // count)
-  order = np.random.default_rng((seed, epoch)).permutation(n)
-  return prompts_by_id(problems, order[position * count : (position + 1) * count])
+  return prompts_by_id(problems, next_rows(len(problems.id_N), step, seed, count))
+
+
+def next_rows(rows: int, step: int, seed: int, count: int) -> np.ndarray:
+  """Returns `count` of the numbers below `rows`, by epochs with an order each."""
+  # The remainder of an epoch is skipped, so that no row occurs twice in a step.
+  epoch, position = divmod(step, rows // count)
+  order = np.random.default_rng((seed, epoch)).permutation(rows)
+  return order[position * count : (position + 1) * count]
 
 
 def prompts_by_id(problems: Problems, id_P: ArrayLike) -> Prompts:

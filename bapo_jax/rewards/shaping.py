@@ -121,7 +121,7 @@ Shaping = Annotated[ShapingRule, OneOf('Shaping rule of the rewards.', Standard)
 class RewardsConfig(Verification):
   """Verification of responses, and the rewards for the learner."""
 
-  shaping: Shaping = knob(Standard, 'Shaped rewards.')
+  shaping: Shaping = knob(Standard, 'Shaped rewards.', needs='sampled')
 
   @property
   def verification(self) -> Verification:

@@ -7,7 +7,7 @@ import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax.custom_code import CustomSection, custom_knobs
-from bapo_jax.knobs import Auto, Section, knob
+from bapo_jax.knobs import Auto, LocalPath, Section, knob
 from bapo_jax.rewards.knobs import CustomEnvironment, EnvironmentRule
 
 # Lowest temperature of sampling. Logits of 32 divided by it have float32 rounding
@@ -86,6 +86,11 @@ class RolloutConfig(CustomSection):
     least=2,
     most=1024,
     needs='rollout.environment',
+  )
+  records: LocalPath = knob(
+    '',
+    'Recorded groups to train on in place of sampling: .jsonl files, patterns or '
+    'workdirs, separated by commas; empty: none.',
   )
   depth: int = knob(
     0,

@@ -132,7 +132,10 @@ def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[
   with timer('load'), hosts.first_ahead():  # the first process generates data sets
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
-  identity = [digest(problems) for digest in digests for problems in material]
+  both = material.training, material.held_out
+  identity = [digest(problems) for digest in digests for problems in both]
+  if material.record:
+    identity.append(material.record.digest)
   if len(hosts.side()) > 1:  # each read its own copy of the files
     model = hf_directory.identity(r.config.model.path and r.model.directory)
     inputs = {'problems (fingerprints)': identity, 'model': model}
@@ -272,7 +275,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
     f'  tokenizer  {backend.name_or_path}, {len(backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
-    f'  training   {c.problems.source}, {len(material.problems.id_N)} problems\n'
+    f'  training   {c.rollout.records or c.problems.source}, '
+    f'{len(material.training.id_N)} problems\n'
     f'  held out   {c.problems.test_source}, {len(material.held_out.id_N)} problems\n'
     f'  verifier   {c.rewards.rule}{right}\n'
     f'{knob_lists.lines(r.user, c)}\n'

@@ -161,7 +161,7 @@ def same_problems(
   before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
   if before == identity[: len(before)]:  # older checkpoints lack those of prompts
     return True
-  names = 'training', 'held-out', 'training prompts', 'held-out prompts'
+  names = 'training', 'held-out', 'training prompts', 'held-out prompts', 'records'
   others = zip(names, before, identity, strict=False)
   message = '; '.join(f'{name}: {old} then, {new} now' for name, old, new in others)
   if changed == 'refuse':

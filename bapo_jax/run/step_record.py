@@ -4,8 +4,9 @@
    group, for every batch rule;
 2. `read` returns the recorded groups of a step, `newest` the last recorded step.
 
-docs/guide/running.md explains every field. Non-finite numbers are null, and so are the
-per-token fields of responses beyond the first MOST_TOKENS tokens of a file.
+docs/notes/files.md explains every field. Non-finite numbers are null, and so are the
+per-token fields of responses beyond the first MOST_TOKENS tokens of a file. Rewards and
+the sampler's log-probabilities are exact: a run may train on them again (data/records).
 """
 
 import json
@@ -138,7 +139,8 @@ def _responses(
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
     budget -= len(tokens_N)
     advantage = adv_N[0] if equal else adv_N.mean()
-    reward, advantage = _numbers([group.reward_PG[g], advantage])
+    (reward,) = _exact(group.reward_PG[g : g + 1])
+    (advantage,) = _numbers([advantage])
     response: dict[str, Any] = {
       'response': text,
       'correct': bool(group.correct_PG[g]) if decided_G[g] else None,
@@ -153,7 +155,7 @@ def _responses(
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
-      response['sampler_logp'] = _numbers(group.behavior_logp_PGT[g, mask_T])
+      response['sampler_logp'] = _exact(group.behavior_logp_PGT[g, mask_T])
       response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
@@ -167,6 +169,12 @@ def _numbers(values: Any):
   """Rounds numbers to four decimals for JSON; None if not finite."""
   floats = np.asarray(values, float).tolist()
   return [round(x, 4) if math.isfinite(x) else None for x in floats]
+
+
+def _exact(values: Any):
+  """Returns the shortest decimals of float32 numbers for JSON; None if not finite."""
+  floats = np.asarray(values, np.float32)
+  return [float(str(x)) if math.isfinite(x) else None for x in floats]
 
 
 def newest(

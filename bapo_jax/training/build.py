@@ -13,9 +13,10 @@ from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts
+from bapo_jax.data import prompts, records
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
+from bapo_jax.data.records import Record
 from bapo_jax.learner import learner, pictured, scoring
 from bapo_jax.learner import optimizer as optimizer_lib
 from bapo_jax.learner.objective import Objective
@@ -33,6 +34,7 @@ from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
 from bapo_jax.training import budget, policy
 from bapo_jax.training.config import Config
+from bapo_jax.training.recorded_sampler import RecordedSampler
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.resolve import Resolved, resolve
 from bapo_jax.training.sampler import LocalSampler, ThreadSampler
@@ -43,20 +45,37 @@ from bapo_jax.types import Batch, ReplayBuffer, Routes, Tree, empty_groups
 class Material(NamedTuple):
   """The problems of a run, tokenized."""
 
-  problems: Problems
+  problems: Problems  # of problems.source
   held_out: Problems
+  record: Record | None = None  # of rollout.records
+
+  @property
+  def training(self) -> Problems:
+    """The problems that the run trains on."""
+    return self.problems if self.record is None else self.record.problems
 
 
 def tabulate(r: Resolved) -> Material:
-  """Tokenizes the training and the held-out problems.
+  """Tokenizes the training and the held-out problems, and reads recorded rollouts.
 
   Raises ValueError if a prompt is too long, or too few problems are left.
   """
-  return Material(
-    *prompts.load(
-      r.tokenizer, r.config.prompts, r.config.problems, r.data, r.spec.vision
+  config = r.config
+  record = None
+  if config.rollout.records:
+    record = records.read(
+      config.rollout.records,
+      r.tokenizer,
+      count=config.prompts.count,
+      group_size=config.sampler.group_size,
+      length=config.row_length,
+      vocab=r.spec.vocab,
+      scored=recomputes(config),
     )
+  problems, held_out = prompts.load(
+    r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )
+  return Material(problems, held_out, record)
 
 
 def make_verifier(config: Config) -> Verifier:
@@ -160,7 +179,7 @@ def make_trainer(
   spec = r.spec
   mesh = r.mesh
   train_step = sharding.under(mesh, make_train_step(config, spec, r.schedule))
-  gallery, held_out = pictured.galleries(data.problems, data.held_out, spec)
+  gallery, held_out = pictured.galleries(data.training, data.held_out, spec)
   temperature = config.sampler.temperature
   rows = config.micro_batch_rows
   score, _ = _scorers(rows, spec, r.schedule, temperature)
@@ -171,7 +190,9 @@ def make_trainer(
     reference, _ = _scorers(rows, of_teacher, r.schedule, temperature)
   engine = make_engine(r, gallery)
   pictures = Embedder(gallery, spec, mesh, base, r.schedule) if gallery else None
-  if r.remote:
+  if data.record is not None:
+    sampler = _recorded_sampler(r, data.record, timer)
+  elif r.remote:
     sampler = RemoteSampler(links(r), mesh, timer)
   elif r.rollout_mesh is None:
     sampler = _local_sampler(r, data, verifier, timer, engine, pictures)
@@ -183,7 +204,7 @@ def make_trainer(
     schedule=r.schedule,
     mesh=mesh,
     tokenizer=r.tokenizer,
-    problems=data.problems,
+    problems=data.training,
     held_out=data.held_out,
     engine=engine,
     verifier=verifier,
@@ -296,7 +317,7 @@ def links(r: Resolved) -> Links:
 def recomputes(config: Config) -> bool:
   """Returns whether the learner recomputes the sampler's log-probabilities."""
   when = config.learner.recompute_logprobs
-  if when is not None:
+  if when is not None or config.rollout.records:
     return when == 'on'
   weighs = config.loss.weighs_sampler or config.mask.weighs_sampler
   narrow = config.model.compute != 'float32' and not weighs
@@ -348,6 +369,8 @@ def build(
   with timer('load'):
     teacher = teacher_of(r, params, base)
   t = make_trainer(r, data, verifier, timer, base, teacher)
+  if isinstance(t.sampler, RecordedSampler) and recomputes(t.config):
+    t = dataclasses.replace(t, sampler=_scored(t, t.sampler, t.weights(params)))
   tx = optimizer(t.config)
   layout = sharding.like(params, jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.spec)
@@ -359,6 +382,29 @@ def build(
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
   )
+
+
+def _recorded_sampler(
+  r: Resolved, record: Record, timer: PhaseTimer
+) -> RecordedSampler:
+  config = r.config
+  empty = functools.partial(
+    empty_groups,
+    group=config.sampler.group_size,
+    length=config.row_length,
+    routes=r.spec.routes,
+  )
+  count = config.prompts.count
+  return RecordedSampler(record, config.seed, count, empty, r.mesh, timer)
+
+
+def _scored(t: Trainer, sampler: RecordedSampler, weights: Tree) -> RecordedSampler:
+  """Returns a sampler of the record with the log-probabilities of these weights."""
+  temperature = t.config.sampler.temperature
+  score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
+  score = sharding.under(t.mesh, score)
+  with t.timer('score'):
+    return sampler.scored(lambda groups: score(weights, groups))
 
 
 def start(

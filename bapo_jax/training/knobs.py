@@ -35,7 +35,8 @@ class LearnerConfig(Section):
     None,
     "The learner's log-probabilities replace the sampler's; None: on if model.compute "
     'is tf32 or bfloat16, the actor is not quantised (sampler.actor_dtype) and the '
-    'loss rule does not weigh the difference itself.',
+    'loss rule does not weigh the difference itself. With rollout.records: on computes '
+    'all of them once, with the first weights; None: off.',
   )
 
 

@@ -59,6 +59,11 @@ FACTS = {
     'rewards.rule',
     'set rewards.rule or rollout.environment to path/to/file.py:function',
   ),
+  'sampled': Need(
+    lambda c: not c.rollout.records,
+    'rollout.records',
+    'remove it: the rewards are those of the record',
+  ),
   # 0 requires that all responses finish.
   'unfinished': Need(
     lambda c: (

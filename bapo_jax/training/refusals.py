@@ -139,6 +139,37 @@ def _teacher(config: Config) -> Iterator[str]:
     )
 
 
+def _records(config: Config) -> Iterator[str]:
+  """Yields a sentence for each knob of sampling that recorded rollouts do not have."""
+  records = config.rollout.records
+  if not records:
+    return
+  for name, off in OF_SAMPLING.items():
+    value = operator.attrgetter(name)(config)
+    if value != off:
+      yield (
+        f'{name}={value} is for sampling, which rollout.records={records} replaces; '
+        f'set {name}={off}'
+      )
+  if config.rewards.custom.steps:
+    yield (
+      f'rewards.rule={config.rewards.rule} rewards steps, which rollout.records='
+      f'{records} does not; give a rule that rewards whole responses'
+    )
+  if 'reevaluated' in config.sources:
+    yield (
+      f'batch.rule={config.batch.rule!r} samples hard problems again, and rollout.'
+      f'records={records} replaces sampling; set buffer.reevaluate=0'
+    )
+
+
+# Knobs of sampling in training alone -> the values with which they do nothing.
+OF_SAMPLING = {
+  'rollout.depth': 0,
+  'rollout.weight_sync_interval': 1,
+  'rollout.max_off_policy_steps': 0,
+  'mesh.rollout': 0,
+}
 # What judges the knobs, and the knobs that it is about.
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'mesh.rollout'),
@@ -146,6 +177,7 @@ JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _teacher: ('teacher.path', 'teacher.weight'),
+  _records: ('rollout.records',),
 }
 
 

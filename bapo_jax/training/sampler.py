@@ -2,9 +2,10 @@
 
 1. `LocalSampler` samples on the learner's devices, as soon as prompts are submitted;
 2. `ThreadSampler` runs a `LocalSampler` of other devices in a thread;
-3. `RemoteSampler` (remote_sampler.py) makes other processes run one.
+3. `RemoteSampler` (remote_sampler.py) makes other processes run one;
+4. `RecordedSampler` (recorded_sampler.py) returns recorded groups, and samples none.
 
-All three return the same groups for the same prompts, actor and step.
+The first three return the same groups for the same prompts, actor and step.
 """
 
 import dataclasses

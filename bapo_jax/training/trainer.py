@@ -53,8 +53,11 @@ def finished(t: Trainer, s: TrainState) -> bool:
 
 
 def sync_actor_if_due(t: Trainer, s: TrainState) -> TrainState:
-  """Copies the weights to the actor every `rollout.weight_sync_interval` steps."""
-  if s.step % t.config.rollout.weight_sync_interval:
+  """Copies the weights to the actor every `rollout.weight_sync_interval` steps.
+
+  Recorded rollouts need no actor.
+  """
+  if t.config.rollout.records or s.step % t.config.rollout.weight_sync_interval:
     return s
   s = free_actor(t, s)  # two actors at once would be the peak of a run's memory
   actor = t.sampler.place(t.actor(s.params))
