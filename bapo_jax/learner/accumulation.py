@@ -47,6 +47,8 @@ def summed(
     (value, float32 gradients, aux).
   """
 
+  # A loop with a dynamic end: a batch with few tokens to learn from runs few of them,
+  # and all batches share one program.
   def add(n, state):
     total, sums, aux = state
     (value, new), grads = jax.value_and_grad(value_of, has_aux=True)(params, n)
@@ -92,6 +94,7 @@ def forward_all(
     stored = [put(*pair, n, 0) for pair in pairs]
     return jax.tree.map(jnp.add, stats, new), stored
 
+  # Space for all micro-batches, of which only the used ones are written.
   shapes, residuals = jax.eval_shape(forward, jnp.int32(0))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   stored = [jnp.zeros((count, *x.shape), x.dtype) for x in residuals]

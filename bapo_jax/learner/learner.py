@@ -110,6 +110,7 @@ def advantages(
   """
   P, G, T = groups.tokens_PGT.shape
   reward_PGT, end_PGT = groups.step_reward_PGT, groups.step_end_PGT
+  # 1. One number per response, by the rule; or per token, if the rule reads groups.
   if advantage_rule is None:
     adv_PGT = jnp.zeros((P, G, T), jnp.float32)
   elif advantage_rule.reads == 'groups':
@@ -120,10 +121,12 @@ def advantages(
   else:
     adv_PG = compared(advantage_rule, groups.reward_PG, groups.decided_PG)
     adv_PGT = jnp.broadcast_to(adv_PG[..., None], (P, G, T))
+    # 2. Step rewards are credited to all tokens up to the end of their step.
     if reward_PGT is not None and end_PGT is not None:
       steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
       step_PGT = compared(advantage_rule, *steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
+  # 3. A teacher speaks to every sampled token, also where the rule gives 0.
   if reference_PGT is not None and teacher:
     adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
@@ -171,6 +174,7 @@ def flatten(
     reference_PGT, teacher: see `advantages`.
   """
   P, G, _ = groups.tokens_PGT.shape
+  # An empty seat of a fixed-size batch has rows like any other, without a loss.
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
@@ -232,10 +236,13 @@ def update(
   filled_P = exchange.whole(source_P) >= 0
   if not filled_P.any():
     return params, opt, []
+  # Before the first update, and once: all updates of the step share this policy.
   prox_PGT = None
   if rules.proximal is not None:
     prox_PGT = rules.proximal(params, groups, pictures)
   arrays = settled(groups), source_P, prox_PGT, pictures, reference_PGT
+  # Nothing in this loop waits for the device: metrics are fetched when all updates are
+  # dispatched, so the host prepares the next minibatch while the device computes.
   updates = []
   for order_P in exchange.whole(order_EP):
     for seats_P in _minibatches(order_P, filled_P, rules.minibatches):
@@ -355,5 +362,7 @@ def learn(
   # a `where` between old and new state costs as much memory traffic as the update.
   sound = batch.loss_mask_BT.any() & finite
   state = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
+  # Placed explicitly: a program that returns arrays elsewhere would compile again at
+  # the next update, and could not reuse the donated ones.
   params, opt = sharding.constrain_state(*state)
   return params, opt, metrics, sharding.constrain_rows(tokens)

@@ -145,6 +145,8 @@ class Objective:
     """
     rule = self.loss_rule
     gain_BT, bounds = loss.gain(rule, logp_BT, part, find)
+    # Penalties and bonus come after the search: a balancing clip rule weighs the policy
+    # gradient alone, so its bounds do not depend on their costs.
     if rule.kl:
       gain_BT -= rule.kl * loss.divergence(logp_BT, part, rule.kl_direction)
     if rule.reference and not rule.reference_in_reward:
@@ -232,12 +234,15 @@ def gradient(
     (loss, gradients, (statistics, bounds)); statistics are 0 for tokens not computed.
   """
   o = objective
+  # Before packing drops rows: rows that teach nothing still count in the average.
   scale_B = loss.row_scale(batch.loss_mask_BT, o.loss_rule.aggregate, o.length)
   scale_B *= filled_share(batch)
   trained, seen, of_params = pictured.variables(
     params, batch.pictures, o.spec, o.schedule
   )
   parts = micro_batches(batch, o, base, seen)
+  # The number of micro-batches is static, so a run that never needs several compiles
+  # neither the extra forward pass nor the stored residuals.
   stored = o.together and o.schedule.bounds_pass == 'stored'
   several = parts.packed.shape.micro_batches > 1
   run = _of_all if stored and several else _one_by_one
@@ -261,6 +266,8 @@ def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
     search = o.search(stats.logp_BT, batch, scale_B)
     return o.loss(stats.logp_BT, batch, scale_B, search, stats.entropy_BT)
 
+  # The loss needs only three numbers per token, so its own gradient is cheap; the
+  # backward passes of the model start from d_stats.
   (value, bounds), d_stats = jax.value_and_grad(value_of, has_aux=True)(stats)
   return value, backward(d_stats), (stats, bounds)
 
@@ -272,6 +279,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
 
   def value_of(trained, n):
     stats = parts.stats(trained, n)
+    # Masked, not sliced: all micro-batches then run one program on arrays [B, T].
     mask_BT = parts.batch.loss_mask_BT & parts.mine(n)
     part = parts.batch._replace(loss_mask_BT=mask_BT)
     search = o.search(stats.logp_BT, part, scale_B)
@@ -288,6 +296,8 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
     value, applied = o.loss(stats.logp_BT, part, scale_B, find, stats.entropy_BT)
     return value, (stats, applied)
 
+  # Statistics of micro-batches are disjoint, so they add up. Bounds of one search are
+  # equal in all of them; with a search each, the rows of the micro-batch take its own.
   def merge(n, so_far, new):
     of_rows = True if o.together else parts.mine(n)
     bounds = jax.tree.map(lambda a, b: jnp.where(of_rows, b, a), so_far[1], new[1])
@@ -295,6 +305,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
 
   nothing_BT = jnp.zeros(parts.batch.tokens_BT.shape, jnp.float32)
   if not o.together:
+    # One bound per row, since each micro-batch finds other ones.
     column = len(scale_B), 1
     bounds = jax.tree.map(lambda x: jnp.broadcast_to(x, x.shape or column), bounds)
   agree_BT = None if parts.batch.routes_BTX is None else nothing_BT
@@ -308,6 +319,7 @@ def _bounds_of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> B
   batch = parts.batch
   packed = parts.packed
 
+  # Only log-probabilities leave the loop, so this pass keeps no activations.
   def add(n, logp_BT):
     return logp_BT + parts.stats(trained, n).logp_BT
 

@@ -88,6 +88,7 @@ class Embedder:
     if self._tower is None:
       return self._pixels(whole_P)
     P = len(whole_P)
+    # Blocks of one size share one program, whatever the number of problems.
     padded_P = np.pad(whole_P, (0, -P % self._block), constant_values=-1)
     starts = range(self._block, len(padded_P), self._block)
     blocks = [

@@ -52,6 +52,7 @@ def packed_logprobs(
   )
   patch_XD = pictured.Variables(params).patches(seen)
 
+  # Computed like the forward pass of the gradient, so the first ratios of a step are 1.
   def add(n, logp_BT):
     stats = logprobs.packed_stats(
       params,
@@ -124,6 +125,7 @@ def recompute(
   Returns:
     (groups, difference between the log-probabilities of sampler and learner).
   """
+  # Tokens of other weights keep the sampler's numbers: their policy is gone.
   same_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   logp_PGT = score(params, groups, pictures)
   diff_PGT = jnp.where(same_PGT, jnp.abs(logp_PGT - groups.behavior_logp_PGT), 0)
