@@ -133,6 +133,8 @@ const ADVANTAGES = {
   leave_one_out: (rewards) => ADVANTAGES.group_centred(rewards).map(
     (x) => x * rewards.length / (rewards.length - 1)),
   group_centred: (rewards) => rewards.map((x) => x - mean(rewards)),
+  max_rl: (rewards) => ADVANTAGES.group_centred(rewards).map(
+    (x) => (mean(rewards) > 0 ? x / mean(rewards) : 0)),
 };
 
 // KL(Bernoulli(p) || Bernoulli(q)), with probabilities cut like masks.EDGE.
