@@ -138,8 +138,9 @@ def imitate(
     objective, trained, packed.used, None, lambda n, so_far, found: None
   )
   updates, opt = tx.update(of_params(grads), opt, params)
-  state = optax.apply_updates(params, updates), opt
-  return *sharding.constrain_state(*state), value
+  params = optax.apply_updates(params, updates)
+  params, opt = sharding.constrain_state(params, opt)
+  return params, opt, value
 
 
 def fit(

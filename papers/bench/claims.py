@@ -128,7 +128,7 @@ SHOWN = {
   'routes_first': Shown((), whole=True, further=routes.first_update),
   **{
     f'{stage}_{setting}': Shown(
-      (), whole=stage == 'own', further=functools.partial(further, setting=setting)
+      (), whole=True, further=functools.partial(further, setting=setting)
     )
     for stage, further in (('rates', own_rates.of_rates), ('own', own_rates.section))
     for setting in ('s1', 's2')
