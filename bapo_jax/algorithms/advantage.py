@@ -91,11 +91,13 @@ class MaxRl(AdvantageRule):
   def refuses(self, config) -> Iterator[str]:
     """Refuses rewards that are known to be other numbers than 0 and 1."""
     k = config.rewards
-    if k.weights or ',' in (k.rule or '') or not k.shaping.binary:
+    plain = k.shaping.binary and not k.custom.steps
+    if k.weights or ',' in (k.rule or '') or not plain:
       yield (
         'advantage.rule=max_rl divides by the mean of rewards of 0 and 1, but rewards.'
         f'weights={k.weights}, rewards.rule={k.rule} or rewards.shaping makes other '
-        "rewards; leave all three plain, or choose advantage.rule='group_relative'"
+        'rewards; give one rule without steps, weights, bonus and penalty, or choose '
+        "advantage.rule='group_relative'"
       )
 
 

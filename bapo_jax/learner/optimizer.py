@@ -52,7 +52,7 @@ class OptimizerRule(Part):
     'Last rate of a schedule, as a share of lr.',
     least=0,
     most=1,
-    needs='decays',
+    needs='scheduled',
   )
   max_norm: float = knob(
     1.0, 'Largest global gradient norm; inf: not clipped.', above=0, infinite=True
@@ -86,9 +86,10 @@ class OptimizerRule(Part):
       return 'changes the shapes of the gradients; return updates of the same shapes'
     if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(updates)):
       return 'returns updates that are not finite for gradients of ones'
-    if sum(x.sum() for x in jax.tree.leaves(updates)) >= 0:
+    # 0 is right for a warm-up from 0, or a transformation that sums gradients first.
+    if sum(x.sum() for x in jax.tree.leaves(updates)) > 0:
       return (
-        'does not move against the gradient; return updates that are added to the '
+        'moves along the gradient, not against it; return updates to be added to the '
         'parameters, as optax.scale_by_learning_rate makes them'
       )
     return ''

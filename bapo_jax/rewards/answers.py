@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 
 
 class Message(NamedTuple):
-  """What an environment answers to a turn."""
+  """Holds the answer of an environment to a turn."""
 
   text: str | None  # None: the response ends here
   failure: str = ''  # why there is no text that can be used; '': nothing failed

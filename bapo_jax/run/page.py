@@ -152,7 +152,7 @@ def _tiles(run: RunFiles):
     yield f'{run.facts["peak_rss_bytes"] / 2**30:.2f} GiB', 'memory at its peak'
   _, responses = series(run.rows, 'rollout/responses')
   if len(responses):
-    yield f'{responses[-1]:,.0f}', 'responses sampled for training'
+    yield f'{responses[-1]:,.0f}', 'training responses'
 
 
 def _curves(groups: Sequence[Group]) -> files.Object:

@@ -82,7 +82,7 @@ FACTS = {
     'clip.resolution',
     "set clip.resolution='step'",
   ),
-  'decays': Need(
+  'scheduled': Need(
     lambda c: c.optimizer.schedule != 'constant',
     'optimizer.schedule',
     "set optimizer.schedule='linear' or 'cosine'",

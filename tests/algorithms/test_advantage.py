@@ -77,6 +77,17 @@ def test_max_rl_refuses_other_rewards_than_0_and_1(knobs):
   assert 'advantage.rule=max_rl' in refusal(**knobs, **{'advantage.rule': 'max_rl'})
 
 
+def test_max_rl_refuses_step_rewards(tmp_path):
+  file = tmp_path / 'mine.py'
+  file.write_text(
+    'from bapo_jax import declare\n@declare(steps="tokens")\n'
+    'def steps(sample):\n  return 0.0\n'
+  )
+  rule = f'{file}:steps'
+  said = refusal(**{'advantage.rule': 'max_rl', 'rewards.rule': rule})
+  assert 'advantage.rule=max_rl' in said and 'without steps' in said
+
+
 @EVERY_RULE
 @pytest.mark.parametrize('G', [2, 3, 7, 8])
 def test_equal_rewards_get_exact_zeros(rule, G, variant):

@@ -105,7 +105,7 @@ def test_an_update_on_eight_devices_is_that_of_one(rule):
 
 WRONG = {
   'no_transformation': ('return 0.1', 'returns float; return an optax.GradientTransf'),
-  'uphill': ('return optax.scale(1.0)', 'does not move against the gradient'),
+  'uphill': ('return optax.scale(1.0)', 'moves along the gradient'),
   'nan': ('return optax.scale(float("nan"))', 'are not finite'),
   'raises': ('return optax.sgd(missing)', "raises NameError: name 'missing'"),
 }
@@ -118,6 +118,15 @@ def test_a_custom_optimiser_is_tried(tmp_path, name):
   file.write_text(f'import optax\ndef tx(learning_rate):\n  {body}\n')
   text = refusal(**{'optimizer.rule': f'{file}:tx'})
   assert said in text and text.startswith(f'optimizer.rule={file}:tx ')
+
+
+def test_a_custom_optimiser_may_not_move_at_first(tmp_path):
+  file = tmp_path / 'mine.py'
+  file.write_text(
+    'import optax\ndef tx(learning_rate):\n'
+    '  return optax.MultiSteps(optax.sgd(learning_rate), 2).gradient_transformation()\n'
+  )
+  assert parse({'optimizer': {'rule': f'{file}:tx'}}).optimizer.custom
 
 
 def test_a_custom_optimiser_has_knobs_and_the_rate_of_the_schedule(tmp_path):
