@@ -56,9 +56,9 @@ class EmbeddedPictures(NamedTuple):
 class Groups(NamedTuple):
   id_P: Int32[Array, ' P']                     # problem id; -1 marks an empty row
   tokens_PGT: Int32[Array, 'P G T']            # prompt, response, padding, from column 0
-  response_mask_PGT: Bool[Array, 'P G T']      # True where the policy sampled the token
+  response_mask_PGT: Bool[Array, 'P G T']      # True where the policy sampled the token, or the response is given
   behavior_logp_PGT: Float32[Array, 'P G T']   # log mu(token), nats, under the distribution sampled from; 0 elsewhere
-  policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token; -1 elsewhere
+  policy_version_PGT: Int32[Array, 'P G T']    # learner step of the weights that sampled each token, or GIVEN; -1 elsewhere
   correct_PG: Bool[Array, 'P G']               # the verifier's verdict; False where it has none
   decided_PG: Mask                             # bool, False where the verifier has no verdict: the response is in no mean of its group, nor in the loss; None: see learner.settled
   reward_PG: Float32[Array, 'P G']             # the reward that the learner sees (the verdict, shaped or not)
@@ -96,6 +96,17 @@ class Batch(NamedTuple):
   reference_BT: Float32[Array, 'B T'] | None = None  # log-probability under the teacher, or the first weights, nats; None: not computed
   pictures: EmbeddedPictures | Pictures | None = None  # of the P prompts, each with B / P consecutive responses; None: a text model
   routes_BTX: UInt[Array, 'B T X'] | None = None  # as in Groups
+  given_BT: Mask = None  # bool, True where the token is trained on and no policy sampled it, see `loss.from_given`; None: nowhere
+
+  @property
+  def trained_BT(self) -> Array:
+    """The mask of all tokens that are trained on, sampled or not."""
+    return self.loss_mask_BT if self.given_BT is None else self.loss_mask_BT | self.given_BT
+
+  def only(self, keep_BT: Array) -> 'Batch':
+    """Returns the batch in which no other token is trained on."""
+    given_BT = None if self.given_BT is None else self.given_BT & keep_BT
+    return self._replace(loss_mask_BT=self.loss_mask_BT & keep_BT, given_BT=given_BT)
 
 
 class TokenStats(NamedTuple):
@@ -133,6 +144,8 @@ class LogpDiff(NamedTuple):
 
 Source = Literal['fresh', 'reevaluated', 'reused']  # of the groups in a batch
 SOURCES: tuple[Source, ...] = typing.get_args(Source)
+GIVEN = int(np.iinfo(np.int32).max)  # version of the tokens of a given response, which no policy sampled
+Unsampled = Literal['', 'given', 'messages']  # tokens that no policy sampled and that are trained on
 # Of a token: not cut; no gradient by bounds or loss rule; left out by Bounds.keep_BT.
 CUTS = ('', 'clipped', 'masked')
 

@@ -8,7 +8,8 @@ the policy that sampled the token, A the advantage, and sg stops the gradient.
 
 1. `ratio` compares the policy with the policy that sampled the tokens;
 2. the rules: `Clipped` (PPO, GRPO, DAPO) and published alternatives;
-3. `divergence` and `from_reference` are the optional penalties;
+3. `divergence` and `from_reference` are the optional penalties; `from_given` is the
+   objective of tokens that no policy sampled;
 4. `row_scale` defines how rows are averaged; `weights` and `weigher` return the weight
    of each token in the gradient; `finder` puts the loss, clip and mask rule together.
 """
@@ -110,10 +111,34 @@ class LossRule(Part):
     needs='loss.reference',
   )
 
+  given: float = knob(
+    1.0,
+    'Factor on the objective of given responses, a mean over their tokens alone; their '
+    'share of the tokens weighs them like sampled ones (LUFFY).',
+    least=0,
+    most=1000,
+    needs='rollout.given',
+  )
+  given_gamma: float = knob(
+    0.1,
+    'gamma of A pi / (pi + gamma), the objective of a given token; LUFFY has 0.1.',
+    above=0,
+    most=1000,
+    needs=('rollout.given', 'loss.given'),
+  )
+  imitation: float = knob(
+    0.0,
+    'Cost per nat of cross-entropy on given responses, or on messages of the '
+    'environment, a mean over these tokens alone.',
+    least=0,
+    most=1000,
+    needs='unsampled',
+  )
+
   @property
   def reads_all(self) -> bool:
     """Whether tokens without an advantage have a gradient too."""
-    return bool(self.kl or self.entropy or self.reference)
+    return bool(self.kl or self.entropy or self.reference or self.imitation)
 
   @property
   def reference_in_reward(self) -> float:
@@ -576,6 +601,24 @@ def from_reference(
   # underflows: r is 0 there, and q infinite.
   far_BT = log_r(batch.reference_BT, batch)
   return jnp.exp(far_BT) - ratio(logp_BT, batch) * (1 + log_q_BT)
+
+
+def from_given(rule: LossRule, logp_BT: Array, batch: Batch) -> Array:
+  """Returns the objective of tokens that no policy sampled; 0 elsewhere.
+
+  It is `given` A pi / (pi + `given_gamma`) + `imitation` log pi. The first term is the
+  shaped objective of mixed-policy GRPO (LUFFY, arXiv:2504.14945, Eq. 8), which has no
+  clip: mu is unknown, so the paper takes 1, and the weight of a token is A gamma pi /
+  (pi + gamma)^2, most where pi = gamma. Messages have A = 0, so the second term alone
+  trains on them.
+
+  Args:
+    logp_BT: log pi of each token, nats.
+  """
+  # pi / (pi + gamma), which does not divide 0 by 0 where pi underflows.
+  shaped_BT = jax.nn.sigmoid(logp_BT - math.log(rule.given_gamma))
+  gain_BT = rule.given * shaped_BT * batch.adv_BT + rule.imitation * logp_BT
+  return jnp.where(batch.given_BT, gain_BT, 0)
 
 
 def _cut_off(log_r_BT: Array, batch: Batch, bounds: Bounds) -> Array:

@@ -17,7 +17,7 @@ from bapo_jax.data import dedup, pictures, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
 from bapo_jax.data.pictures import Grid
-from bapo_jax.data.row import Row
+from bapo_jax.data.row import Row, Solution, Solver
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision.spec import VisionSpec
@@ -39,6 +39,7 @@ class Problems(NamedTuple):
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
   history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
+  solutions: Sequence[tuple[Solution, ...] | Solver] = ()  # see `Row`
 
 
 class EncodedPrompt(NamedTuple):
@@ -147,6 +148,7 @@ def tabulate(
     fields=[row.fields for row in rows],
     pictures=[row.pictures for row in rows],
     history=[row.history for row in rows],
+    solutions=[row.solutions for row in rows],
   )
 
 

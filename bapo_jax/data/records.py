@@ -165,7 +165,7 @@ def _lines(records: str, digest: Any) -> Iterator[tuple[str, Object]]:
   if omitted:
     log(
       f'rollout.records={records}: {omitted} groups are left out, because they were '
-      'replayed or have no tokens (a file has those of 2^15)'
+      'replayed, have given responses or no tokens (a file has those of 2^15)'
     )
 
 
@@ -176,7 +176,8 @@ def _unfolded(row: Object, where: str) -> list[Object]:
   if row.get('pictures'):
     raise ValueError('its problem has pictures; records must be text')
   responses = row['responses']
-  if row['source'] == 'reused' or any(r['ids'] is None for r in responses):
+  lacks = any(r['ids'] is None or r.get('given') for r in responses)
+  if row['source'] == 'reused' or lacks:
     return []
   shared = {'prompt': row['prompt_ids'], 'group': where}
   shared |= {'step': row['step'], 'answer': row['answer']}

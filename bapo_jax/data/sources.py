@@ -120,16 +120,21 @@ def imitated(problems: ProblemsConfig, data: Data) -> list[Row]:
   Raises:
     ValueError: solutions are no texts.
   """
+  check_solutions(problems, data)
   rows = [row for row in data.training if row.solutions]
-  for row in rows:
+  rows = rows or read(ProblemsConfig()).training
+  return sorted(rows, key=lambda row: row.rank)
+
+
+def check_solutions(problems: ProblemsConfig, data: Data) -> None:
+  """Raises a ValueError for solutions of training problems that are no texts."""
+  for row in data.training:
     if not callable(row.solutions) and not _are_solutions(row.solutions):
       raise ValueError(
         f'problems.source={problems.source}: {row.problem[:60]!r} has the solutions '
         f'{shown(row.solutions)}; give a list of texts, or of lists of texts: turns '
         'and messages in turn'
       )
-  rows = rows or read(ProblemsConfig()).training
-  return sorted(rows, key=lambda row: row.rank)
 
 
 def file_digests(problems: ProblemsConfig) -> list[str]:

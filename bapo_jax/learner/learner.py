@@ -26,10 +26,12 @@ from bapo_jax.learner.objective import Objective
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.runtime import exchange
 from bapo_jax.types import (
+  GIVEN,
   AdvantageFunction,
   Batch,
   Groups,
   Tree,
+  Unsampled,
   UpdatedTokens,
   take,
   trained_on,
@@ -49,7 +51,7 @@ class Rules(NamedTuple):
   """Holds the parts of an update that are the same in all steps of a run.
 
   Fields:
-    advantage_rule, weights, teacher: see `flatten`.
+    advantage_rule, weights, teacher, unsampled: see `flatten`.
     minibatches: updates per epoch of a full batch.
     proximal: (params, groups, pictures) -> log-probabilities [P, G, T] of the weights
       before the first update, for loss rules that need them; else None.
@@ -62,6 +64,7 @@ class Rules(NamedTuple):
   minibatches: int
   weights: tuple[float, ...] = (1.0, 1.0, 1.0)
   teacher: float = 0.0
+  unsampled: Unsampled = ''
   proximal: Callable[[Tree, Groups, Seen], Array] | None = None
   place: Callable[[Batch], Batch] = lambda batch: batch
 
@@ -128,7 +131,10 @@ def advantages(
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
   # 3. A teacher speaks to every sampled token, also where the rule gives 0.
   if reference_PGT is not None and teacher:
-    adv_PGT += teacher * (reference_PGT - groups.behavior_logp_PGT)
+    # A given token has no mu to compare the teacher with.
+    closer_PGT = reference_PGT - groups.behavior_logp_PGT
+    sampled_PGT = groups.policy_version_PGT != GIVEN
+    adv_PGT += teacher * jnp.where(sampled_PGT, closer_PGT, 0)
   weight_P = jnp.asarray(weights, jnp.float32)[source_P]
   # A user's rule may return anything, such as nan, outside responses.
   return jnp.where(groups.response_mask_PGT, adv_PGT * weight_P[:, None, None], 0)
@@ -160,6 +166,7 @@ def flatten(
   number: int | Array = 0,
   reference_PGT: Array | None = None,
   teacher: float = 0.0,
+  unsampled: Unsampled = '',
 ) -> Batch:
   """Returns the flat batch [P*G, T]; empty seats and masked responses have no loss.
 
@@ -172,11 +179,19 @@ def flatten(
       sampled none of the tokens.
     number: see Batch.update_B.
     reference_PGT, teacher: see `advantages`.
+    unsampled: 'given' trains on given responses by `loss.from_given`, 'messages' on
+      what an environment wrote between two turns; '' if groups have neither.
   """
   P, G, _ = groups.tokens_PGT.shape
   # An empty seat of a fixed-size batch has rows like any other, without a loss.
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  given_PGT = None
+  if unsampled == 'given':
+    given_PGT = loss_mask_PGT & (groups.policy_version_PGT == GIVEN)
+    loss_mask_PGT &= ~given_PGT
+  elif unsampled == 'messages':
+    given_PGT = messages(loss_mask_PGT)
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   adv_PGT = advantages(
@@ -203,7 +218,14 @@ def flatten(
     update_B=jnp.full(P * G, number, jnp.int32),
     pictures=pictures,
     routes_BTX=rows(groups.routes_PGTX),
+    given_BT=rows(given_PGT),
   )
+
+
+def messages(mask_PGT: Array) -> Array:
+  """Marks the tokens between sampled ones: the messages of an environment."""
+  so_far_PGT = mask_PGT.cumsum(-1)
+  return ~mask_PGT & (so_far_PGT > 0) & (so_far_PGT < so_far_PGT[..., -1:])
 
 
 def update(
@@ -254,6 +276,7 @@ def update(
         advantage_rule=rules.advantage_rule,
         weights=rules.weights,
         teacher=rules.teacher,
+        unsampled=rules.unsampled,
       )
       params, opt, metrics, tokens = rules.train_step(params, opt, rules.place(batch))
       updates.append(Updated(seats_P, metrics, tokens, number + len(updates)))
@@ -292,7 +315,9 @@ def _minibatches(
   return parts
 
 
-@functools.partial(jax.jit, static_argnames=('advantage_rule', 'weights', 'teacher'))
+@functools.partial(
+  jax.jit, static_argnames=('advantage_rule', 'weights', 'teacher', 'unsampled')
+)
 def _part(arrays, seats_P, version, number, **credit) -> Batch:
   groups, source_P, prox_PGT, pictures, reference_PGT = take(arrays, seats_P)
   return flatten(
@@ -342,11 +367,13 @@ def learn(
     'loss/value': value,
     'learner/grad_norm': norm,
     'learner/skipped': ~finite,
-    'learner/tokens': batch.loss_mask_BT.sum(),
-    'learner/tokens_computed': computed.loss_mask_BT.sum(),
+    'learner/tokens': batch.trained_BT.sum(),
+    'learner/tokens_computed': computed.trained_BT.sum(),
     'rollout/logp_diff': diff_BT.sum() / same_BT.sum(),
     'rollout/logp_diff_max': jnp.where(same_BT.any(), diff_BT.max(), jnp.nan),
   }
+  if computed.given_BT is not None:
+    metrics['given/logp'] = diagnostics.mean_or_nan(stats.logp_BT, computed.given_BT)
   if stats.agree_BT is not None:
     mask_BT = computed.loss_mask_BT
     metrics['moe/agree'] = (stats.agree_BT * mask_BT).sum() / mask_BT.sum()
@@ -360,7 +387,7 @@ def learn(
   # An update without a token is skipped: the moments alone would move the weights. So
   # is a non-finite update: it would ruin moments and weights for good. `cond`, because
   # a `where` between old and new state costs as much memory traffic as the update.
-  sound = batch.loss_mask_BT.any() & finite
+  sound = batch.trained_BT.any() & finite
   state = jax.lax.cond(sound, apply, lambda state: state, (params, opt))
   # Placed explicitly: a program that returns arrays elsewhere would compile again at
   # the next update, and could not reuse the donated ones.

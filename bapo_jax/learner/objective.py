@@ -106,9 +106,23 @@ class Objective:
     """
     if self.loss_rule.reads_all or not self.pack:
       return batch
-    mask_BT = batch.loss_mask_BT
-    teaches_B1 = (mask_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
-    return batch._replace(loss_mask_BT=mask_BT & teaches_B1)
+    teaches_B1 = (batch.trained_BT & (batch.adv_BT != 0)).any(1, keepdims=True)
+    return batch.only(teaches_B1)
+
+  def scales(self, batch: Batch) -> 'Scales':
+    """Returns the factors of each row's sum over sampled, and over given tokens.
+
+    Each of the two objectives has its own denominator. The second is None if the batch
+    has no given tokens.
+    """
+    share = filled_share(batch)
+
+    # Before packing drops rows: rows that teach nothing still count in the average.
+    def scale(mask_BT: Array) -> Array:
+      return loss.row_scale(mask_BT, self.loss_rule.aggregate, self.length) * share
+
+    given_B = None if batch.given_BT is None else scale(batch.given_BT)
+    return scale(batch.loss_mask_BT), given_B
 
   def token_stats(
     self, params: Tree, cells: Cells, patch_XD: Array | None = None
@@ -135,15 +149,17 @@ class Objective:
     self,
     logp_BT: Array,
     part: Batch,
-    scale_B: Array,
+    scales: 'Scales',
     find: FindBounds,
     entropy_BT: Array | None = None,
   ) -> tuple[Array, Bounds]:
     """Returns (loss of a part of the batch, clip bounds used in it).
 
-    Only a bonus reads entropy_BT, the entropy of the policy at each token, nats.
+    `scales` are those of the whole batch. Only a bonus reads entropy_BT, the entropy of
+    the policy at each token, nats.
     """
     rule = self.loss_rule
+    scale_B, given_B = scales
     gain_BT, bounds = loss.gain(rule, logp_BT, part, find)
     # Penalties and bonus come after the search: a balancing clip rule weighs the policy
     # gradient alone, so its bounds do not depend on their costs.
@@ -155,7 +171,10 @@ class Objective:
     if rule.entropy:
       assert entropy_BT is not None
       gain_BT += rule.entropy * jnp.where(part.loss_mask_BT, entropy_BT, 0)
-    return -(gain_BT.sum(1) * scale_B).sum(), bounds
+    value = -(gain_BT.sum(1) * scale_B).sum()
+    if given_B is not None:
+      value -= (loss.from_given(rule, logp_BT, part).sum(1) * given_B).sum()
+    return value, bounds
 
 
 def filled_share(batch: Batch) -> Array:
@@ -199,7 +218,7 @@ def micro_batches(
   batch = objective.computed(batch)
   packed = pictured.pack(
     batch.tokens_BT,
-    batch.loss_mask_BT,
+    batch.trained_BT,
     objective.grad_accum_steps,
     objective.spec,
     pictures,
@@ -210,6 +229,7 @@ def micro_batches(
 
 
 Result = tuple[Array, Variables, tuple[TokenStats, Bounds]]
+Scales = tuple[Array, Array | None]  # see `Objective.scales`
 
 
 def gradient(
@@ -234,9 +254,7 @@ def gradient(
     (loss, gradients, (statistics, bounds)); statistics are 0 for tokens not computed.
   """
   o = objective
-  # Before packing drops rows: rows that teach nothing still count in the average.
-  scale_B = loss.row_scale(batch.loss_mask_BT, o.loss_rule.aggregate, o.length)
-  scale_B *= filled_share(batch)
+  scales = o.scales(batch)
   trained, seen, of_params = pictured.variables(
     params, batch.pictures, o.spec, o.schedule
   )
@@ -246,11 +264,11 @@ def gradient(
   stored = o.together and o.schedule.bounds_pass == 'stored'
   several = parts.packed.shape.micro_batches > 1
   run = _of_all if stored and several else _one_by_one
-  value, grads, aux = run(trained, parts, scale_B)
+  value, grads, aux = run(trained, parts, scales)
   return value, of_params(grads), aux
 
 
-def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
+def _of_all(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
   """Runs all forward passes, then the bound search, then all backward passes."""
   o = parts.objective
   batch = parts.batch
@@ -263,8 +281,8 @@ def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
   )
 
   def value_of(stats):
-    search = o.search(stats.logp_BT, batch, scale_B)
-    return o.loss(stats.logp_BT, batch, scale_B, search, stats.entropy_BT)
+    search = o.search(stats.logp_BT, batch, scales[0])
+    return o.loss(stats.logp_BT, batch, scales, search, stats.entropy_BT)
 
   # The loss needs only three numbers per token, so its own gradient is cheap; the
   # backward passes of the model start from d_stats.
@@ -272,17 +290,16 @@ def _of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
   return value, backward(d_stats), (stats, bounds)
 
 
-def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Result:
+def _one_by_one(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
   """Runs the backward pass of each micro-batch right after its forward pass."""
   o = parts.objective
-  bounds = _bounds_of_all(trained, parts, scale_B)
+  bounds = _bounds_of_all(trained, parts, scales[0])
 
   def value_of(trained, n):
     stats = parts.stats(trained, n)
     # Masked, not sliced: all micro-batches then run one program on arrays [B, T].
-    mask_BT = parts.batch.loss_mask_BT & parts.mine(n)
-    part = parts.batch._replace(loss_mask_BT=mask_BT)
-    search = o.search(stats.logp_BT, part, scale_B)
+    part = parts.batch.only(parts.mine(n))
+    search = o.search(stats.logp_BT, part, scales[0])
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
     # several, the bounds of the extra forward pass apply.
@@ -293,7 +310,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
       several = parts.packed.used > 1
       return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, of_part)
 
-    value, applied = o.loss(stats.logp_BT, part, scale_B, find, stats.entropy_BT)
+    value, applied = o.loss(stats.logp_BT, part, scales, find, stats.entropy_BT)
     return value, (stats, applied)
 
   # Statistics of micro-batches are disjoint, so they add up. Bounds of one search are
@@ -306,7 +323,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scale_B: Array) -> Resu
   nothing_BT = jnp.zeros(parts.batch.tokens_BT.shape, jnp.float32)
   if not o.together:
     # One bound per row, since each micro-batch finds other ones.
-    column = len(scale_B), 1
+    column = len(nothing_BT), 1
     bounds = jax.tree.map(lambda x: jnp.broadcast_to(x, x.shape or column), bounds)
   agree_BT = None if parts.batch.routes_BTX is None else nothing_BT
   nothing = TokenStats(nothing_BT, nothing_BT, nothing_BT, agree_BT), bounds

@@ -33,7 +33,7 @@ from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import shapes
 from bapo_jax.rollout.sampling import SOFTMAX, SamplingParams, draw
 from bapo_jax.runtime.ahead import Call
-from bapo_jax.types import Pictures, Tree
+from bapo_jax.types import GIVEN, Pictures, Tree
 
 DONE_CHECK_INTERVAL = 8  # tokens between two checks for a busy slot
 
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
   tokens_BT: Int32[Array, 'B T']  # prompt, response, zeros
   logp_BT: Float32[Array, 'B T']  # log mu(token), nats; 0 outside the response
-  policy_version_BT: Int32[Array, 'B T']  # step of the sampling weights; -1 elsewhere
+  policy_version_BT: Int32[Array, 'B T']  # step of the weights, or GIVEN; -1 elsewhere
   routes_BTX: UInt[Array, 'B T X'] | None = None  # see types.Groups
 
   @property
@@ -505,6 +505,31 @@ def harvest(slots: Slots, rows: Rows, end_S: Array | None = None) -> tuple[Slots
   )
   slots = slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S))
   return _constrain(slots), sharding.constrain_rows(rows)
+
+
+@jax.jit
+def give(rows: Rows, row_N: Array, tokens_NT: Array, sampled_NT: Array) -> Rows:
+  """Writes given responses into output rows; rows past the last are dropped.
+
+  Args:
+    tokens_NT: prompt, response, zeros.
+    sampled_NT: True where a policy would have sampled the token, False in prompts and
+      in messages.
+  """
+
+  def put(x_BT: Array, value: Array | int) -> Array:
+    return x_BT.at[row_N].set(value, mode='drop')
+
+  routes_BTX = rows.routes_BTX
+  if routes_BTX is not None:
+    routes_BTX = put(routes_BTX, jnp.iinfo(routes_BTX.dtype).max)
+  given = Rows(
+    put(rows.tokens_BT, tokens_NT),
+    put(rows.logp_BT, 0),
+    put(rows.policy_version_BT, jnp.where(sampled_NT, GIVEN, -1)),
+    routes_BTX,
+  )
+  return sharding.constrain_rows(given)
 
 
 @functools.partial(jax.jit, static_argnames='group')

@@ -257,8 +257,20 @@ class RolloutEngine:
     ends = (end_S,) if self.stop else ()
     return Call(None, decode.harvest, slots, rows, *ends)
 
+  def give(
+    self, rows: Rows, to_N: np.ndarray, tokens_NT: np.ndarray, sampled_NT: np.ndarray
+  ) -> Call:
+    """Writes given responses into output rows, by `decode.give`."""
+    return Call(self.mesh, decode.give, rows, to_N, tokens_NT, sampled_NT)
+
   def programs(
-    self, params: Tree, *, places: int, refreshed: bool = True, resumed: bool = False
+    self,
+    params: Tree,
+    *,
+    places: int,
+    refreshed: bool = True,
+    resumed: bool = False,
+    given: int = 0,
   ) -> Iterator[Call]:
     """Yields the program of every shape that can occur, for `ahead.compile_all`.
 
@@ -267,6 +279,7 @@ class RolloutEngine:
       places: the maximum number of groups in progress, as in PartialRollouts.
       refreshed: whether to include the program of `refresh`, for partial rollouts.
       resumed: whether to include the program of `resume`, for an environment.
+      given: number of given responses per submission.
     """
     made = self.empty(places * self.group_size)
     yield made
@@ -292,6 +305,10 @@ class RolloutEngine:
     if self.stop:
       yield self.recent(slots, no_end)
     yield self.harvest(slots, rows, no_end)
+    if given:
+      to_N = np.zeros(given, np.int32)
+      tokens_NT = np.zeros((given, self.length), np.int32)
+      yield self.give(rows, to_N, tokens_NT, tokens_NT > 0)
 
 
 @functools.cache

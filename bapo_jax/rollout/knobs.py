@@ -87,6 +87,13 @@ class RolloutConfig(CustomSection):
     most=1024,
     needs='rollout.environment',
   )
+  given: int = knob(
+    0,
+    "Seats of each group that take `solutions` of the problem's row, if these have at "
+    'most sampler.max_new_tokens, in place of sampled responses: mixed-policy GRPO.',
+    least=0,
+    most=4095,
+  )
   records: LocalPath = knob(
     '',
     'Recorded groups to train on in place of sampling: .jsonl files, patterns or '

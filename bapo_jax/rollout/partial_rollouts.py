@@ -27,6 +27,7 @@ from bapo_jax import sharding
 from bapo_jax.rollout import decode, shapes
 from bapo_jax.rollout.decode import Entering, Rows, Slots
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.given import Given
 from bapo_jax.rollout.turns import Environment, Queue, Read, Turn, longest, stopped
 from bapo_jax.runtime import exchange, hosts
 from bapo_jax.types import Prompts, Tree
@@ -86,6 +87,7 @@ class PartialRollouts:
     uid_B: np.ndarray,
     step: int = 0,
     limit_B: np.ndarray | None = None,
+    given: Sequence[Given | None] = (),
   ) -> None:
     """Queues G responses to each prompt, but none to a prompt of length 0.
 
@@ -94,6 +96,8 @@ class PartialRollouts:
       step: learner step of the submission.
       limit_B: maximum number of tokens of each response, clipped to 1..max_new_tokens;
         None: max_new_tokens.
+      given: responses for the last seats of each prompt, equally many per prompt; None:
+        the policy samples there too.
 
     Raises:
       ValueError: there are more prompts than free places.
@@ -115,7 +119,31 @@ class PartialRollouts:
     wanted = row_PG[np.asarray(prompts.length_P) > 0].ravel()
     self.done_B[wanted] = False
     self.turns_B[wanted] = 0
+    if given:
+      seats = len(given) // len(place_P)
+      self._give(row_PG[:, G - seats :].ravel(), given)
+      wanted = wanted[~self.done_B[wanted]]
     self.queue.waiting.extend(wanted.tolist())
+
+  def _give(self, rows: np.ndarray, given: Sequence[Given | None]) -> None:
+    """Writes given responses into rows, which have ended then."""
+    to_N = np.full(len(rows), len(self.done_B), np.int32)  # past the last: dropped
+    tokens_NT = np.zeros((len(rows), self.engine.length), np.int32)
+    sampled_NT = np.zeros(tokens_NT.shape, bool)
+    for n, (row, response) in enumerate(zip(rows.tolist(), given, strict=True)):
+      if response is None:
+        continue
+      place = row // self.engine.group_size
+      begin = self.length_W[place]
+      end = begin + len(response.tokens)
+      tokens_NT[n, :begin] = self.prompt_WT[place, :begin]
+      tokens_NT[n, begin:end] = response.tokens
+      sampled_NT[n, begin:end] = response.sampled
+      to_N[n] = row
+      self.end_B[row] = end
+      self.turns_B[row] = response.turns
+      self.done_B[row] = True
+    self.rows = self.engine.give(self.rows, to_N, tokens_NT, sampled_NT)()
 
   @property
   def unfinished(self) -> int:

@@ -32,6 +32,7 @@ from bapo_jax.rewards.rewards import PendingVerdicts, Verifier
 from bapo_jax.rewards.score import Sample
 from bapo_jax.rollout.decode import Rows
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.given import Given
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import OnFinished, PartialRollouts
 from bapo_jax.rollout.turns import Turn
@@ -138,6 +139,7 @@ def rollout(
   policy_version: int,
   first_uid: int = 0,
   k: RolloutConfig = RolloutConfig(),
+  given: Sequence[Given | None] = (),
 ) -> Rollout:
   """Samples G responses to each of P prompts, and returns up to P verified groups.
 
@@ -158,6 +160,7 @@ def rollout(
       unfinished responses is recomputed first, so that the log-probabilities of new
       tokens are those of the new weights; with 'keep' unfinished responses continue on
       the keys and values that older weights computed.
+    given: see `PartialRollouts.submit`.
 
   Returns:
     P groups; the last groups are empty if fewer than P have finished.
@@ -169,7 +172,7 @@ def rollout(
     if k.cache == 'refresh' or rollouts.cache_lost:
       rollouts.refresh(params)
     uid_B = first_uid + np.arange(P * rollouts.engine.group_size)
-    rollouts.submit(prompts, uid_B.astype(np.uint32), step)
+    rollouts.submit(prompts, uid_B.astype(np.uint32), step, given=given)
     pending = PendingVerifications(verification, rollouts)
     environment = verification.verifier.environment
     conversations = Conversations(verification) if environment else None

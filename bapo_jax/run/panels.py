@@ -31,7 +31,7 @@ KL = 'KL from behaviour to current policy'
 LARGEST = 'Largest ratio of a token'
 ROUTES = 'Agreement of the routers'
 EXPERTS = 'Tokens of the busiest expert'
-# The last five need mesh.rollout, an environment, a teacher, or experts.
+# The last six need mesh.rollout, an environment, a teacher, given responses, or experts.
 PANELS = (
   Panel('Reward', 'mean reward', REWARDS, compared=2),
   Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),
@@ -50,6 +50,7 @@ PANELS = (
   Panel('Time without work', 'share of the step', IDLE, compared=2, optional=True),
   Panel('Turns of a response', 'turns', {'rollout/turns': ''}, optional=True),
   Panel('KL to the teacher or first policy', 'nats per token', FAR, optional=True),
+  Panel('Given tokens', 'log-probability, nats', {'given/logp': ''}, optional=True),
   Panel(ROUTES, 'share of layers and tokens', {'moe/agree': ''}, optional=True),
   Panel(EXPERTS, 'times the mean', {'moe/load': ''}, optional=True),
 )

@@ -23,7 +23,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.learner.learner import Updated, advantages, settled
 from bapo_jax.runtime import exchange, files, hosts
 from bapo_jax.training.state import StepRecord, Trainer
-from bapo_jax.types import SOURCES, Groups, ended, take
+from bapo_jax.types import GIVEN, SOURCES, Groups, ended, take
 
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
@@ -129,6 +129,7 @@ def _responses(
     mask_T = np.array(mask_GT[g])
     tokens_N = tokens_GT[g, mask_T]
     version_N = group.policy_version_PGT[g, mask_T]
+    given = version_N[0] == GIVEN
     adv_N = adv_GT[g, mask_T]
     equal = (adv_N == adv_N[0]).all()
     sampled = {}
@@ -151,6 +152,8 @@ def _responses(
       'truncated': not ended_G[g],
       'version': [int(v) for v in (version_N.min(), version_N.max())],
     }
+    if given:
+      response |= {'given': True, 'version': [-1, -1]}
     response |= dict.fromkeys(OF_TOKENS)
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()

@@ -179,6 +179,11 @@ OF_UPDATES = {
     mean,
     optional=True,
   ),
+  'given/logp': Metric(
+    'Mean log-probability of the computed tokens that no policy sampled: given responses, or messages of the environment, nats per token; nan without any.',
+    nanmean,
+    optional=True,
+  ),
   'moe/agree': Metric(
     'Share of the layers and computed tokens whose router would use the experts that the sampler used, in any order, in [0, 1]; a token without a recorded route does not agree; mean over the updates. These metrics exist with experts and model.replay_routes other than off only.',
     nanmean,
@@ -239,6 +244,7 @@ OF_STEPS = {
   'buffer/graduated': 'Hard problems that left the replay buffer because their reevaluated responses are now all right.',
   'buffer/progressed': 'Hard problems that left the replay buffer because their fresh responses are right often enough.',
   'buffer/evicted': 'Hard problems that left the full replay buffer: the first to enter (buffer.hard_order=fifo), or those tried least recently (least_recent).',
+  'given/filled': 'Share of the seats for given responses (rollout.given) that have one, in [0, 1]; the policy samples in the others.',
   'teacher/kl': 'k1 estimate of KL(mu, p), mean of log mu - log p over the tokens trained on, nats per token; p as in loss/reference.',
   'moe/load': 'Tokens of the busiest expert over those of the mean expert, mean over the layers, >= 1, of the prompt and one response of each fresh group.',
   'moe/missing': 'Share of the tokens trained on without a recorded route, in [0, 1]; the live router chooses their experts.',

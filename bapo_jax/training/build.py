@@ -142,7 +142,13 @@ def abstract_batch(
     groups = empty_groups(P, G, config.row_length, False, routes)
     scored = config.teacher.path or config.loss.reference
     reference_PGT = groups.behavior_logp_PGT if scored else None
-    return learner.flatten(groups, groups.id_P, None, reference_PGT=reference_PGT)
+    return learner.flatten(
+      groups,
+      groups.id_P,
+      None,
+      reference_PGT=reference_PGT,
+      unsampled=config.unsampled,
+    )
 
   return sharding.abstract_rows(empty, mesh)._replace(pictures=pictures)
 

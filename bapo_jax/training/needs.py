@@ -64,6 +64,11 @@ FACTS = {
     'rollout.records',
     'remove it: the rewards are those of the record',
   ),
+  'unsampled': Need(
+    lambda c: c.rollout.given or c.rollout.environment,
+    'rollout.given',
+    'set rollout.given above 0, or rollout.environment',
+  ),
   # 0 requires that all responses finish.
   'unfinished': Need(
     lambda c: (

@@ -139,6 +139,23 @@ def _teacher(config: Config) -> Iterator[str]:
     )
 
 
+def _given(config: Config) -> Iterator[str]:
+  """Yields a sentence for each conflict of given responses with other knobs."""
+  given = config.rollout.given
+  size = config.sampler.group_size
+  if given >= size:
+    yield (
+      f'rollout.given={given} leaves no seat of sampler.group_size={size} to the '
+      f'policy; give at most {size - 1}'
+    )
+  if given and config.batch.uses_buffer:
+    yield (
+      f'rollout.given={given} would count given responses in the pass rates by which '
+      f'batch.rule={config.batch.rule!r} replays groups; choose batch.rule='
+      "'fresh_only' or 'learnable_only'"
+    )
+
+
 def _records(config: Config) -> Iterator[str]:
   """Yields a sentence for each knob of sampling that recorded rollouts do not have."""
   records = config.rollout.records
@@ -167,6 +184,7 @@ def _records(config: Config) -> Iterator[str]:
 OF_SAMPLING = {
   'rollout.depth': 0,
   'rollout.weight_sync_interval': 1,
+  'rollout.given': 0,
   'rollout.max_off_policy_steps': 0,
   'mesh.rollout': 0,
 }
@@ -177,6 +195,7 @@ JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _teacher: ('teacher.path', 'teacher.weight'),
+  _given: ('rollout.given', 'sampler.group_size'),
   _records: ('rollout.records',),
 }
 
@@ -213,6 +232,8 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
       'problems.source', sources.imitated, config.problems, inputs.data
     )
   yield from _raised('sampler.stop', _check_stop, tokenizer, config.sampler.stop)
+  if config.rollout.given:
+    yield from _raised('rollout.given', _check_given, config, inputs)
   if config.rollout.environment:
     role = config.rollout.custom.role
     yield from _raised('rollout.environment', conversation.between, tokenizer, role)
@@ -233,6 +254,17 @@ def _check_stop(tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         f'sampler.stop: the tokenizer has no tokens for {text!r}, so no turn would end '
         'with it; correct the string'
       )
+
+
+def _check_given(config: Config, inputs: Inputs) -> None:
+  """Raises a ValueError if no problem has a solution, or one cannot be read."""
+  sources.check_solutions(config.problems, inputs.data)
+  if not any(row.solutions for row in inputs.data.training):
+    raise ValueError(
+      f'rollout.given={config.rollout.given}: no row of problems.source='
+      f'{config.problems.source} has `solutions`; add this field, a list of texts, or '
+      'set rollout.given=0'
+    )
 
 
 def _check_rows(config: Config, inputs: Inputs) -> None:

@@ -11,7 +11,7 @@ The first three return the same groups for the same prompts, actor and step.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,9 @@ from bapo_jax import sharding
 from bapo_jax.data import prompts as prompts_lib
 from bapo_jax.learner.pictured import Embedder
 from bapo_jax.rollout import decode
+from bapo_jax.rollout import given as given_lib
 from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.given import Given
 from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.rollout.rollout import Rollout, Verification, collect_due, empty, rollout
@@ -135,8 +137,24 @@ class LocalSampler:
       reevaluated = empty(self.engine, self.verification.verifier.steps)
     rollouts = self.partial or PartialRollouts(self.engine, self.count)
     now = prompts_lib.next_prompts(problems, prompts.number, self.seed, self.count)
-    fresh = sample(rollouts, actor, now, keys.fresh, knobs=self.knobs)
+    given = self._given(now, prompts.number)
+    fresh = sample(rollouts, actor, now, keys.fresh, knobs=self.knobs, given=given)
     return Sampled(fresh, reevaluated, (began, time.perf_counter()))
+
+  def _given(self, prompts: Prompts, number: int) -> list[Given | None]:
+    """Returns the given responses of a round, none without rollout.given."""
+    v = self.verification
+    if not self.knobs.given:
+      return []
+    return given_lib.responses(
+      v.problems,
+      prompts,
+      v.tokenizer,
+      v.between,
+      seats=self.knobs.given,
+      longest=self.engine.max_new_tokens,
+      purpose=(self.seed, number),
+    )
 
   def _rollout(
     self,
@@ -148,6 +166,7 @@ class LocalSampler:
     number: int,
     step: int,
     knobs: RolloutConfig = RolloutConfig(),
+    given: Sequence[Given | None] = (),
   ) -> Rollout:
     sampled = rollout(
       rollouts,
@@ -159,6 +178,7 @@ class LocalSampler:
       policy_version=actor.version,
       first_uid=number * len(prompts.id_P) * self.engine.group_size,
       k=knobs,
+      given=given,
     )
     return self._scored(sampled, actor)
 
@@ -237,6 +257,7 @@ class LocalSampler:
       places=self.places if partial else self.count,
       refreshed=partial,
       resumed=self.verification.verifier.environment is not None,
+      given=self.count * self.knobs.given,
     )
 
   def elsewhere(self) -> None:

@@ -23,7 +23,7 @@ from bapo_jax.rewards.knobs import Environment
 from bapo_jax.rewards.shaping import RewardsConfig
 from bapo_jax.rollout.knobs import RolloutConfig, SamplerConfig
 from bapo_jax.training import knobs as train
-from bapo_jax.types import SOURCES, Source
+from bapo_jax.types import SOURCES, Source, Unsampled
 
 
 class Config(Section):
@@ -148,6 +148,13 @@ class Config(Section):
       'weights': tuple(getattr(factors, source) for source in SOURCES),
       'teacher': teacher + self.loss.reference_in_reward,
     }
+
+  @property
+  def unsampled(self) -> Unsampled:
+    """The tokens that no policy sampled, and that the run trains on."""
+    if self.rollout.given:
+      return 'given'
+    return 'messages' if self.rollout.environment and self.loss.imitation else ''
 
   def with_values(self, **sections: dict[str, Any]) -> 'Config':
     """Returns a copy with other values: with_values(prompts={'count': 1})."""

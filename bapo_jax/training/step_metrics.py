@@ -21,6 +21,7 @@ from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.submission import Sampled
 from bapo_jax.types import (
+  GIVEN,
   SOURCES,
   Groups,
   ReplayBuffer,
@@ -66,6 +67,7 @@ def describe(
       eos,
       reference_PGT,
       cut_length=t.config.sampler.cut_length,
+      given=t.config.rollout.given,
     )
     if t.spec.routes:
       of_step |= _of_routes(new, groups, source_P, t.spec)
@@ -138,7 +140,7 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float]:
   return row
 
 
-@functools.partial(jax.jit, static_argnames='cut_length')
+@functools.partial(jax.jit, static_argnames=('cut_length', 'given'))
 def _step_metrics(
   fresh: Groups,
   reevaluated: Groups,
@@ -149,20 +151,25 @@ def _step_metrics(
   eos: Array,
   reference_PGT: Array | None,
   cut_length: int | None = None,
+  given: int = 0,
 ) -> dict[str, Array]:
   length_PG = response_length(fresh.response_mask_PGT)
   is_end_PGT = jnp.isin(fresh.tokens_PGT, eos)
   ended_PG = ended(fresh.response_mask_PGT, is_end_PGT, cut_length)
-  right_PG = fresh.correct_PG
-  filled_PG = jnp.broadcast_to(fresh.completed_step_P[:, None] >= 0, right_PG.shape)
+  # Metrics of rollouts describe the policy, not given responses.
+  sampled_PGT = fresh.response_mask_PGT & (fresh.policy_version_PGT != GIVEN)
+  sampled_PG = ~(fresh.policy_version_PGT == GIVEN).any(2)
+  right_PG = fresh.correct_PG & sampled_PG
+  filled_PG = (fresh.completed_step_P[:, None] >= 0) & sampled_PG
   judged_PG = filled_PG if fresh.decided_PG is None else filled_PG & fresh.decided_PG
   wrong_PG = judged_PG & ~right_PG
-  age_PGT = jnp.where(fresh.response_mask_PGT, now - fresh.policy_version_PGT, 0)
-  rate_P = right_PG.mean(1, where=fresh.decided_PG)
+  age_PGT = jnp.where(sampled_PGT, now - fresh.policy_version_PGT, 0)
+  rate_P = fresh.correct_PG.mean(1, where=fresh.decided_PG)
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
   trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  trained_PGT &= groups.policy_version_PGT != GIVEN
   old_PGT = now - groups.policy_version_PGT
-  sampled = fresh.response_mask_PGT.sum() + reevaluated.response_mask_PGT.sum()
+  sampled = sampled_PGT.sum() + reevaluated.response_mask_PGT.sum()
   metrics = {
     'rollout/tokens': sampled,
     # nan, not 0, without responses: a 0 would lower the mean over steps.
@@ -172,7 +179,7 @@ def _step_metrics(
     'rollout/length_right': diagnostics.mean_or_nan(length_PG, right_PG),
     'rollout/length_wrong': diagnostics.mean_or_nan(length_PG, wrong_PG),
     'rollout/truncated': diagnostics.mean_or_nan(~ended_PG, filled_PG),
-    'rollout/age': masked_mean(age_PGT, fresh.response_mask_PGT),
+    'rollout/age': masked_mean(age_PGT, sampled_PGT),
     'rollout/age_max': age_PGT.max(),
     'batch/filled': (source_P >= 0).mean(),
     'batch/learnable': ((rate_P > 0) & (rate_P < 1)).mean(),
@@ -180,6 +187,9 @@ def _step_metrics(
     'buffer/hard': (buffer.hard.completed_step_P >= 0).sum(),
     'buffer/reusable': (buffer.reusable.completed_step_P >= 0).sum(),
   }
+  if given:
+    seats = given * (fresh.completed_step_P >= 0).sum()
+    metrics['given/filled'] = (~sampled_PG).sum() / seats
   if reference_PGT is not None:
     below_PGT = groups.behavior_logp_PGT - reference_PGT
     metrics['teacher/kl'] = masked_mean(below_PGT, trained_PGT)

@@ -202,6 +202,7 @@ def update(
     epochs=t.config.learner.epochs,
     minibatches=t.config.learner.minibatches,
     proximal=t.proximal,
+    unsampled=t.config.unsampled,
     place=lambda batch: sharding.split_rows(batch, t.mesh),
     **t.config.credit,
   )
