@@ -20,6 +20,9 @@ policy calculates by itself:
 
   .venv/bin/python -m lab.sweep configs/countdown.py:turns --results=runs/turns
 
+`configs/countdown.py:given` puts a solution into every group (rollout.given); the
+experiment `given` compares it, with two weights of the solutions, with `grpo`.
+
 The cells of a seed share one warm start. A cell ends once it has sampled
 `config.responses` responses, re-evaluations included: a cell that re-evaluates takes
 fewer steps.
@@ -46,7 +49,7 @@ from bapo_jax.training.config import defaults
 if TYPE_CHECKING:
   from lab.experiments import Experiment
 
-NAMES = ('cells', 'turns')  # experiments
+NAMES = ('cells', 'turns', 'given')  # experiments
 CELLS = (  # name, batch rule, clip rule
   ('grpo', 'fresh_only', 'fixed'),
   ('clip', 'fresh_only', 'balanced'),
@@ -70,7 +73,13 @@ ARMS_OF_TURNS = {
     'rollout.max_turns': 3,
   },
 }
-VARIANTS = (*ARMS, 'feedback')
+ARMS_OF_GIVEN = {
+  'grpo': ARMS['grpo'],
+  # One response of each group of eight is a solution of its problem.
+  'given': ARMS['grpo'] | {'rollout.given': 1},
+  'given_eighth': ARMS['grpo'] | {'rollout.given': 1, 'loss.given': 0.125},
+}
+VARIANTS = (*ARMS, 'feedback', 'given')
 
 
 def get_config(arg: str = '') -> ConfigDict:
@@ -80,19 +89,19 @@ def get_config(arg: str = '') -> ConfigDict:
     config.clip.target = TARGET['balanced']['clip.target']
     return config
   config.title += f': {arg}'
-  config.update_from_flattened_dict((ARMS | ARMS_OF_TURNS)[arg])
+  config.update_from_flattened_dict((ARMS_OF_GIVEN | ARMS | ARMS_OF_TURNS)[arg])
   return config
 
 
 def get_experiment(name: str) -> 'Experiment':
-  """Returns `cells`, the four cells, or `turns`, with three seeds.
+  """Returns `cells`, the four cells, `turns`, or `given`, with three seeds.
 
   Raises:
     KeyError: there is no such experiment.
   """
   from lab.experiments import Experiment  # a training run does without lab
 
-  arms = {'cells': ARMS, 'turns': ARMS_OF_TURNS}[name]
+  arms = {'cells': ARMS, 'turns': ARMS_OF_TURNS, 'given': ARMS_OF_GIVEN}[name]
   return Experiment(embedded().to_dict(), arms, (0, 1, 2))
 
 

@@ -82,6 +82,7 @@ SLIDERS = {
 # The batch of the page has rows of one source, and no teacher.
 LEFT_OUT = {'clip.balanced.sources', 'clip.balanced.reused_high'}
 LEFT_OUT |= {'loss.reference', 'loss.reference_estimator', 'loss.entropy'}
+LEFT_OUT |= {'loss.given', 'loss.given_gamma', 'loss.imitation'}
 RANGES = {'gspo': 1.002}  # of the axis of ratios, 4 for the other methods
 LIMITS = {'ge': 'least', 'le': 'most', 'gt': 'above', 'lt': 'below'}  # on the page
 

@@ -46,6 +46,8 @@ class GroupRelative(AdvantageRule):
   rule: Literal['group_relative'] = 'group_relative'
 
   def __call__(self, reward_PG: Array, valid_PG: Array | None = None) -> Array:
+    # The root of var + eps, not std + eps: its slope is finite for a group of equal
+    # rewards, and two rewards that differ by rounding do not become -1 and 1.
     centred_PG = centred(reward_PG, valid_PG)
     variance_P1 = jnp.mean(centred_PG**2, 1, keepdims=True, where=valid_PG)
     return centred_PG / jnp.sqrt(variance_P1 + EPS)
@@ -57,6 +59,8 @@ class LeaveOneOut(AdvantageRule):
   rule: Literal['leave_one_out'] = 'leave_one_out'
 
   def __call__(self, reward_PG: Array, valid_PG: Array | None = None) -> Array:
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1), so it is Dr. GRPO's times a
+    # factor.
     n = reward_PG.shape[1]
     if valid_PG is not None:
       n = jnp.maximum(valid_PG.sum(1, keepdims=True), 2)
@@ -86,6 +90,7 @@ class MaxRl(AdvantageRule):
   def __call__(self, reward_PG: Array, valid_PG: Array | None = None) -> Array:
     centred_PG = centred(reward_PG, valid_PG)
     mean_P1 = jnp.mean(reward_PG, 1, keepdims=True, where=valid_PG)
+    # The inner `where` keeps 0 / 0 out of the branch that is not taken.
     return jnp.where(mean_P1 > 0, centred_PG / jnp.where(mean_P1 > 0, mean_P1, 1), 0)
 
   def refuses(self, config) -> Iterator[str]:

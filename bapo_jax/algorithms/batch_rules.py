@@ -166,6 +166,7 @@ class LearnableOnly(BatchRule):
     key: Array,
     seats: int,
   ) -> tuple[Groups, Array]:
+    # Extra rounds may sample a problem again: two groups of it would weigh it twice.
     earned_N = first_of(fresh.id_P, learnable(fresh))
     return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
 
@@ -197,6 +198,7 @@ class Replay(BatchRule):
     reusable = buffer.reusable
     candidates = concat(fresh, reusable)
     source_N = _sources(jnp.asarray([FRESH, REUSED]), fresh, reusable)
+    # Groups of this step are among the fresh ones already.
     earned_N = (candidates.completed_step_P >= 0) & (
       (source_N == FRESH) | (candidates.completed_step_P < now)
     )

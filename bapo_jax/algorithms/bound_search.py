@@ -78,11 +78,14 @@ def search(
   evidence = positives | negatives
   down = len(lows) - 1  # steps of the lower bound
   up = len(highs) - 1
+  # Tables, so that all points are float32 numbers of the host: the published loop adds
+  # in Python, and an index into its points returns its bounds to the last bit.
   low_points = jnp.asarray(lows)
   high_points = jnp.asarray(highs)
 
   # Point `index` of the path: all steps of the first leg, then those of the second.
   def bounds(index: Array | int) -> tuple[Array, Array]:
+    # `index` counts steps along both legs; the first leg ends before the second begins.
     leg = jnp.minimum(index, up if k.order == 'upper' else down)
     i, j = (index - leg, leg) if k.order == 'upper' else (leg, index - leg)
     return low_points[i], high_points[j]
@@ -107,6 +110,7 @@ def search(
   # search must not move, or a batch without advantages would open the bounds.
   met = (index < end) & evidence
   index = jnp.where(met, index, jnp.where(evidence, down + up, 0))
+  # Tokens of one sign: their share is 0 or 1 at every point, whatever the bounds.
   inf = jnp.float32(math.inf)
   one_sided = negatives & ~positives
   return Bounds(*bounds(index), inf, inf, *bounds(0), index, met, ~evidence, one_sided)
@@ -125,6 +129,7 @@ def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:
     enough = meets(middle)
     return jnp.where(enough, start, middle + 1), jnp.where(enough, middle, stop)
 
+  # A fixed number of calls: the program, and its time, do not depend on the data.
   calls = math.ceil(math.log2(end - begin + 1))
   return jax.lax.fori_loop(0, calls, halve, (jnp.int32(begin), jnp.int32(end)))[1]
 
@@ -175,11 +180,14 @@ def contributions(
   if set(k.sources) != set(SOURCES):
     inside = [batch.source_B == SOURCES.index(source) for source in k.sources]
     counts_BT &= jnp.any(jnp.stack(inside), 0)[:, None]
+  # Eq. 8 of the paper sums the clipped objective itself, of which A is the factor that
+  # no bound changes; `sums` multiplies by the clipped ratio.
   if k.contribution == 'surrogate':
     weight_BT = adv_BT
   elif weight_BT is None:
     weight_BT = ratio_BT * adv_BT
   size_BT = jnp.abs(weight_BT)
+  # A probability that underflows to 0 is left out: it would hide an infinite ratio.
   if k.weight == 'behaviour':
     mu_BT = jnp.exp(batch.behavior_logp_BT)
     counts_BT &= mu_BT > 0
@@ -200,9 +208,11 @@ def sums(
 ) -> tuple[Array, Array]:
   """Returns (P, N), the summed contributions under these bounds; both are >= 0."""
   if contribution == 'gradient':
+    # A token at its bound is cut, as in the loss (`loss._crossed`).
     plus_BT = jnp.where(ratio_BT < high, plus_BT, 0)
     minus_BT = jnp.where(ratio_BT > low, minus_BT, 0)
   else:
+    # The surrogate keeps the value of a cut token: only its gradient is gone.
     plus_BT = jnp.where(plus_BT > 0, plus_BT * jnp.minimum(ratio_BT, high), 0)
     minus_BT = jnp.where(minus_BT > 0, minus_BT * jnp.maximum(ratio_BT, low), 0)
   return plus_BT.sum(), minus_BT.sum()

@@ -71,6 +71,8 @@ class ClipRule(Part):
         f'{name} has no effect, because loss.rule={loss.rule!r} ignores clip bounds; '
         "choose clip.rule='unclipped'"
       )
+    # Such a bound scales all tokens of a response, so P would depend on `low` too, and
+    # bisection on a share that is not monotone finds any point.
     if loss.bounds == 'limit' and self.searches != 'nothing':
       yield (
         f'{name} needs bounds that only cut tokens, but the bounds of loss.rule='
@@ -258,13 +260,18 @@ class Balanced(ClipRule):
       The bounds. If no point meets the target: the last point, with target_met=False.
       If no token counts: the first point, with no_evidence=True and target_met=False.
     """
+    # Known before the search: these limits cut tokens that no searched bound can bring
+    # back, so `weigh` sees them, and the share counts what the loss applies.
     limits = {'cap': jnp.float32(self.reused_high), 'dual': jnp.float32(self.dual)}
+    # The same bisection on a fine table: no second search with its own rounding.
     if self.resolution == 'continuous':
       lows = clamped(self.low, TOLERANCE)
       highs = clamped(self.high, TOLERANCE)
     else:
       lows = points(self.low, self.low_step)
       highs = points(self.high, self.high_step)
+    # Weights without searched bounds, once: each point then cuts by comparing ratios,
+    # and no point differentiates the loss again.
     weight_BT = weigh(constant(0.0, math.inf, math.inf)._replace(**limits))
     bounds = bound_search.search(ratio_BT, batch, lows, highs, self.share, weight_BT)
     return bounds._replace(**limits)
@@ -367,6 +374,8 @@ class Recipe(ClipRule):
     k = self.settings
     # The target t of the code is for P / N; as a share P / (P + N) it is t / (1 + t).
     target = k.positive_to_negative / (1 + k.positive_to_negative)
+    # The code's loop raises the lower bound first; the paper's Algorithm 1 the upper
+    # one.
     share = bound_search.Share(target, contribution='surrogate', order='lower')
     lows = clamped(k.low, k.low_step)
     highs = clamped(k.high, k.high_step)
@@ -397,6 +406,8 @@ class Dcpo(ClipRule):
 
   def __call__(self, ratio_BT: Array, batch: Batch, weigh: Weigh) -> Bounds:
     """Returns bounds by token [B, T]."""
+    # Solves q |r - 1| r = eps for r on both sides of 1; without a real solution below 1
+    # the bound is 1/2, where |p - q| r is largest.
     q_BT = jnp.exp(batch.behavior_logp_BT)
     low_BT = (1 + jnp.sqrt(jnp.maximum(1 - 4 * self.low / q_BT, 0))) / 2
     high_BT = (1 + jnp.sqrt(1 + 4 * self.high / q_BT)) / 2
@@ -423,6 +434,7 @@ def constant(low: float, high: float, dual: float) -> Bounds:
   """Returns bounds that are not searched."""
   met = jnp.asarray(True)
   no = jnp.asarray(False)
+  # Arrays, not Python floats: compiled programs do not depend on the values.
   low_, high_, dual_, cap = (jnp.float32(x) for x in (low, high, dual, math.inf))
   return Bounds(low_, high_, cap, dual_, low_, high_, jnp.int32(0), met, no, no)
 

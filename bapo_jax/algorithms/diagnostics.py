@@ -33,6 +33,8 @@ def diagnose(
   """
   logp_BT = stats.logp_BT
   loss_mask_BT = batch.loss_mask_BT
+  # Read from the loss itself, so that a metric cannot disagree with the update: a
+  # custom rule is measured like a published one.
   weight_BT = loss.weights(rule, logp_BT, batch, bounds)
   ratio_BT = loss.ratio(logp_BT, batch)
   cut_BT = _cut(weight_BT, batch)
@@ -119,6 +121,7 @@ def _shares(
   rule: LossFunction, logp_BT: Array, batch: Batch, bounds: Bounds, scale_B: Array
 ) -> dict[str, Array]:
   """Computes the share of tokens with A > 0 at start and final bounds; nan if none."""
+  # `cap` and `dual` stay: they are not searched, so they hold at the start too.
   start = bounds._replace(low=bounds.start_low, high=bounds.start_high)
   weigh = loss.weigher(rule, logp_BT, batch, scale_B)
   up_BT, down_BT = _signs(batch)
@@ -159,6 +162,8 @@ def _cuts(cut_BT: Array, batch: Batch) -> dict[str, Array]:
   """Returns the share and the mean sampling probability of cut tokens, by sign of A."""
   up_BT, down_BT = _signs(batch)
   cuts = {'clip/fraction': mean_or_nan(cut_BT, batch.loss_mask_BT)}
+  # Low probabilities among cut positive tokens are the paper's finding: bounds of fixed
+  # width cut rare words first (arXiv:2510.18927).
   mu_BT = jnp.exp(jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0))
   for name, kind_BT in (('positive', up_BT), ('negative', down_BT)):
     cuts[f'clip/fraction_{name}'] = mean_or_nan(cut_BT, kind_BT)

@@ -255,11 +255,14 @@ class Decoupled(LossRule):
   def __call__(
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
+    # The clip compares with prox, not mu: the trust region is around the weights of the
+    # step's start, and prox / mu alone corrects for the age of the data.
     log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
     stale_BT = jnp.exp(log_r(batch.prox_BT, batch))
     bounds = find(jnp.exp(log_r_BT))
     above = self.cap if self.beyond_cap == 'truncate' else 0.0
     factor_BT = jnp.where(stale_BT > self.cap, above, stale_BT)
+    # A constant of the data: it scales the objective and has no gradient.
     factor_BT = _finite_without_advantage(factor_BT, batch)
     if self.beyond_cap == 'mask':  # before exp: 0 times a ratio that overflows is nan
       log_r_BT = jnp.where(stale_BT > self.cap, 0, log_r_BT)
@@ -282,6 +285,8 @@ class SequenceRatio(LossRule):
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
     log_r_BT = log_r(logp_BT, batch)
+    # The value of s with the gradient of the token: so a token-wise advantage keeps its
+    # own tokens, as in GSPO-token.
     length_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
     mean_B = jax.lax.stop_gradient(log_r_BT.sum(1) / length_B)
     ahead_BT = log_r_BT - jax.lax.stop_gradient(log_r_BT)  # 0 with the gradient of logp
@@ -313,6 +318,7 @@ class Gmpo(LossRule):
     # Clipped as logarithms: a ratio that underflows still counts in the mean.
     top = jnp.log(_high(batch, bounds))
     bottom = jnp.log(bounds.low)
+    # A clipped token still counts in the mean, with its bound, and has no gradient.
     inside_BT = jnp.where(up_BT, log_r_BT < top, log_r_BT > bottom)
     clipped_BT = jnp.where(
       up_BT, jnp.minimum(log_r_BT, top), jnp.maximum(log_r_BT, bottom)
@@ -344,6 +350,7 @@ class Cispo(LossRule):
   ) -> tuple[Array, Bounds]:
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
+    # The weight is clipped and the token kept: rare words that PPO cuts go on learning.
     weight_BT = jnp.clip(jnp.exp(log_r_BT), bounds.low, _high(batch, bounds))
     return _reinforce(weight_BT, logp_BT, batch), bounds
 
@@ -412,6 +419,8 @@ class Sapo(LossRule):
     # Limited where the gate is saturated: slope 0 times an infinite r would be nan.
     ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
     tau_BT = jnp.where(batch.adv_BT > 0, self.positive, self.negative)
+    # Its gradient, 4 s (1 - s) r A, comes from differentiating the gate: no weight by
+    # hand.
     gate_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1))
     gain_BT = 4 / tau_BT * gate_BT * batch.adv_BT
     return jnp.where(batch.loss_mask_BT, gain_BT, 0), find(jnp.exp(log_r_BT))
@@ -441,6 +450,8 @@ class Vespo(LossRule):
     self, logp_BT: Array, batch: Batch, find: FindBounds
   ) -> tuple[Array, Bounds]:
     log_r_BT = log_r(logp_BT, batch)
+    # Clamped by token, then by response, in the order of the public code: the two
+    # clamps do not commute.
     total_B = jnp.clip(log_r_BT, -20, 20).sum(1)
     log_w_B1 = jnp.clip(total_B, math.log(1e-8), 20)[:, None]
     up_BT = batch.adv_BT >= 0
@@ -510,6 +521,8 @@ class Fipo(LossRule):
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     fixed_BT = jax.lax.stop_gradient(log_r_BT)
+    # x_t = log r_t + d x_(t+1) as an associative scan: log2 T steps, no loop over
+    # tokens.
     decay_BT = jnp.full_like(fixed_BT, 2 ** (-1 / self.half_life))
 
     def join(later: tuple[Array, Array], here: tuple[Array, Array]):
@@ -519,6 +532,7 @@ class Fipo(LossRule):
       join, (decay_BT, fixed_BT), reverse=True, axis=1
     )
     influence_BT = jnp.clip(jnp.exp(future_BT), *self.limits)
+    # Later tokens may not amplify the punishment of a token that has become likely.
     risky_BT = (batch.adv_BT < 0) & (jnp.exp(fixed_BT) > self.safety)
     influence_BT = jnp.where(risky_BT, jnp.minimum(influence_BT, 1), influence_BT)
     return influence_BT * _cut_off(log_r_BT, batch, bounds), bounds
@@ -700,6 +714,7 @@ def weigher(rule: LossFunction, logp_BT: Array, batch: Batch, scale_B: Array) ->
     scale_B: see `row_scale`. The weights are relative to the largest scale, so that
       they equal `weights` to the last bit if all rows have the same scale.
   """
+  # A share is a quotient, so a common factor of all rows is free to choose.
   relative_B1 = (scale_B / scale_B.max())[:, None]
 
   def weigh(bounds: Bounds) -> Array:

@@ -73,6 +73,7 @@ class DppoTv(MaskRule):
 
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
     p_BT, q_BT = _probabilities(logp_BT, batch)
+    # For two outcomes, this token or another, total variation is |p - q|.
     moved_BT = p_BT - q_BT
     outside_BT = jnp.where(batch.adv_BT > 0, moved_BT > self.high, moved_BT < -self.low)
     return ~outside_BT | (batch.adv_BT == 0)
@@ -96,6 +97,7 @@ class DppoKl(MaskRule):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
     p_BT, q_BT = _probabilities(logp_BT, batch)
     far_BT = binary_kl(q_BT, p_BT)
+    # A token that moves against its advantage is kept: its gradient brings it back.
     up_BT = (batch.adv_BT > 0) & (p_BT > q_BT) & (far_BT > self.high)
     return ~(up_BT | ((batch.adv_BT < 0) & (p_BT < q_BT) & (far_BT > self.low)))
 
@@ -151,7 +153,9 @@ class Opsm(MaskRule):
   def __call__(self, logp_BT: Array, batch: Batch) -> Array:
     log_r_BT = log_r(logp_BT, batch)
     tokens_B = jnp.maximum(batch.loss_mask_BT.sum(1), 1)
+    # A mean, not a sum: a long response would be masked for its length alone.
     fallen_B = -jax.lax.stop_gradient(log_r_BT).sum(1) / tokens_B
+    # Unlikely responses that were good stay, since pushing them up shrinks the gap.
     return (batch.adv_BT >= 0) | (fallen_B <= self.limit)[:, None]
 
 
@@ -180,6 +184,7 @@ class M2po(MaskRule):
 
     def small(limit: Array) -> Array:
       within_BT = counts_BT & (bits_BT <= limit)
+      # Below, not at, the limit; as products, so that no kept token divides by 0.
       total = jnp.where(within_BT, square_BT, 0).sum()
       count = within_BT.sum()
       return (total < self.limit * count) | (count == 0)
@@ -190,6 +195,7 @@ class M2po(MaskRule):
       fits = small(middle)
       return jnp.where(fits, middle, below), jnp.where(fits, above, middle)
 
+    # 32 halvings separate all float32 numbers; -1 is below all, so nothing may be kept.
     largest = jnp.where(counts_BT, bits_BT, 0).max()
     limit, _ = jax.lax.fori_loop(0, 32, halve, (jnp.int32(-1), largest + 1))
     return ~counts_BT | (bits_BT <= limit)
@@ -218,6 +224,8 @@ def binary_kl(p: Array, q: Array) -> Array:
 
 def _probabilities(logp_BT: Array, batch: Batch) -> tuple[Array, Array]:
   """Returns (p, q) of each token; 1 outside the loss mask."""
+  # 1 where there is no token: binary_kl of two ones is 0, and its logarithms are
+  # finite.
   log_p_BT, log_q_BT = (
     jnp.where(batch.loss_mask_BT, jax.lax.stop_gradient(x_BT), 0)
     for x_BT in (logp_BT, batch.behavior_logp_BT)

@@ -84,6 +84,7 @@ def settled(groups: Groups) -> Groups:
   The programs are then those of groups that cannot be undecided, to the bit: a mean
   over a mask is rounded differently. Every process must call it.
   """
+  # Decided on the host: a static None, and not a mask of ones, selects the program.
   all_decided = exchange.whole(groups.decided_PG).all()
   return groups._replace(decided_PG=None) if all_decided else groups
 
@@ -129,6 +130,7 @@ def advantages(
       steps = (x.reshape(P, G * T) for x in (reward_PGT, end_PGT))
       step_PGT = compared(advantage_rule, *steps).reshape(P, G, T)
       adv_PGT += jax.lax.cumsum(step_PGT, axis=2, reverse=True)
+  # A rule of rewards compares responses, so its number spreads over the tokens.
   # 3. A teacher speaks to every sampled token, also where the rule gives 0.
   if reference_PGT is not None and teacher:
     # A given token has no mu to compare the teacher with.
@@ -185,6 +187,7 @@ def flatten(
   P, G, _ = groups.tokens_PGT.shape
   # An empty seat of a fixed-size batch has rows like any other, without a loss.
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
+  # Left out of the loss, and still compared: its reward stays in the mean of its group.
   loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
   given_PGT = None
   if unsampled == 'given':
@@ -254,6 +257,7 @@ def update(
   Returns:
     (params, opt, updates in order).
   """
+  # All randomness of the step in one program, before the first update.
   source_P, order_EP = _seats(groups, source_P, key, rules.epochs)
   filled_P = exchange.whole(source_P) >= 0
   if not filled_P.any():
@@ -267,6 +271,8 @@ def update(
   # dispatched, so the host prepares the next minibatch while the device computes.
   updates = []
   for order_P in exchange.whole(order_EP):
+    # Whole groups: a response is never compared with others than those in its update,
+    # which a batch rule may count on.
     for seats_P in _minibatches(order_P, filled_P, rules.minibatches):
       batch = _part(
         arrays,
@@ -305,6 +311,7 @@ def _minibatches(
   them to the size. So a half-empty batch takes fewer steps than a full batch, as in the
   public code of Batch Adaptation PO.
   """
+  # On the host: which seats are filled decides how many updates there are.
   size = len(order_P) // minibatches
   filled = order_P[filled_P[order_P]]
   empty = order_P[~filled_P[order_P]]
@@ -355,11 +362,13 @@ def learn(
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
   rule = objective.loss_rule
+  # Without the share of filled seats: shares and slopes are relative to the batch.
   scale_B = loss.row_scale(batch.loss_mask_BT, rule.aggregate, objective.length)
   computed = objective.computed(batch)
   # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
+  # Before clipping, which is part of tx.
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()

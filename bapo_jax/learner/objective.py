@@ -255,6 +255,7 @@ def gradient(
   """
   o = objective
   scales = o.scales(batch)
+  # The vision tower runs once per picture, outside of the micro-batches.
   trained, seen, of_params = pictured.variables(
     params, batch.pictures, o.spec, o.schedule
   )
@@ -284,6 +285,7 @@ def _of_all(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
     search = o.search(stats.logp_BT, batch, scales[0])
     return o.loss(stats.logp_BT, batch, scales, search, stats.entropy_BT)
 
+  # One search over everything; the backward passes begin when the bounds are known.
   # The loss needs only three numbers per token, so its own gradient is cheap; the
   # backward passes of the model start from d_stats.
   (value, bounds), d_stats = jax.value_and_grad(value_of, has_aux=True)(stats)
@@ -336,7 +338,8 @@ def _bounds_of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> B
   batch = parts.batch
   packed = parts.packed
 
-  # Only log-probabilities leave the loop, so this pass keeps no activations.
+  # One more forward pass, about a third of the products of an update; 'stored' needs
+  # memory in its place. Only log-probabilities leave the loop, so no activation is kept.
   def add(n, logp_BT):
     return logp_BT + parts.stats(trained, n).logp_BT
 

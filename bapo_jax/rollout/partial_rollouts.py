@@ -234,6 +234,10 @@ class PartialRollouts:
     e = self.engine
     # The rows leave the queue after `admit`, so that an exception loses no row.
     rows = list(itertools.islice(self.queue.waiting, e.prefill_rows))
+    # Where responses are given, fewer wait per prompt than the programs expect.
+    _, first = np.unique(np.asarray(rows) // e.group_size, return_index=True)
+    starts = [*sorted(first), len(rows)]
+    rows = rows[: starts[min(len(first), e.prefill_sizes[-1])]]
     slots = free[: len(rows)]
     places, from_A = np.unique(np.asarray(rows) // e.group_size, return_inverse=True)
     # Each prompt is prefilled once, at the smallest compiled shape that fits.

@@ -118,6 +118,8 @@ def cell(group: Group, name: str) -> str:
   if not values:
     return ''
   middle, half = interval(values)
+  # One run has no spread between seeds, but an evaluation knows its error over
+  # problems.
   if len(group.runs) == 1 and name in ERRORS:
     half = final(group.runs[0], ERRORS[name])
   few = f' (n={len(values)})' if len(values) < len(group.runs) else ''
@@ -141,6 +143,7 @@ def by_problem(run: RunFiles) -> dict[str, Values]:
 
   A problem is named with the settings of the evaluation, see `by_seed`.
   """
+  # By text and id: two data sets may number their problems alike.
   problems = defaultdict(list)
   for sample in run.after['samples'] if run.after else ():
     problems[sample.get('id'), sample['problem'], settings_of(run)].append(sample)
@@ -164,6 +167,7 @@ def _finals(groups: Sequence[Group]):
 
   The keys are seeds, or held-out problems if every group is a single run.
   """
+  # Without seeds to pair, problems are the next largest common source of variation.
   if all(len(group.runs) == 1 for group in groups):
     return 'held-out problem', [by_problem(group.runs[0]) for group in groups]
   return 'seed', [{name: by_seed(group, name) for name in METRICS} for group in groups]

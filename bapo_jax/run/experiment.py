@@ -73,10 +73,14 @@ def train(config: Config, workdir: str) -> int:
   """
   timer = PhaseTimer()
   r = derive.prepare(config, workdir)
+  # Before anything is written: a run that cannot fit leaves no folder behind.
   budget.check(r.budget, budget.capacity(r.mesh))
+  # All processes wait here for the slowest, so that none compiles what another will
+  # find in the cache.
   with hosts.together():
     cache.share_programs(r.config.cache)
   if transformer.count(r.spec) < TINY:
+    # Between small updates the C library would return pages and fault them in again.
     machine.hold_freed_memory()
   early = explained(lambda: saved_so_far(workdir))
   with workdirs.locked(workdir), workdirs.writable(workdir), early:
@@ -85,6 +89,8 @@ def train(config: Config, workdir: str) -> int:
         claim(workdir, r.config, r.user)
     workdirs.check_shared(workdir)
     material, identity = _load(r, workdir, timer)
+    # From here on collectives span one side alone: those that sample must never wait
+    # for a collective of those that train.
     hosts.divide(processes_of(r.own_mesh))
     if r.rollout_only:
       return _serve(r, material)
@@ -133,6 +139,7 @@ def _load(r: Resolved, workdir: str, timer: PhaseTimer) -> tuple[Material, list[
     material = build.tabulate(r)
   digests = prompts.fingerprint, prompts.prompt_fingerprint
   both = material.training, material.held_out
+  # Digests of contents, not of paths: a file may move, and must not change.
   identity = [digest(problems) for digest in digests for problems in both]
   if material.record:
     identity.append(material.record.digest)
@@ -172,6 +179,8 @@ def _train(
     # The embedded policy has imitated solutions to these prompts.
     if r.config.model.path and not begun and hosts.is_first():
       log(check.short(r, material, workdir))
+    # Only a start from scratch has time to hide: a resumed run finds its programs in
+    # the cache.
     early = None
     if not begun and r.rollout_mesh is None and len(hosts.side()) == 1:
       # Beside the loading. Several processes would not compile in one order.
@@ -179,6 +188,7 @@ def _train(
       stack.callback(lane.close)
       early = _compiling(r, material, verifier, timer, lane)
     t, s = build.build(r, material, verifier, timer)
+    # With the first weights, before `resume` replaces them.
     if begun:
       evaluate_again_if_lost(t, workdir, s)
     stack.callback(t.sampler.close)
@@ -187,6 +197,7 @@ def _train(
     run.start(s, early)
     with stoppable() as stop:
       s, status = run.loop(s, stop)
+      # Other processes that sample are told the reason, so that they end with it too.
       t.sampler.close(status)
       if status:
         log(f'Saved. Run the same command with --workdir={workdir} to resume.')
@@ -224,6 +235,8 @@ def try_custom(verifier: Verifier, material: Material) -> None:
     return
   problems = material.problems
   answer = problems.answer[0]
+  # The first problem stands for all: a function that misreads the rows fails here, in a
+  # second, and not after the programs are compiled.
   text = problems.text[0]
   row = problems.fields[0] if problems.fields else ''
   trial = answer or 'a trial response'
@@ -307,6 +320,7 @@ class Run:
   def __post_init__(self):
     frozen = self.t.base, self.t.teacher
     self.base = ''.join(map(policy.fingerprint, frozen))
+    # The report of a resumed run counts the time of all its starts.
     self.t.timer.seconds.update(self.spent['phases'])  # adds
 
   def cost(self) -> Spent:
@@ -350,6 +364,7 @@ class Run:
       metrics.writing(self.workdir, after, **knobs) as write,
       metrics.writing(self.workdir, after, metrics.UPDATES) as write_update,
     ):
+      # A resumed run has this row already.
       if s.step == 0:
         row, message = self.evaluate(s)
         write(0, row)
@@ -374,6 +389,8 @@ class Run:
           done = finished(self.t, s)
           # A signal or a divergence in one process stops all processes.
           elsewhere = self.t.sampler.elsewhere()
+          # Read once per step: two processes that read at different times would
+          # disagree about the last step.
           signal = stop.signal or (elsewhere.signal if elsewhere else 0)
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)

@@ -71,6 +71,7 @@ def report_data(run: RunFiles) -> files.Object:
   rows = run.rows
   title = values.get('title', 'A run')
   state = f'step {run.last} of {values.get("steps")}'
+  # Two pages with one digest are of runs that may be pooled.
   digest = digests.fingerprint(values)
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
   target = values.get('clip', {}).get('target')
@@ -80,6 +81,7 @@ def report_data(run: RunFiles) -> files.Object:
   if before and after:
     sentences.insert(0, report.change_sentence(before, after))
     rewards = report.rewards(before, after)
+  # One table for a report (value, default) and a comparison (a column per config).
   values_and_defaults = dict(zip(('value', 'default'), _known(run), strict=True))
   return {
     'title': title,
@@ -104,6 +106,8 @@ def comparison_data(groups: Sequence[Group]) -> files.Object:
   """Returns the data of the comparison of several runs."""
   runs = [run for group in groups for run in group.runs]
   columns = {group.label: _known(group.runs[0])[0] for group in groups}
+  # Paired where seeds agree: a seed moves all arms together, so the difference has a
+  # smaller error than the two means.
   unit, differences = comparison.differences(groups)
   cells = {
     name: [*(comparison.cell(group, name) for group in groups), *differences[name]]
@@ -168,6 +172,7 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   names = {name for panel in panels for name in panel['labels']}
   names |= {ERRORS[name] for name in names & ERRORS.keys()}
   # A page of many long runs must not become too large for a browser.
+  # Every n-th row; evaluations always stay, because they are what a page is opened for.
   every = -(-sum(len(run.rows) for run in runs) // MOST_ROWS) or 1
 
   def columns(rows: Sequence[Row]):
@@ -209,6 +214,7 @@ def _times(run: RunFiles):
     return
   spent = {name: s for name, s in spent.items() if name != 'other'}
   longest_first = dict(sorted(spent.items(), key=lambda item: -item[1]))
+  # What no phase has measured; the parts then add up to the wall time.
   longest_first['other'] = max(0.0, total - sum(spent.values()))
   for name, s in longest_first.items():
     yield name, f'{s:.1f}', f'{100 * s / total:.1f}'
@@ -231,6 +237,7 @@ def _known(run: RunFiles):
   values = {name: (shown(value), '') for name, value in run.knobs.items()}
   defaults = {}
   config = Config()
+  # A page must open for any run, also if this version could not train it.
   with contextlib.suppress(ValueError):  # of another version, or a file is missing
     config = config_lib.from_json(run.values)
     values = {}
@@ -238,6 +245,7 @@ def _known(run: RunFiles):
     meaning = f'{"Derived. " * (name in run.decided)}{field.description or ""}'
     values[name] = shown(run.knobs.get(name)), meaning
     defaults[name] = shown(field.get_default(call_default_factory=True)), meaning
+  # A knob without an effect would look like a difference between runs.
   for name in needs.inert(config):
     del values[name], defaults[name]
   return values, defaults

@@ -31,7 +31,7 @@ KL = 'KL from behaviour to current policy'
 LARGEST = 'Largest ratio of a token'
 ROUTES = 'Agreement of the routers'
 EXPERTS = 'Tokens of the busiest expert'
-# The last six need mesh.rollout, an environment, a teacher, given responses, or experts.
+# The last six need mesh.rollout, an environment, a teacher, rollout.given, or experts.
 PANELS = (
   Panel('Reward', 'mean reward', REWARDS, compared=2),
   Panel('Accuracy on held-out problems', 'accuracy ± error', {'eval/accuracy': ''}),

@@ -28,6 +28,7 @@ def arrays(t: Trainer, s: TrainState) -> files.Object:
   weights of the last rollout.depth steps.
   """
   saved = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  # Saved as groups, not as promises to sample: `result` waits here.
   if t.config.rollout.depth:
     saved['queue'] = in_flight(t, s)
   if s.step % t.config.rollout.weight_sync_interval:
@@ -68,6 +69,7 @@ def snapshot(t: Trainer, s: TrainState) -> tuple[files.Object, files.Object]:
   float32 master weights.
   """
   saved = arrays(t, s)
+  # Moments are two thirds of a checkpoint, and only a run that goes on needs them.
   bare = t.config.checkpoint.final == 'weights' and finished(t, s)
   if bare:
     master = getattr(s.opt, 'master', None)
@@ -104,6 +106,7 @@ def resume(
     )
   partial = restored.pop('partial', None)
   groups = restored.pop('queue', [])
+  # Their ids name rows of the old table.
   if not same:
     restored['buffer'] = s.buffer
     return s.replace(**restored), meta
@@ -136,6 +139,8 @@ def _check(t: Trainer, s: TrainState, meta: files.Object):
       f'{draws} now); restore these options, which environment variables with their '
       'names in capitals set, or start in another --workdir'
     )
+  # A checkpoint has no frozen weights: adapters on another base are another policy, and
+  # nothing else would notice.
   now = ''.join(map(policy.fingerprint, (t.base, t.teacher)))
   if now and now != meta['base']:
     paths = t.config.model.path or 'the embedded policy', t.config.teacher.path
@@ -158,6 +163,7 @@ def same_problems(
   step = checkpoints.latest_step()
   if step is None:
     return True
+  # The newest checkpoint speaks for the run: `accept` moves it to new problems once.
   before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
   if before == identity[: len(before)]:  # older checkpoints lack those of prompts
     return True

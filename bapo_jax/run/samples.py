@@ -53,6 +53,7 @@ def asked(run: RunFiles) -> files.Object:
     verdicts = [r['correct'] is True for r in group['responses']]
     return not step_record.taught(group), abs(sum(verdicts) / len(verdicts) - 0.5)
 
+  # Groups near half right first: their advantages are the most balanced to look at.
   groups = sorted(run.groups, key=order)
   mixed = sum(map(step_record.taught, groups))
   return {
@@ -74,6 +75,7 @@ def _verifier(values: dict[str, Any]):
 def group(workdir: str, row: dict[str, Any], views: str, most: int) -> files.Object:
   """Describes a recorded group, with up to `most` right and wrong responses, each."""
   responses = row['responses']
+  # Both kinds, whatever their order, since a reader compares them.
   right = [r for r in responses if r['correct']]
   shown = right[:most] + [r for r in responses if not r['correct']][:most]
   note = f'{row["source"]}, completed in step {row["completed_step"]}'
@@ -129,8 +131,11 @@ def _response(r: dict[str, Any], views):
     facts.append('cut at the length limit')
   if not r['taught']:
     facts.append('left out of the loss')
+  if r.get('given'):
+    facts.append('given, not sampled')
   if not all(r.get('sampled', ())):
     facts.append('faint: not sampled, the words of the environment')
+  # Codes, not names, are recorded: one byte per token in a run's files.
   cut = collections.Counter(CUTS[code] for code in r['cut'] or () if code)
   marked = ' (marked)' if 'c' in views else ''
   facts += [f'{why} tokens{marked}: {count}' for why, count in sorted(cut.items())]

@@ -46,6 +46,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
   if not len(seats):
     return
   index = np.resize(seats, min(MOST_GROUPS, len(record.source_P)))  # one compiled shape
+  # `settled`, as in the update: its programs compute the advantages to the same bit.
   arrays = settled(record.groups), record.source_P, record.reference_PGT
   groups, source_P, reference_PGT = exchange.taken(arrays, index)
   decided_PG = exchange.taken(record.groups.decided_PG, index)
@@ -62,6 +63,8 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     group = take(groups, p)  # without P
     problem = int(groups.id_P[p])
     responses = _responses(t, group, decided_PG[p], adv_PGT[p], of_seat, budget)
+    # Texts of all groups are kept; the per-token fields end with the budget, so a
+    # step's file stays small at any length of responses.
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
     low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
@@ -94,6 +97,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
 
 def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
   """Picks at most `most` of the filled seats, evenly spread over the sources."""
+  # Seats are in order of sources, so an even spread shows each of them.
   seats = np.flatnonzero(filled_P)
   count = min(most, len(seats))
   return seats[np.arange(count) * len(seats) // max(count, 1)]
@@ -101,6 +105,7 @@ def chosen(filled_P: np.ndarray, most: int = MOST_GROUPS) -> np.ndarray:
 
 def _updated(updates: Sequence[Updated], seat, group_size):
   """Returns (number, update) of a seat's last update, with only its tokens [G, T]."""
+  # With several epochs the last update of a seat is the most off-policy one.
   for number, updated in reversed(list(enumerate(updates, 1))):
     for i in np.flatnonzero(updated.seats_P == seat):
       rows = i * group_size + np.arange(group_size)
@@ -131,6 +136,7 @@ def _responses(
     version_N = group.policy_version_PGT[g, mask_T]
     given = version_N[0] == GIVEN
     adv_N = adv_GT[g, mask_T]
+    # One number for most rules; a list only where a rule gives each token its own.
     equal = (adv_N == adv_N[0]).all()
     sampled = {}
     first, last = np.flatnonzero(mask_T)[[0, -1]]

@@ -119,6 +119,12 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ["sampler.stop=('a', 'b')", 'sampler.done_check_lag=0'],
   ),
   ({'sampler.stop': ('a', '')}, ['sampler.stop', 'a tuple of strings']),
+  ({'rollout.given': 8}, ['rollout.given=8', 'sampler.group_size=8', 'at most 7']),
+  (
+    {'rollout.given': 1, 'batch.rule': 'adapted'},
+    ['rollout.given=1', "batch.rule='adapted'", "'learnable_only'"],
+  ),
+  ({'rollout.given': 1, 'rollout.records': 'x'}, ['rollout.given=1', 'records=x']),
 ]
 
 
