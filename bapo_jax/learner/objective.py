@@ -339,7 +339,7 @@ def _bounds_of_all(trained: Variables, parts: MicroBatches, scale_B: Array) -> B
   packed = parts.packed
 
   # One more forward pass, about a third of the products of an update; 'stored' needs
-  # memory in its place. Only log-probabilities leave the loop, so no activation is kept.
+  # memory in its place. Only log-probabilities leave the loop: it keeps no activation.
   def add(n, logp_BT):
     return logp_BT + parts.stats(trained, n).logp_BT
 
