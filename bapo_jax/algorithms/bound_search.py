@@ -78,14 +78,11 @@ def search(
   evidence = positives | negatives
   down = len(lows) - 1  # steps of the lower bound
   up = len(highs) - 1
-  # Tables, so that all points are float32 numbers of the host: the published loop adds
-  # in Python, and an index into its points returns its bounds to the last bit.
   low_points = jnp.asarray(lows)
   high_points = jnp.asarray(highs)
 
   # Point `index` of the path: all steps of the first leg, then those of the second.
   def bounds(index: Array | int) -> tuple[Array, Array]:
-    # `index` counts steps along both legs; the first leg ends before the second begins.
     leg = jnp.minimum(index, up if k.order == 'upper' else down)
     i, j = (index - leg, leg) if k.order == 'upper' else (leg, index - leg)
     return low_points[i], high_points[j]

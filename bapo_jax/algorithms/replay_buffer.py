@@ -344,12 +344,9 @@ def insert(
   """
   # Keeps one attempt per problem, the last row; re-evaluated rows come last.
   tried = concat(fresh, reevaluated)
-  # The re-evaluated attempt is by weights at least as new as those of the fresh one.
   last_P = first_of(tried.id_P[::-1], tried.completed_step_P[::-1] >= 0)[::-1]
   tried = tried._replace(completed_step_P=jnp.where(last_P, tried.completed_step_P, -1))
   hard_P = passing(tried, 0, buffer.thresholds.hard_max)
-  # Use is counted where it happens, in the batch: a group that was drawn and dropped
-  # for want of a seat was not trained on.
   reused_P = jnp.where(source_P == REUSED, groups.id_P, -1)
   usage_count_P = buffer.usage_count_P + _among(buffer.reusable.id_P, reused_P)
   # Promoted groups without a seat wait; if dropped, they would be lost untrained.
@@ -365,12 +362,9 @@ def insert(
     max_reuse,
   )
   hard, counts = _insert_hard(buffer, tried, hard_P, len(fresh.id_P), hard_order)
-  # The mean verdict is over fresh responses alone: re-evaluated problems were chosen
-  # for being hard, and would bias it.
   filled_P = fresh.completed_step_P >= 0
   correct = buffer.num_correct + jnp.where(filled_P, fresh.correct_PG.sum(1), 0).sum()
   responses = buffer.num_responses + (fresh.decided_PG & filled_P[:, None]).sum()
-  # Integers until here: a running mean of floats would depend on the order of steps.
   rate = correct / jnp.maximum(responses, 1)
   bands = thresholds(rate.astype(jnp.float32), fresh.correct_PG.shape[1])
   stored = ReplayBuffer(hard, reusable, usage_count_P, correct, responses, bands)

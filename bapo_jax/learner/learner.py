@@ -187,14 +187,8 @@ def flatten(
   P, G, _ = groups.tokens_PGT.shape
   # An empty seat of a fixed-size batch has rows like any other, without a loss.
   teaches_PG = groups.teaches_PG & (source_P >= 0)[:, None]
-  # Left out of the loss, and still compared: its reward stays in the mean of its group.
-  loss_mask_PGT = groups.response_mask_PGT & teaches_PG[..., None]
-  given_PGT = None
-  if unsampled == 'given':
-    given_PGT = loss_mask_PGT & (groups.policy_version_PGT == GIVEN)
-    loss_mask_PGT &= ~given_PGT
-  elif unsampled == 'messages':
-    given_PGT = messages(loss_mask_PGT)
+  trained_PGT = groups.response_mask_PGT & teaches_PG[..., None]
+  loss_mask_PGT, given_PGT = _divided(trained_PGT, groups, unsampled)
   on_policy_PGT = groups.response_mask_PGT & (groups.policy_version_PGT == version)
   prox_PGT = groups.behavior_logp_PGT if prox_PGT is None else prox_PGT
   adv_PGT = advantages(
@@ -225,10 +219,19 @@ def flatten(
   )
 
 
-def messages(mask_PGT: Array) -> Array:
-  """Marks the tokens between sampled ones: the messages of an environment."""
-  so_far_PGT = mask_PGT.cumsum(-1)
-  return ~mask_PGT & (so_far_PGT > 0) & (so_far_PGT < so_far_PGT[..., -1:])
+def _divided(
+  trained_PGT: Array, groups: Groups, unsampled: Unsampled
+) -> tuple[Array, Array | None]:
+  """Returns the masks of the sampled and of the other tokens to train on."""
+  if unsampled == 'given':
+    given_PGT = groups.policy_version_PGT == GIVEN
+    return trained_PGT & ~given_PGT, trained_PGT & given_PGT
+  if unsampled == 'messages':
+    # What is not sampled, between the first and the last sampled token.
+    so_far_PGT = trained_PGT.cumsum(-1)
+    inside_PGT = (so_far_PGT > 0) & (so_far_PGT < so_far_PGT[..., -1:])
+    return trained_PGT, inside_PGT & ~trained_PGT
+  return trained_PGT, None
 
 
 def update(
@@ -350,9 +353,8 @@ def learn(
 ) -> tuple[Tree, Tree, dict[str, Array], UpdatedTokens]:
   """Runs one optimiser update on one minibatch.
 
-  The update is skipped, and counted in learner/skipped, if the loss, the gradient or a
-  recorded log-probability is not finite. The log-probabilities are checked because rows
-  without an advantage are not computed and so cannot reveal non-finite weights.
+  Skips an update, counted in learner/skipped, whose loss or gradient is not finite, or,
+  since rows that teach nothing are not computed, a recorded log-probability is not.
 
   Args:
     base: frozen weights, see `objective.gradient`.
@@ -362,13 +364,11 @@ def learn(
   """
   value, grads, (stats, bounds) = objective_lib.gradient(params, batch, objective, base)
   rule = objective.loss_rule
-  # Without the share of filled seats: shares and slopes are relative to the batch.
   scale_B = loss.row_scale(batch.loss_mask_BT, rule.aggregate, objective.length)
   computed = objective.computed(batch)
   # Compares sampler and learner on the tokens that these weights sampled.
   same_BT = computed.loss_mask_BT & batch.on_policy_BT
   diff_BT = jnp.where(same_BT, jnp.abs(stats.logp_BT - batch.behavior_logp_BT), 0)
-  # Before clipping, which is part of tx.
   norm = optax.tree.norm(grads)
   sampled_BT = jnp.where(batch.loss_mask_BT, batch.behavior_logp_BT, 0)
   finite = jnp.isfinite(value) & jnp.isfinite(norm) & jnp.isfinite(sampled_BT).all()

@@ -149,17 +149,17 @@ class Objective:
     self,
     logp_BT: Array,
     part: Batch,
-    scales: 'Scales',
+    scale_B: Array,
     find: FindBounds,
     entropy_BT: Array | None = None,
+    given_B: Array | None = None,
   ) -> tuple[Array, Bounds]:
     """Returns (loss of a part of the batch, clip bounds used in it).
 
-    `scales` are those of the whole batch. Only a bonus reads entropy_BT, the entropy of
-    the policy at each token, nats.
+    scale_B and given_B are the `scales` of the whole batch. Only a bonus reads
+    entropy_BT, the entropy of the policy at each token, nats.
     """
     rule = self.loss_rule
-    scale_B, given_B = scales
     gain_BT, bounds = loss.gain(rule, logp_BT, part, find)
     # Penalties and bonus come after the search: a balancing clip rule weighs the policy
     # gradient alone, so its bounds do not depend on their costs.
@@ -273,6 +273,7 @@ def _of_all(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
   """Runs all forward passes, then the bound search, then all backward passes."""
   o = parts.objective
   batch = parts.batch
+  scale_B, given_B = scales
   stats, backward = accumulation.forward_all(
     parts.stats,
     trained,
@@ -282,8 +283,8 @@ def _of_all(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
   )
 
   def value_of(stats):
-    search = o.search(stats.logp_BT, batch, scales[0])
-    return o.loss(stats.logp_BT, batch, scales, search, stats.entropy_BT)
+    search = o.search(stats.logp_BT, batch, scale_B)
+    return o.loss(stats.logp_BT, batch, scale_B, search, stats.entropy_BT, given_B)
 
   # One search over everything; the backward passes begin when the bounds are known.
   # The loss needs only three numbers per token, so its own gradient is cheap; the
@@ -295,13 +296,14 @@ def _of_all(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
 def _one_by_one(trained: Variables, parts: MicroBatches, scales: Scales) -> Result:
   """Runs the backward pass of each micro-batch right after its forward pass."""
   o = parts.objective
-  bounds = _bounds_of_all(trained, parts, scales[0])
+  scale_B, given_B = scales
+  bounds = _bounds_of_all(trained, parts, scale_B)
 
   def value_of(trained, n):
     stats = parts.stats(trained, n)
     # Masked, not sliced: all micro-batches then run one program on arrays [B, T].
     part = parts.batch.only(parts.mine(n))
-    search = o.search(stats.logp_BT, part, scales[0])
+    search = o.search(stats.logp_BT, part, scale_B)
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
     # several, the bounds of the extra forward pass apply.
@@ -312,7 +314,8 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scales: Scales) -> Resu
       several = parts.packed.used > 1
       return jax.tree.map(lambda a, b: jnp.where(several, a, b), bounds, of_part)
 
-    value, applied = o.loss(stats.logp_BT, part, scales, find, stats.entropy_BT)
+    entropy_BT = stats.entropy_BT
+    value, applied = o.loss(stats.logp_BT, part, scale_B, find, entropy_BT, given_B)
     return value, (stats, applied)
 
   # Statistics of micro-batches are disjoint, so they add up. Bounds of one search are

@@ -143,11 +143,10 @@ def rollout(
 ) -> Rollout:
   """Samples G responses to each of P prompts, and returns up to P verified groups.
 
-  With a token budget (k.max_tokens_per_step) decoding stops when the budget is spent,
-  and unfinished responses continue in the next step, with that step's weights (partial
-  rollouts; Balanced PO, section 5). The oldest finished groups are returned, at most P.
-  A group that was submitted k.max_off_policy_steps ago is due: it is completed even
-  beyond the budget. `collect_due` returns due groups beyond P in the same step.
+  With a token budget (k.max_tokens_per_step) decoding stops when it is spent, and
+  unfinished responses continue in the next step, with its weights (partial rollouts;
+  Balanced PO, section 5). A group submitted k.max_off_policy_steps ago is due: it is
+  completed beyond the budget. `collect_due` returns due groups beyond P in this step.
 
   Args:
     rollouts: has at least P free places; may have unfinished responses; mutated.
@@ -157,13 +156,12 @@ def rollout(
     policy_version: learner step that made the weights `params`.
     first_uid: uid of the first response; later responses count up from it.
     k: budget and maximum age of responses. With k.cache='refresh' the cache of
-      unfinished responses is recomputed first, so that the log-probabilities of new
-      tokens are those of the new weights; with 'keep' unfinished responses continue on
-      the keys and values that older weights computed.
+      unfinished responses is recomputed first, by the new weights; with 'keep' they
+      continue on the keys and values that older weights computed.
     given: see `PartialRollouts.submit`.
 
   Returns:
-    P groups; the last groups are empty if fewer than P have finished.
+    The P oldest finished groups; the last are empty if fewer than P have finished.
   """
   P = len(prompts.id_P)
   if not P:

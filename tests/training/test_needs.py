@@ -156,6 +156,7 @@ EVERYWHERE = [
   {'sft.experts': 4, 'loss.kl': 0.1},
   {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
   {'optimizer.schedule': 'cosine', 'optimizer.weight_decay': 0.1},
+  {'rollout.given': 1, 'loss.imitation': 0.1},
 ]
 
 
