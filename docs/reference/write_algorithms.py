@@ -7,10 +7,15 @@
    the method;
 2. `row` reads the values of the knobs from the config of the method's overrides, and
    refuses a value that is not the one beside its source;
-3. `parity` measures how far the rules are from their published code on the tokens of
+3. `status` says how far a method was tried here: by published code, in recorded runs,
+   in a claim;
+4. `parity` measures how far the rules are from their published code on the tokens of
    tests/algorithms/published.json.
 """
 
+import collections
+import functools
+import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -33,6 +38,17 @@ SLOTS = ('clip', 'mask', 'loss', 'advantage', 'batch')
 WHAT = {'advantage': 'advantage', 'batch': 'groups in the batch'}
 PUBLISHED = 'rules_equal_their_published_code'
 PAPER, CODE = 'paper', 'public code'
+RESULTS = pathlib.Path(__file__).parents[2] / 'papers'
+# Arm of an experiment -> the method whose name differs.
+ARMS = {'dapo': 'dynamic_sampling', 'adapted': 'batch_adaptation'}
+# Tests that compare with published code, or with its loop.
+BY_CODE = {PUBLISHED, 'recipe_is_the_public_loop'}
+DEFAULTS = {'group_relative', 'fresh_only'}  # rules of nearly all arms
+CLAIMED = {  # method -> the page with the verdict on its paper's claims
+  'balanced': 'bench/README.md',
+  'recipe': 'bench/README.md#s2-again-the-search-of-the-public-code',
+  'batch_adaptation': 'batch_adaptation/README.md',
+}
 
 
 class Row(NamedTuple):
@@ -296,6 +312,30 @@ ROWS: dict[str, dict[str, Row]] = {
 }
 
 
+@functools.cache
+def trained() -> collections.Counter[str]:
+  """Returns method -> recorded runs of papers/ in arms of its name."""
+  runs = collections.Counter()
+  for path in RESULTS.glob('*/results/*.jsonl'):
+    for line in path.read_text().splitlines():
+      # Arms of several learning rates have them in their names.
+      arm = (json.loads(line).get('arm') or '').partition('_lr')[0]
+      runs[ARMS.get(arm, arm)] += 1
+  return runs
+
+
+def status(name: str, said: Row) -> str:
+  """Returns what was done with a method here beyond a test of its formula."""
+  done = ['equal to published code'] * (not BY_CODE.isdisjoint(said.tests))
+  if name in DEFAULTS:
+    done.append('the rule of nearly all recorded runs')
+  if count := trained()[name]:
+    done.append(f'{count} recorded runs')
+  if name in CLAIMED:
+    done.append(f'[claims tested](../../papers/{CLAIMED[name]})')
+  return ', '.join(done) or 'formula only'
+
+
 def row(name: str, said: Row) -> list[str]:
   """Returns the cells of a method.
 
@@ -310,6 +350,7 @@ def row(name: str, said: Row) -> list[str]:
     said.what,
     defaults(said, parse(merged(Config().model_dump(), method.overrides))),
     ', '.join(f'`test_{test}`' for test in said.tests),
+    status(name, said),
     f'`{given(method.overrides)}`',
   ]
 
@@ -398,9 +439,9 @@ def document(text: str) -> str:
   """Returns the page with its tables updated."""
   for slot in SLOTS:
     what = WHAT.get(slot, 'weight of grad log pi')
-    head = ('name', 'method', what, 'defaults', 'tests', 'overrides')
+    head = ('name', 'method', what, 'defaults', 'tests', 'status', 'overrides')
     rows = [row(*item) for item in ROWS[slot].items()]
-    text = claims.between(text, f'{slot} rules', markdown.table(rows, head, 'llllll'))
+    text = claims.between(text, f'{slot} rules', markdown.table(rows, head, 'lllllll'))
   rows = [parity_row(*x) for x in parity()]
   head = ('rule', 'published code', 'function', 'objective', 'gradient')
   return claims.between(text, 'parity', markdown.table(rows, head, 'lllrr'))
