@@ -115,11 +115,11 @@ class Objective:
     Each of the two objectives has its own denominator. The second is None if the batch
     has no given tokens.
     """
-    share = filled_share(batch)
 
     # Before packing drops rows: rows that teach nothing still count in the average.
     def scale(mask_BT: Array) -> Array:
-      return loss.row_scale(mask_BT, self.loss_rule.aggregate, self.length) * share
+      scale_B = loss.row_scale(mask_BT, self.loss_rule.aggregate, self.length)
+      return scale_B * filled_share(batch)
 
     given_B = None if batch.given_BT is None else scale(batch.given_BT)
     return scale(batch.loss_mask_BT), given_B
