@@ -39,6 +39,7 @@ class Problems(NamedTuple):
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
   history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
+  set: Sequence[str] = ()  # held-out set of each problem; '' or (): no names
 
 
 class EncodedPrompt(NamedTuple):
@@ -147,6 +148,7 @@ def tabulate(
     fields=[row.fields for row in rows],
     pictures=[row.pictures for row in rows],
     history=[row.history for row in rows],
+    set=[row.set for row in rows],
   )
 
 
@@ -187,14 +189,14 @@ def encode(
 def fingerprint(problems: Problems) -> str:
   """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages, earlier turns and pictures enter only if present, so older digests
-  stay valid.
+  System messages, earlier turns, pictures and names of sets enter only if present, so
+  older digests stay valid.
   """
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   digests = [pictures.digests(files) for files in problems.pictures]
   # Own functions may read the fields.
-  own = problems.system, problems.fields, digests, problems.history
+  own = problems.system, problems.fields, digests, problems.history, problems.set
   columns += filter(any, own)
   return _digest(zip(*columns, strict=True))
 

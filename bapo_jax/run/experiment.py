@@ -426,17 +426,24 @@ class Run:
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
-    floats = {k: v for k, v in result.items() if isinstance(v, float)}
-    # A row lacks what is unknown because no response was decided.
-    row = {f'eval/{k}': v for k, v in floats.items() if not math.isnan(v)}
-    for name, part in result['parts'].items():
-      row[f'eval/{metrics.PARTS}{name}'] = part['mean']
-      row[f'eval/{metrics.PARTS}{name}_stderr'] = part['stderr']
-    rewards = evaluate.rewards_of(result).items()
+    sets = result.get('sets', {})
+    row = {}
+    prefixes = {'eval/': result} | {f'eval/{name}/': x for name, x in sets.items()}
+    for prefix, values in prefixes.items():
+      floats = {k: v for k, v in values.items() if isinstance(v, float)}
+      # A row lacks what is unknown because no response was decided.
+      row |= {f'{prefix}{k}': v for k, v in floats.items() if not math.isnan(v)}
+      for name, part in values['parts'].items():
+        row[f'{prefix}{metrics.PARTS}{name}'] = part['mean']
+        row[f'{prefix}{metrics.PARTS}{name}_stderr'] = part['stderr']
+    means = {name: (x['accuracy'], x['stderr']) for name, x in sets.items()}
+    means |= evaluate.rewards_of(result)
     message = (
       f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
       f'{result["stderr"]:.3f} on {result["n"]} problems'
-      + ''.join(f', {name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in rewards)
+      + ''.join(
+        f', {name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in means.items()
+      )
     )
     if result['undecided']:
       message += (
