@@ -1,6 +1,6 @@
 """Knobs of the tokenizer, the problems and the prompts."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
@@ -80,11 +80,11 @@ class ProblemsConfig(CustomSection):
     'refuse', 'Resume with other problems: refuse, or accept and empty the buffer.'
   )
 
-  @pydantic.field_validator('test_source')
   @classmethod
-  def _names(cls, source: str) -> str:
-    sets.parse(source)
-    return source
+  def custom_type(cls, values: Any) -> type[CustomKnobs]:
+    """Returns the section of the functions; refuses wrong names of held-out sets."""
+    sets.parse(str(values.get('test_source', '')))
+    return super().custom_type(values)
 
   @pydantic.model_validator(mode='after')
   def _sources(self):

@@ -196,8 +196,9 @@ def fingerprint(problems: Problems) -> str:
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   digests = [pictures.digests(files) for files in problems.pictures]
   # Own functions may read the fields.
-  own = problems.system, problems.fields, digests, problems.history, problems.set
-  columns += filter(any, own)
+  columns += filter(
+    any, (problems.system, problems.fields, digests, problems.history, problems.set)
+  )
   return _digest(zip(*columns, strict=True))
 
 

@@ -28,8 +28,8 @@ def parse(source: str) -> dict[str, str]:
     if named:
       name, path = named.groups()
       if reason := _refusal(name, path, sets):
-        raise ValueError(f'{source[:80]}: {reason}')
-      sets[name] = files.local(path, flag=f'{name}=')
+        raise ValueError(f'test_source={source}: {reason}')
+      sets[name] = files.local(path, flag=f'test_source={name}=')
     else:
       sets[name] = f'{sets[name]},{path}' if name in sets else path
   return sets
@@ -44,9 +44,11 @@ def _refusal(name, path, sets):
   if '' in sets:
     return f'{sets[""]} precedes the first name, {name!r}; name every set, or none'
   if not NAME.fullmatch(name):
-    return f'the name {name!r} needs one or more letters, digits, _ and -, only these'
+    return (
+      f'{name!r} cannot name a set; use letters, digits, _ and -, as in aime24=file'
+    )
   if name in sets or f'eval/{name}' in GLOSSARY:
-    return f'the name {name} is that of a set before or of a metric; choose another'
+    return f'the name {name} belongs to another set or metric already; choose another'
   if custom_code.is_path(path):
     return (
       f'{name} is a function, which cannot be a named set; write its rows to a file'

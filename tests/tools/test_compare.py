@@ -192,9 +192,10 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
 def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
   paths = []
   for rule, rights in {'fixed': '1001', 'balanced': '1111'}.items():
-    paths.append(run(tmp_path, rule, accuracy(0.5, 0.5), clip={'rule': rule}))
+    rows = [row | {'eval/a/accuracy': 0.5} for row in accuracy(0.5, 0.5)]
+    paths.append(run(tmp_path, rule, rows, clip={'rule': rule}))
     samples = [
-      {'id': i, 'problem': 'x', 'correct': right == '1'}
+      {'id': i, 'problem': 'x', 'correct': right == '1', 'set': 'ab'[i // 2]}
       for i, right in enumerate(rights)
     ]
     (tmp_path / rule / 'eval').mkdir()
@@ -203,6 +204,8 @@ def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
   page = page_of(paths, tmp_path / 'c.html')
   # 0, 1, 1 and 0: mean 1/2.
   assert re.match(r'\+0\.5.* \(n=4\)', page.cells('eval/accuracy')[2])
+  # 0 and 1 of set a: deviation sqrt(1/2), over sqrt 2; t of 1 degree of freedom 12.7.
+  assert page.cells('eval/a/accuracy')[2] == '+0.5 ± 6.4 (n=2)'
   (sentence,) = page.data['sentences']
   assert 'paired over 4 held-out problems of one run each' in sentence
 
