@@ -24,7 +24,7 @@ need an accelerator pod, and
 
   --config.model.path       a directory with config.json, *.safetensors, tokenizer.json
   --config.problems.source  the math rows of Skywork-OR1-RL-Data, parquet or jsonl
-  --config.problems.test_source   AIME 2024 and 2025: a.jsonl,b.jsonl
+  --config.problems.test_source   aime24=a.jsonl,aime25=b.jsonl: a number for each year
 
 We have run none of them yet. Balanced PO reports 70.8 / 62.5 (7B) and 87.1 / 80.0 (32B)
 on AIME 2024 / 2025. Responses end at 8192 tokens here; its longer runs are
@@ -66,7 +66,8 @@ def large(name: str) -> ConfigDict:
     '\\boxed{}.'
   )
   config.problems.source = 'data/skywork_or1_math.jsonl'
-  config.problems.test_source = 'data/aime24_25.jsonl'
+  # As in the papers' tables, each year has an accuracy of its own.
+  config.problems.test_source = 'aime24=data/aime24.jsonl,aime25=data/aime25.jsonl'
   config.prompts.max_prompt_tokens = 1024
   config.sampler.update(
     max_new_tokens=8192,

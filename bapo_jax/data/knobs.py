@@ -1,12 +1,13 @@
 """Knobs of the tokenizer, the problems and the prompts."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import SerializeAsAny
 
 from bapo_jax import custom_code
 from bapo_jax.custom_code import CustomKnobs, CustomSection, custom_knobs
+from bapo_jax.data import sets
 from bapo_jax.data.synthetic import synthetic
 from bapo_jax.knobs import Auto, LocalPath, Section, knob
 
@@ -61,7 +62,9 @@ class ProblemsConfig(CustomSection):
   )
   test_source: LocalPath = knob(
     SYNTHETIC,
-    "Held-out problems; same choices as source. A function is called with 'test'.",
+    "Held-out problems; same choices as source. A function is called with 'test'. "
+    'aime24=a.jsonl,aime25=b.jsonl,c.jsonl names sets, which are also evaluated apart; '
+    'all problems of all sets are evaluated.',
   )
   custom: SerializeAsAny[CustomRows] = custom_knobs(CustomRows)
   columns: Columns = knob(Columns, 'Columns of the rows.')
@@ -76,6 +79,12 @@ class ProblemsConfig(CustomSection):
   changed: Literal['refuse', 'accept'] = knob(
     'refuse', 'Resume with other problems: refuse, or accept and empty the buffer.'
   )
+
+  @classmethod
+  def custom_type(cls, values: Any) -> type[CustomKnobs]:
+    """Returns the section of the functions; refuses wrong names of held-out sets."""
+    sets.parse(str(values.get('test_source', '')))
+    return super().custom_type(values)
 
   @pydantic.model_validator(mode='after')
   def _sources(self):

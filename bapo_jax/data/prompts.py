@@ -40,6 +40,7 @@ class Problems(NamedTuple):
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
   history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
   solutions: Sequence[tuple[Solution, ...] | Solver] = ()  # see `Row`
+  set: Sequence[str] = ()  # held-out set of each problem; '' or (): no names
 
 
 class EncodedPrompt(NamedTuple):
@@ -149,6 +150,7 @@ def tabulate(
     pictures=[row.pictures for row in rows],
     history=[row.history for row in rows],
     solutions=[row.solutions for row in rows],
+    set=[row.set for row in rows],
   )
 
 
@@ -189,15 +191,16 @@ def encode(
 def fingerprint(problems: Problems) -> str:
   """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages, earlier turns and pictures enter only if present, so older digests
-  stay valid.
+  System messages, earlier turns, pictures and names of sets enter only if present, so
+  older digests stay valid.
   """
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   digests = [pictures.digests(files) for files in problems.pictures]
   # Own functions may read the fields.
-  own = problems.system, problems.fields, digests, problems.history
-  columns += filter(any, own)
+  columns += filter(
+    any, (problems.system, problems.fields, digests, problems.history, problems.set)
+  )
   return _digest(zip(*columns, strict=True))
 
 

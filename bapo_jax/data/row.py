@@ -24,6 +24,7 @@ class Row(NamedTuple):
   rank: int = 0  # the warm start numbers the rows by rank, then as they come
   # (role, text) of the turns between the system message and the problem.
   history: tuple[tuple[str, str], ...] = ()
+  set: str = ''  # name of its held-out set; '': sets have no names
 
   @property
   def texts(self) -> list[str]:

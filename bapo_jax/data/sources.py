@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from bapo_jax import custom_code
-from bapo_jax.data import dedup, layouts, local_files
+from bapo_jax.data import dedup, layouts, local_files, sets
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
 from bapo_jax.knobs import shown
@@ -43,16 +43,20 @@ def absent(problems: ProblemsConfig, knob: Knob) -> list[str]:
   Raises:
     ValueError: a name is malformed.
   """
-  source = getattr(problems, knob)
-  if _parse_name(knob, source) or custom_code.is_path(source):
-    return []
   lines = []
-  for path in _paths(source):
-    on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
-    is_file = path.endswith(local_files.SUFFIXES)
-    hint = f' (or hub:{path}?)' if on_hub and not is_file else ''
-    if not os.path.exists(path):
-      lines.append(f'--config.problems.{knob}={path}{hint}')
+  for source in _sets(problems, knob).values():
+    if _parse_name(knob, source) or custom_code.is_path(source):
+      continue
+    for path in _paths(source):
+      on_hub = hf_directory.NAME.fullmatch(f'hub:{path}')
+      is_file = path.endswith(local_files.SUFFIXES)
+      hint = f' (or hub:{path}?)' if on_hub and not is_file else ''
+      if '=' in path:
+        hint = (
+          ' (only sets of problems.test_source have names, of letters, digits, _, -)'
+        )
+      if not os.path.exists(path):
+        lines.append(f'--config.problems.{knob}={path}{hint}')
   return lines
 
 
@@ -73,10 +77,16 @@ def read(problems: ProblemsConfig, *, whole: bool = False) -> Data:
 
 def _rows(problems, knob: Knob, whole):
   return [
-    row
-    for folder, items in _files(problems, knob, whole)
+    row._replace(set=name)
+    for name, folder, items in _files(problems, knob, whole)
     for row in layouts.read_rows(items, problems.columns, whole=whole, folder=folder)
   ]
+
+
+def _sets(problems, knob: Knob):
+  """Returns name -> source; only held-out sets have names, also in an evaluation."""
+  source = getattr(problems, knob)
+  return sets.parse(source) if source == problems.test_source else {'': source}
 
 
 def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
@@ -91,7 +101,7 @@ def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
         check_row(row)
       except ValueError as error:
         # The rows do not carry their locations: the source is read up to this row.
-        items = (item for _, items in _files(problems, knob) for item in items)
+        items = (item for *_, items in _files(problems, knob) for item in items)
         place, _ = next(itertools.islice(items, i, None))
         raise ValueError(f'{place}: {error}') from error
 
@@ -99,17 +109,20 @@ def check(problems: ProblemsConfig, data: Data, check_row: Check) -> None:
 def unique(
   problems: ProblemsConfig, data: Data, knob: Knob, *, quiet: bool = False
 ) -> list[Row]:
-  """Returns the rows of a source, each once unless duplicates='keep'; logs repeats."""
-  rows = data.of(knob)
-  source = getattr(problems, knob)
-  once, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
+  """Returns the rows of a source, each once unless duplicates='keep'; logs repeats.
+
+  A problem may be in several named sets, once in each.
+  """
   drop = problems.duplicates == 'drop'
-  if message and not quiet:
-    log(
-      f'{message}; '
-      f'{"the first of each is kept" if drop else "all kept: problems.duplicates=keep"}'
-    )
-  return once if drop else rows
+  done = 'the first of each is kept' if drop else 'all kept: problems.duplicates=keep'
+  kept = []
+  for name, source in _sets(problems, knob).items():
+    rows = [row for row in data.of(knob) if row.set == name]
+    once, message = dedup.deduplicate(rows, f'problems.{knob}={source}')
+    if message and not quiet:
+      log(f'{message}; {done}')
+    kept += once if drop else rows
+  return kept
 
 
 def imitated(problems: ProblemsConfig, data: Data) -> list[Row]:
@@ -139,10 +152,10 @@ def check_solutions(problems: ProblemsConfig, data: Data) -> None:
 
 def file_digests(problems: ProblemsConfig) -> list[str]:
   """Returns a digest of each file of problems.source, which change with their text."""
-  source = problems.source
-  if custom_code.is_path(source):
-    return [custom_code.digest(source)]
-  return [custom_code.digest(path) for path in _paths(source) if os.path.exists(path)]
+  if custom_code.is_path(problems.source):
+    return [custom_code.digest(problems.source)]
+  paths = _paths(','.join(_sets(problems, 'source').values()))
+  return [custom_code.digest(path) for path in paths if os.path.exists(path)]
 
 
 def _are_solutions(value):
@@ -154,33 +167,34 @@ def _are_solutions(value):
 
 
 def _files(problems, knob: Knob, whole=False):
-  """Yields (folder of pictures, (location, fields) pairs) of each file of a source."""
-  source = getattr(problems, knob)
-  if custom_code.is_path(source):
-    try:
-      rows = list(custom_code.load(source).bound(problems.custom)(SPLITS[knob]))
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
-      reason = custom_code.described(error, source)
-      raise ValueError(f'{source} raises {reason}') from error
-    if not rows:
-      raise ValueError(f'{source} returns no rows; return a list of dicts')
-    yield '', ((f'{source}, row {i}', _plain(row)) for i, row in enumerate(rows, 1))
-    return
-  paths = _paths(source)
-  if named := _parse_name(knob, source):
-    from bapo_jax.data import hub
+  """Yields (set, folder of pictures, (location, fields) pairs) of each file."""
 
-    where, name, split = named
-    if where == 'tfds':
-      yield '', hub.tfds_items(name, split, f'problems.{knob}')
-      return
-    paths = hub.find_files(name, split, f'problems.{knob}')
+  def reads(column: str) -> bool:
+    return whole or layouts.known(column, problems.columns)
 
-  def reads(name: str) -> bool:
-    return whole or layouts.known(name, problems.columns)
+  for held_out, source in _sets(problems, knob).items():
+    if custom_code.is_path(source):
+      try:
+        rows = list(custom_code.load(source).bound(problems.custom)(SPLITS[knob]))
+      except (Exception, SystemExit) as error:  # a user's function may raise anything
+        reason = custom_code.described(error, source)
+        raise ValueError(f'{source} raises {reason}') from error
+      if not rows:
+        raise ValueError(f'{source} returns no rows; return a list of dicts')
+      items = ((f'{source}, row {i}', _plain(row)) for i, row in enumerate(rows, 1))
+      yield held_out, '', items
+      continue
+    paths = _paths(source)
+    if named := _parse_name(knob, source):
+      from bapo_jax.data import hub
 
-  for path in paths:
-    yield os.path.dirname(path), local_files.items(path, reads)
+      where, name, split = named
+      if where == 'tfds':
+        yield held_out, '', hub.tfds_items(name, split, f'problems.{knob}')
+        continue
+      paths = hub.find_files(name, split, f'problems.{knob}')
+    for path in paths:
+      yield held_out, os.path.dirname(path), local_files.items(path, reads)
 
 
 def _plain(value):

@@ -20,7 +20,7 @@ from scipy import special
 
 from bapo_jax.run.panels import METRICS
 from bapo_jax.run.run_files import RunFiles
-from bapo_jax.run.series import ERRORS, fifths, mean, series
+from bapo_jax.run.series import ERRORS, fifths, mean, of_sets, series
 from bapo_jax.training.evaluate import mean_and_error, plus_minus
 
 # Knobs that may differ within a group, beside the seeds: they change no result.
@@ -120,8 +120,9 @@ def cell(group: Group, name: str) -> str:
   middle, half = interval(values)
   # One run has no spread between seeds, but an evaluation knows its error over
   # problems.
-  if len(group.runs) == 1 and name in ERRORS:
-    half = final(group.runs[0], ERRORS[name])
+  errors = ERRORS | of_sets([[name]])
+  if len(group.runs) == 1 and name in errors:
+    half = final(group.runs[0], errors[name])
   few = f' (n={len(values)})' if len(values) < len(group.runs) else ''
   return plus_minus(middle, half) + few
 
@@ -149,7 +150,10 @@ def by_problem(run: RunFiles) -> dict[str, Values]:
     problems[sample.get('id'), sample['problem'], settings_of(run)].append(sample)
   means = defaultdict(dict)
   for problem, samples in problems.items():
-    for name, field in {'eval/accuracy': 'correct', 'eval/length': 'tokens'}.items():
+    fields = {'eval/accuracy': 'correct', 'eval/length': 'tokens'}
+    if 'set' in samples[0]:
+      fields[f'eval/{samples[0]["set"]}/accuracy'] = 'correct'
+    for name, field in fields.items():
       # Old records lack the length, and an undecided response is not right or wrong.
       known = [x[field] for x in samples if x.get(field) is not None]
       if known:
@@ -162,7 +166,7 @@ def paired(base: Values, other: Values) -> list[float]:
   return [other[key] - base[key] for key in base if key in other]
 
 
-def _finals(groups: Sequence[Group]):
+def _finals(groups: Sequence[Group], names: Sequence[str]):
   """Returns what is paired, and for each group metric -> key -> final value.
 
   The keys are seeds, or held-out problems if every group is a single run.
@@ -170,7 +174,7 @@ def _finals(groups: Sequence[Group]):
   # Without seeds to pair, problems are the next largest common source of variation.
   if all(len(group.runs) == 1 for group in groups):
     return 'held-out problem', [by_problem(group.runs[0]) for group in groups]
-  return 'seed', [{name: by_seed(group, name) for name in METRICS} for group in groups]
+  return 'seed', [{name: by_seed(group, name) for name in names} for group in groups]
 
 
 def results(groups: Sequence[Group]) -> Iterator[str]:
@@ -178,7 +182,7 @@ def results(groups: Sequence[Group]) -> Iterator[str]:
 
   Skips a group with fewer than two seeds or held-out problems of the first.
   """
-  unit, (base, *others) = _finals(groups)
+  unit, (base, *others) = _finals(groups, ['eval/accuracy'])
   for group, other in zip(groups[1:], others, strict=True):
     pairs = paired(base.get('eval/accuracy', {}), other.get('eval/accuracy', {}))
     if len(pairs) > 1:
@@ -205,11 +209,13 @@ def differences(groups: Sequence[Group]) -> tuple[str, dict[str, list[str]]]:
 
   Returns:
     What is paired, 'seed' or 'held-out problem', and metric -> the mean difference of
-    each group, '' if there are fewer than two pairs.
+    each group, '' if there are fewer than two pairs; METRICS, then those of named sets.
   """
-  unit, (base, *others) = _finals(groups)
+  rows = (row for group in groups for run in group.runs for row in run.rows)
+  names = [*METRICS, *of_sets(rows)]
+  unit, (base, *others) = _finals(groups, names)
   table: dict[str, list[str]] = {}
-  for name in METRICS:
+  for name in names:
     pairs = [paired(base.get(name, {}), other.get(name, {})) for other in others]
     table[name] = [
       f'{plus_minus(*interval(x), "+")} (n={len(x)})' if len(x) > 1 else ''

@@ -443,18 +443,21 @@ class Run:
   def evaluate(self, s: TrainState) -> tuple[Metrics, str]:
     """Evaluates the state; returns its metrics and a message for the console."""
     result = record_evaluation(self.t, self.workdir, s)
-    floats = {k: v for k, v in result.items() if isinstance(v, float)}
-    # A row lacks what is unknown because no response was decided.
-    row = {f'eval/{k}': v for k, v in floats.items() if not math.isnan(v)}
-    for name, part in result['parts'].items():
-      row[f'eval/{metrics.PARTS}{name}'] = part['mean']
-      row[f'eval/{metrics.PARTS}{name}_stderr'] = part['stderr']
+    row = {}
+    texts = []
+    for of_set, values in {'': result, **result.get('sets', {})}.items():
+      prefix = f'eval/{of_set}/' if of_set else 'eval/'
+      floats = {k: v for k, v in values.items() if isinstance(v, float)}
+      # A row lacks what is unknown because no response was decided.
+      row |= {f'{prefix}{k}': v for k, v in floats.items() if not math.isnan(v)}
+      for name, part in values['parts'].items():
+        row[f'{prefix}{metrics.PARTS}{name}'] = part['mean']
+        row[f'{prefix}{metrics.PARTS}{name}_stderr'] = part['stderr']
+      text = f'{values["accuracy"]:.3f} ± {values["stderr"]:.3f} on {values["n"]}'
+      texts.append(f'{of_set} {text} problems'.lstrip())
     rewards = evaluate.rewards_of(result).items()
-    message = (
-      f'held-out accuracy at step {s.step}: {result["accuracy"]:.3f} ± '
-      f'{result["stderr"]:.3f} on {result["n"]} problems'
-      + ''.join(f', {name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in rewards)
-    )
+    texts += (f'{name} {mean:.3f} ± {error:.3f}' for name, (mean, error) in rewards)
+    message = f'held-out accuracy at step {s.step}: {", ".join(texts)}'
     if result['undecided']:
       message += (
         f'. {result["undecided"]:.1%} of the responses could not be verified and are '

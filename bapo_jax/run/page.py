@@ -22,7 +22,7 @@ from bapo_jax.run import comparison, document, report, run_files, samples
 from bapo_jax.run.comparison import Group
 from bapo_jax.run.panels import MAIN, METRICS, PANELS
 from bapo_jax.run.run_files import RunFiles
-from bapo_jax.run.series import ERRORS, fifths, mean, series
+from bapo_jax.run.series import ERRORS, fifths, mean, of_sets, series
 from bapo_jax.runtime import digests, files
 from bapo_jax.runtime.glossary import GLOSSARY
 from bapo_jax.runtime.markdown import shortened
@@ -111,9 +111,10 @@ def comparison_data(groups: Sequence[Group]) -> files.Object:
   unit, differences = comparison.differences(groups)
   cells = {
     name: [*(comparison.cell(group, name) for group in groups), *differences[name]]
-    for name in METRICS
+    for name in differences
   }
   finals = [(name, *row) for name, row in cells.items() if any(row)]
+  others = METRICS[MAIN:]
   return {
     'title': 'Runs compared',
     'heading': f'{len(runs)} runs of {len(groups)} configs',
@@ -124,8 +125,8 @@ def comparison_data(groups: Sequence[Group]) -> files.Object:
     'nuisance': comparison.NUISANCE,
     'tables': {
       'differs': [*_knobs(columns, comparison.nuisance)],
-      'finals': [row for row in finals if row[0] in METRICS[:MAIN]],
-      'others': [row for row in finals if row[0] not in METRICS[:MAIN]],
+      'finals': [row for row in finals if row[0] not in others],
+      'others': [row for row in finals if row[0] in others],
       'runs': [
         (
           run.workdir,
@@ -163,14 +164,21 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   """Returns the panels to draw, and the columns of the runs that they need."""
   runs = [run for group in groups for run in group.runs]
   recorded = {name for run in runs for row in run.rows for name in row}
+  sets = of_sets(row for run in runs for row in run.rows)
+  errors = ERRORS | sets
   panels = []
   for panel in PANELS:
     if not panel.optional or recorded & panel.labels.keys():
       names = [*panel.labels][: panel.compared if len(runs) > 1 else None]
       labels = {name: panel.labels[name] for name in names}
       panels.append(panel._replace(labels=labels)._asdict())
+    if 'eval/accuracy' in panel.labels:
+      panels += [
+        panel._replace(title=f'Accuracy on {x.split("/")[1]}', labels={x: ''})._asdict()
+        for x in sets
+      ]
   names = {name for panel in panels for name in panel['labels']}
-  names |= {ERRORS[name] for name in names & ERRORS.keys()}
+  names |= {errors[name] for name in names & errors.keys()}
   # A page of many long runs must not become too large for a browser.
   # Every n-th row; evaluations always stay, because they are what a page is opened for.
   every = -(-sum(len(run.rows) for run in runs) // MOST_ROWS) or 1
@@ -183,7 +191,7 @@ def _curves(groups: Sequence[Group]) -> files.Object:
 
   return {
     'panels': panels,
-    'errors': ERRORS,
+    'errors': errors,
     'every': every,
     'groups': [
       {'label': group.label, 'runs': [columns(run.rows) for run in group.runs]}

@@ -29,7 +29,7 @@ def settings_sentence(rows: Sequence[Row]) -> str:
 
 
 def change_sentence(before: files.Object, after: files.Object) -> str:
-  """Compares the results of two evaluations, and their errors."""
+  """Compares the results of two evaluations, and their errors; then by named sets."""
   if not evaluate.comparable(before, after):
     return (
       f'Accuracy is {after["accuracy"]:.3f} ± {after["stderr"]:.3f} (one standard '
@@ -42,11 +42,15 @@ def change_sentence(before: files.Object, after: files.Object) -> str:
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
   n = ' and '.join(dict.fromkeys(str(e['n']) for e in (before, after)))
+  sets = (
+    f' {name}: {change_sentence(result, after["sets"][name])}'
+    for name, result in before.get('sets', {}).items()
+  )
   return (
     f'Accuracy went from {was} to {now} on {n} held-out problems (± is one standard '
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
-    f'{"" if clear else ", so it may be chance"}.'
+    f'{"" if clear else ", so it may be chance"}.{"".join(sets)}'
   )
 
 

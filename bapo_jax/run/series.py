@@ -1,20 +1,32 @@
 """Reads metrics over the steps of a run from its rows, for tables and charts.
 
 1. `series` and `mean` read a metric, skipping gaps;
-2. `fifths` selects the first and the last steps.
+2. `fifths` selects the first and the last steps;
+3. `of_sets` finds the accuracies of named held-out sets.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from bapo_jax.runtime.glossary import OF_SET
 from bapo_jax.runtime.metrics import Row
 
 Points = tuple[np.ndarray, np.ndarray]  # (step_N, value_N), finite
 
 # Metrics of evaluations -> their standard errors.
 ERRORS = {'eval/accuracy': 'eval/stderr', 'eval/reward': 'eval/reward_stderr'}
+
+
+def of_sets(rows: Iterable[Iterable[str]]) -> dict[str, str]:
+  """Returns eval/<set>/accuracy -> its standard error, of each named set in rows."""
+  return {
+    name: name.replace('/accuracy', '/stderr')
+    for row in rows
+    for name in row
+    if OF_SET.sub('', name) == 'accuracy'
+  }
 
 
 def series(rows: Sequence[Row], name: str) -> Points:

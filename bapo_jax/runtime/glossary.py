@@ -8,12 +8,17 @@ A step has one value of each metric in `OF_STEPS`. A metric in `OF_UPDATES` is m
 at every optimiser update, and declares how the values become the value of the step.
 """
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from bapo_jax.types import SOURCES
+
+# Start of a metric of one named set: eval/aime24/accuracy is its eval/accuracy. The
+# named parts of rewards are eval/reward/<part>.
+OF_SET = re.compile(r'eval/(?!reward/)[\w-]+/')
 
 
 class Metric(NamedTuple):
@@ -251,7 +256,7 @@ OF_STEPS = {
   'learner/updates': 'Optimiser updates applied so far in the run: skipped updates and updates without a token excluded.',
   'update/number': 'Number of the optimiser update, from 0, in updates.jsonl: step s of n updates has s n to s n + n - 1, even if its batch is underfilled.',
   'learner/idle_steps': 'Steps in a row, this one included, in which no token of the batch had an advantage, so that nothing was learned.',
-  'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1]: the mean over the problems of the share of right responses among the decided ones; nan without any.',
+  'eval/accuracy': 'Mean accuracy on the held-out problems, in [0, 1]: the mean over the problems of the share of right responses among the decided ones; nan without any. A named set of problems.test_source has every metric too: eval/<set>/accuracy.',
   'eval/settings': 'A number that stands for the settings of the evaluation: evaluate.group_size, evaluate.sampling and the held-out problems. Evaluations with different numbers are not compared.',
   'eval/stderr': 'Standard error of eval/accuracy over the problems.',
   'eval/reward': 'Mean reward of the decided responses to the held-out problems, before shaping; eval/accuracy unless a custom function gives the reward.',

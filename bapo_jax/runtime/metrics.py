@@ -18,7 +18,7 @@ from typing import Any
 
 from bapo_jax.runtime import files, hosts
 from bapo_jax.runtime.files import Path
-from bapo_jax.runtime.glossary import GLOSSARY
+from bapo_jax.runtime.glossary import GLOSSARY, OF_SET
 
 PARTS = 'reward/'  # the named parts of rewards; in evaluations, eval/reward/
 Row = dict[str, float]  # metric -> value; a row from a file also has step -> int
@@ -169,7 +169,8 @@ def writing(
 
   def write(step, metrics: Row):
     for name in metrics:
-      if name not in GLOSSARY and not name.removeprefix('eval/').startswith(PARTS):
+      whole = OF_SET.sub('eval/', name)
+      if whole not in GLOSSARY and not whole.removeprefix('eval/').startswith(PARTS):
         raise ValueError(f'no metric named {name!r}; define it in runtime/glossary.py')
     row = {name: float(value) for name, value in metrics.items()}
     for sink in sinks:

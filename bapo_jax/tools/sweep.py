@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from bapo_jax.run import document
-from bapo_jax.run.series import series
+from bapo_jax.run.series import of_sets, series
 from bapo_jax.runtime import files, machine, metrics
 from bapo_jax.runtime.progress import log
 from bapo_jax.runtime.signals import stoppable
@@ -219,13 +219,14 @@ def accuracy(workdir: str, rows_before: int) -> str:
   another was done before.
   """
   rows = metrics.read(workdir)
-  _, value_N = series(rows, 'eval/accuracy')
-  if not len(value_N):
-    return ''
-  return (
-    f'{"done before, " * (len(rows) == rows_before)}held-out accuracy '
-    f'{value_N[0]:.3f} -> {value_N[-1]:.3f}'
-  )
+  texts = []
+  for name in ('eval/accuracy', *of_sets(rows)):
+    _, value_N = series(rows, name)
+    if len(value_N):
+      metric = name.removeprefix('eval/')
+      texts.append(f'{metric} {value_N[0]:.3f} -> {value_N[-1]:.3f}')
+  before = 'done before, ' * (len(rows) == rows_before)
+  return f'{before}held-out {", ".join(texts)}' if texts else ''
 
 
 def sweep(

@@ -53,11 +53,12 @@ def evaluate(
   values of k for pass@k and maj@k.
 
   Returns:
-    (result, samples): the result of `summarize`, and a dict per response with id and
-    problem (text), answer, verifier (name of the rule), response, extracted (the answer
-    in the response), verdict, reason, correct and reward (before shaping; both None if
-    undecided), parts (its named parts), tokens, truncated (no end token), logp (summed,
-    nats) and uid. Key and uid determine the sampling noise.
+    (result, samples): the result of `summarize`, under `sets` with that of each named
+    set, and a dict per response with id and problem (text), answer, verifier (name of
+    the rule), response, extracted (the answer in the response), verdict, reason,
+    correct and reward (before shaping; both None if undecided), parts (its named
+    parts), tokens, truncated (no end token), logp (summed, nats), uid, and set if it
+    has a name. Key and uid determine the sampling noise.
   """
   pad = 0  # all processes need equally many rows
   if len(hosts.side()) > 1 and engine.mesh:
@@ -81,7 +82,15 @@ def evaluate(
   counted = exchange.merged(_numbers(sampled, tokenizer.eos, cut_length))
   read = exchange.merged(read)
   samples = [read[str(uid)] | counted[str(uid)] for uid in uids]
-  return summarize(samples, G, ks), samples
+  result = summarize(samples, G, ks)
+  if any(problems.set):
+    for sample in samples:
+      sample['set'] = problems.set[sample['id']]
+    result['sets'] = {
+      name: summarize([x for x in samples if x['set'] == name], G, ks)
+      for name in dict.fromkeys(problems.set)
+    }
+  return result, samples
 
 
 def _sample(
@@ -248,7 +257,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def table(result: dict[str, Any], title: str) -> str:
-  """Formats the result of `summarize` as a Markdown table."""
+  """Formats the result of `summarize` as Markdown tables: of all, and of each set."""
   measures = {f'avg@{result["group_size"]}': (result['accuracy'], result['stderr'])}
   for name in ('pass', 'maj'):
     for k, value in result[name].items():
@@ -260,7 +269,9 @@ def table(result: dict[str, Any], title: str) -> str:
     rows.append(('tokens' if name == 'length' else name, f'{result[name]:.4g}', ''))
   header, *cells = ((a.ljust(12), b.rjust(9), c.rjust(9)) for a, b, c in rows)
   size = f'{result["n"]} problems x {result["group_size"]} responses'
-  return f'{title}: {size}\n\n{markdown.table(cells, header, "lrr")}\n'
+  of_sets = (f'\n{table(x, name)}' for name, x in result.get('sets', {}).items())
+  text = f'{title}: {size}\n\n{markdown.table(cells, header, "lrr")}\n'
+  return text + ''.join(of_sets)
 
 
 def record(

@@ -186,6 +186,54 @@ def test_a_changed_file_is_another_source_of_solutions(tmp_path):
   assert len(before) == 1 and before != sources.file_digests(problems(str(path)))
 
 
+def test_a_held_out_set_has_its_problems_once_each(tmp_path, capsys):
+  first = write(tmp_path, 'a.jsonl', ('1+1', 2), ('2+2', 4), ('1+1', 2))
+  second = write(tmp_path, 'b.jsonl', ('1+1', 2), ('3+3', 6))
+  third = write(tmp_path, 'c.jsonl', ('3+3', 6), ('4+4', 8))
+  named = ProblemsConfig(source=first, test_source=f'x={first},y_1={second},{third}')
+  data = sources.read(named)
+  assert {row.set for row in data.training} == {''}
+  rows = sources.unique(named, data, 'test_source')
+  assert [(row.set, row.problem) for row in rows] == [
+    *(('x', problem) for problem in ('1+1', '2+2')),
+    *(('y_1', problem) for problem in ('1+1', '3+3', '4+4')),
+  ]
+  assert capsys.readouterr().out.splitlines() == [
+    f'problems.test_source={x}: {count} different problems; the first of each is kept'
+    for x, count in (
+      (first, '3 rows contain 2'),
+      (f'{second},{third}', '4 rows contain 3'),
+    )
+  ]
+  kept = named.model_copy(update={'duplicates': 'keep'})
+  rows = sources.unique(kept, data, 'test_source', quiet=True)
+  assert [row.set for row in rows] == ['x'] * 3 + ['y_1'] * 4
+  # The line of a row that fails a check is that of its file, whatever its set.
+  with pytest.raises(ValueError, match=r'c\.jsonl, line 2: no 8'):
+    sources.check(named, data, refuse_eight)
+
+
+def refuse_eight(row):
+  if row.answer == '8':
+    raise ValueError('no 8')
+
+
+def test_files_of_named_sets_are_found_or_listed(tmp_path):
+  path = write(tmp_path, 'a.jsonl', ('1+1', 2))
+  named = ProblemsConfig(source=f'x={path}', test_source=f'x={path},b.jsonl,y=hub:a/b')
+  assert sources.absent(named, 'test_source') == [
+    '--config.problems.test_source=b.jsonl'
+  ]
+  (line,) = sources.absent(named, 'source')  # a training set has no name
+  assert line.startswith(f'--config.problems.source=x={path} (only sets of problems.te')
+  # An evaluation has its problems in both places.
+  both = problems(f'x={path}')
+  assert sources.absent(both, 'source') == []
+  data = sources.read(both)
+  assert [row.set for row in data.held_out] == ['x']
+  assert sources.file_digests(both) == sources.file_digests(problems(path)) != []
+
+
 def test_a_comma_may_be_in_the_name_of_a_file(tmp_path):
   path = tmp_path / 'a,b.jsonl'
   path.write_text('{"problem": "1 + 1", "answer": "2"}\n')

@@ -4,6 +4,7 @@ import collections
 import functools
 import glob
 import json
+import math
 import pathlib
 import random
 import re
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import jax
 import making
@@ -509,6 +511,30 @@ def test_an_evaluation_reports_graded_rewards(whole):
   mean = np.mean([sample['reward'] for sample in samples])
   assert row['eval/reward'] == pytest.approx(mean) != row['eval/accuracy']
   assert row['eval/reward_stderr'] > 0
+
+
+def test_a_named_set_has_every_metric_of_an_evaluation(monkeypatch):
+  def result(mean, n, **values):
+    parts = {'fit': {'mean': mean / 2, 'stderr': 0.2}}
+    values |= {'accuracy': mean, 'stderr': 0.1, 'undecided': 0.0, 'parts': parts}
+    return values | {'n': n, 'reward': math.nan, 'reward_stderr': math.nan}
+
+  sets = {'aime24': result(0.25, 30), 'b': result(0.75, 10)}
+  whole = result(0.375, 40, settings=7.0) | {'sets': sets}
+  monkeypatch.setattr(experiment, 'record_evaluation', lambda *_: whole)
+  state = SimpleNamespace(step=3)
+  row, message = experiment.Run.evaluate(SimpleNamespace(t=None, workdir=''), state)
+  expected = {'eval/settings': 7.0}
+  for start, mean in {'eval': 0.375, 'eval/aime24': 0.25, 'eval/b': 0.75}.items():
+    expected |= {f'{start}/accuracy': mean, f'{start}/stderr': 0.1}
+    expected |= {f'{start}/reward/fit': mean / 2, f'{start}/reward/fit_stderr': 0.2}
+    expected |= {f'{start}/undecided': 0.0}
+  assert row == expected  # what is unknown is left out
+  assert message == (
+    'held-out accuracy at step 3: 0.375 ± 0.100 on 40 problems, '
+    'aime24 0.250 ± 0.100 on 30 problems, b 0.750 ± 0.100 on 10 problems, '
+    'reward nan ± nan'
+  )
 
 
 def test_the_lab_applies_own_rules_to_a_recorded_step(whole, my):

@@ -349,6 +349,28 @@ def test_evaluations_are_compared_only_if_their_settings_are_equal():
   assert '0.500 ± 0.040' in sentence and 'not compared' in sentence
 
 
+def test_the_change_of_each_named_set_is_compared():
+  first, second = {'aime24': BEFORE, 'b': BEFORE}, {'aime24': AFTER, 'b': BEFORE}
+  sentence = report.change_sentence(BEFORE | {'sets': first}, AFTER | {'sets': second})
+  whole, aime24, other = sentence.split('Accuracy went from ')[1:]
+  assert whole.endswith('more than two standard errors of the difference. aime24: ')
+  assert aime24.startswith('0.250 ± 0.030 to 0.500 ± 0.040 on 200')
+  assert aime24.endswith(' b: ') and 'a change of +0.000, which is within' in other
+
+
+def test_a_named_set_has_a_chart_with_errors(tmp_path):
+  row = {'eval/b/accuracy': 0.5, 'eval/b/stderr': 0.1, 'eval/reward/accuracy': 1.0}
+  page = made(workdir(tmp_path, [row]))
+  titles = page.titles()
+  at = titles.index('Accuracy on held-out problems') + 1
+  assert titles[at] == 'Accuracy on b'
+  assert [title for title in titles if title.startswith('Accuracy on')] == titles[
+    at - 1 : at + 1
+  ]
+  assert page.values('eval/b/accuracy') == {1.0: 0.5}
+  assert page.values(page.data['errors']['eval/b/accuracy']) == {1.0: 0.1}
+
+
 def test_graded_rewards_are_compared_with_their_errors():
   def result(reward, fit):
     parts = {'fit': {'mean': fit, 'stderr': 0.04}, 'a|b': {'mean': 1, 'stderr': 0}}

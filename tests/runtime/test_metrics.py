@@ -70,6 +70,17 @@ def test_an_unknown_name_is_refused(tmp_path):
   assert metrics.read(tmp_path) == []
 
 
+def test_a_named_set_has_the_metrics_of_all_held_out_problems(tmp_path):
+  row = {f'eval/aime-24/{x}': 0.5 for x in ('accuracy', 'stderr', 'length')}
+  row |= {'eval/aime-24/reward/style': 1.0, 'eval/reward/style': 1.0}
+  with metrics.writing(tmp_path, -1) as write:
+    write(1, row)
+    for name in ('eval/aime-24/shares', 'eval/accuracy/', 'eval/a/b/accuracy'):
+      with pytest.raises(ValueError, match='no metric named'):
+        write(2, {name: 1.0})
+  assert metrics.read(tmp_path) == [{'step': 1} | row]
+
+
 def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path, caplog):
   event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
 

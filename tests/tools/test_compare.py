@@ -57,6 +57,27 @@ def test_seeds_of_one_config_are_a_group_with_an_interval(three, tmp_path):
     assert not page.cells(name)
 
 
+def test_a_named_set_is_compared_by_seed_and_alone(tmp_path):
+  paths = [
+    run(
+      tmp_path,
+      f'{rule}-{seed}',
+      [{'eval/accuracy': 0.5, 'eval/b/accuracy': x, 'eval/b/stderr': 0.02}],
+      seed=seed,
+      clip={'rule': rule},
+    )
+    for rule, values in {'fixed': (0.2, 0.4, 0.9), 'balanced': (0.3, 0.7, 1.1)}.items()
+    for seed, x in enumerate(values)
+  ]
+  page = page_of(paths, tmp_path / 'c.html')
+  # 0.1, 0.3 and 0.2: see test_differences_are_paired_by_seed.
+  difference = f'+0.20 ± {4.302653 * 0.1 / math.sqrt(3):.2f} (n=3)'
+  assert page.cells('eval/b/accuracy')[2] == difference
+  assert 'eval/b/accuracy' in {row[0] for row in page.data['tables']['finals']}
+  alone = page_of([paths[0], paths[3]], tmp_path / 'two.html')
+  assert alone.cells('eval/b/accuracy')[:2] == ['0.200 ± 0.020', '0.300 ± 0.020']
+
+
 def test_evaluations_of_other_settings_are_not_compared(tmp_path):
   cold = {'evaluate': {'sampling': {'temperature': 0.0}}}
   paths = [
@@ -171,9 +192,10 @@ def test_runs_are_paired_by_all_their_seeds(tmp_path):
 def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
   paths = []
   for rule, rights in {'fixed': '1001', 'balanced': '1111'}.items():
-    paths.append(run(tmp_path, rule, accuracy(0.5, 0.5), clip={'rule': rule}))
+    rows = [row | {'eval/a/accuracy': 0.5} for row in accuracy(0.5, 0.5)]
+    paths.append(run(tmp_path, rule, rows, clip={'rule': rule}))
     samples = [
-      {'id': i, 'problem': 'x', 'correct': right == '1'}
+      {'id': i, 'problem': 'x', 'correct': right == '1', 'set': 'ab'[i // 2]}
       for i, right in enumerate(rights)
     ]
     (tmp_path / rule / 'eval').mkdir()
@@ -182,6 +204,8 @@ def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
   page = page_of(paths, tmp_path / 'c.html')
   # 0, 1, 1 and 0: mean 1/2.
   assert re.match(r'\+0\.5.* \(n=4\)', page.cells('eval/accuracy')[2])
+  # 0 and 1 of set a: deviation sqrt(1/2), over sqrt 2; t of 1 degree of freedom 12.7.
+  assert page.cells('eval/a/accuracy')[2] == '+0.5 ± 6.4 (n=2)'
   (sentence,) = page.data['sentences']
   assert 'paired over 4 held-out problems of one run each' in sentence
 

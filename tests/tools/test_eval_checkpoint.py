@@ -38,10 +38,11 @@ def test_an_evaluation_is_that_of_training(whole_run, one_device, tmp_path, caps
 
 
 def test_other_settings_and_problems(whole_run, one_device, tmp_path, capsys):
-  given = [{'problem': f'{n}+1 mod 10', 'answer': str(n + 1)} for n in (3, 4)]
-  path = recordings.jsonl(tmp_path / 'set.jsonl', given)
+  for n in (3, 4):
+    row = {'problem': f'{n}+1 mod 10', 'answer': str(n + 1)}
+    recordings.jsonl(tmp_path / f'{n}.jsonl', [row])
   config = whole_run.config.with_values(
-    problems={'test_source': path},
+    problems={'test_source': f'three={tmp_path}/3.jsonl,4th={tmp_path}/4.jsonl'},
     sampler={'temperature': 0.5},
     evaluate={'group_size': 3, 'k': (1, 3)},
   )
@@ -51,7 +52,9 @@ def test_other_settings_and_problems(whole_run, one_device, tmp_path, capsys):
   assert [row['answer'] for row in found] == ['4'] * 3 + ['5'] * 3
   assert found[0]['settings']['model'].endswith('checkpoints/2')
   output = capsys.readouterr().out
-  assert 'avg@3' in output and 'maj@3' in output
+  assert [row['set'] for row in found] == ['three'] * 3 + ['4th'] * 3
+  assert output.count('avg@3') == output.count('maj@3') == 3  # of all, and of each set
+  assert '\nthree: 1 problems x 3 responses\n' in output
   # Only one set of problems is read: no warning that it is that of training too.
   assert 'training problems too' not in output
 

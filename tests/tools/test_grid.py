@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import recordings
 from refusals import refused
 
 from bapo_jax import main
@@ -109,6 +110,18 @@ def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path)
   command = ['sweep', *config, f'--workdir={folder}', *flags]
   assert re.search(sentence, refused(command))
   assert not folder.exists()
+
+
+def test_the_outcome_of_a_run_has_each_named_set(tmp_path):
+  rows = [
+    {f'eval/{x}accuracy': y for x, y in zip(('', 'b/'), pair, strict=True)}
+    for pair in ((0.25, 0.5), (0.375, 0.125))
+  ]
+  recordings.run(tmp_path, [*rows, {'loss/kl': 1.0}])
+  text = 'held-out accuracy 0.250 -> 0.375, b/accuracy 0.500 -> 0.125'
+  assert sweep.accuracy(str(tmp_path), 0) == text
+  assert sweep.accuracy(str(tmp_path), 3) == f'done before, {text}'
+  assert sweep.accuracy(str(tmp_path / 'none'), 0) == ''
 
 
 def test_runs_of_a_seed_share_a_policy_and_are_compared(tmp_path, capsys):

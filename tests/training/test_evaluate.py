@@ -97,6 +97,38 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
   assert verifiers == ['aime', 'exact', 'aime']
 
 
+def test_a_named_set_has_its_own_number_and_error():
+  # One set of problems 0 and 1, one of problem 2. The verdicts of the first set are
+  # those of BY_HAND; the second has one problem, and so no error.
+  verdicts = [True, False, True, True, False, True]
+
+  class Fixed(making.OddVerifier):
+    def submit(self, samples):
+      pending = super().submit(samples)
+      return pending._replace(verdicts=[Verdict(x, 'slow', '3') for x in verdicts])
+
+  named = problems()._replace(set=['aime24', 'aime24', 'b'])
+  result, samples = evaluated(Fixed(), group_size=2, asked=named)
+  assert [s['set'] for s in samples] == ['aime24'] * 4 + ['b'] * 2
+  first, second = result['sets']['aime24'], result['sets']['b']
+  assert (first['accuracy'], first['n']) == (0.75, 2)
+  assert first['stderr'] == pytest.approx(0.25)
+  assert (second['accuracy'], second['stderr'], second['n']) == (0.5, 0.0, 1)
+  # The mean of 1/2, 1 and 1/2 and its error: deviation sqrt(1/12), over sqrt 3.
+  assert result['accuracy'] == pytest.approx(2 / 3)
+  assert result['stderr'] == pytest.approx(1 / 6)
+  # Names change nothing else.
+  plain, without = evaluated(Fixed(), group_size=2)
+  assert result == plain | {'sets': result['sets']}
+  pairs = zip(without, samples, strict=True)
+  assert samples == [x | {'set': y['set']} for x, y in pairs]
+  texts = evaluate.table(result, 'a model').split('\n\n')
+  assert texts[0] == 'a model: 3 problems x 2 responses'
+  titles = [text.splitlines()[0] for text in texts[2::2]]
+  assert titles == ['aime24: 2 problems x 2 responses', 'b: 1 problems x 2 responses']
+  assert '| avg@2        |    0.7500 |    0.2500 |' in texts[3]
+
+
 def test_graded_rewards_and_their_parts_by_hand():
   # Rewards .5 and 1, then .25 and undecided: problem means .75 and .25,
   # whose mean is .5 and standard error (.75 - .25) / 2; so has `fit`. Only the second

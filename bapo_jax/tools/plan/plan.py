@@ -210,7 +210,7 @@ def heading(config: Config, topology: str, chip: Chip, devices: Sequence) -> str
   ) * bool(names)
   return (
     f'{text}{config.model.path or config.title} on {topology}: {len(devices)} devices '
-    f'of {chip.hbm:.4g} GiB'
+    f'of {chip.hbm:.4g} GiB; held out {config.problems.test_source}'
   )
 
 
