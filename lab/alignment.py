@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from bapo_jax.runtime import files
-from lab import experiments, microscope, microscope_page, plots, sweep
+from lab import experiments, figures, microscope, plots, sweep
 from lab.microscope import Tables
-from lab.microscope_page import FOLDER, LR, RULES, UPDATES, WARM
+from lab.microscope_rules import FOLDER, LR, RULES, UPDATES, WARM, arm_of, updates
 from lab.outcomes import kendall
 
 RESULTS = FOLDER / 'results' / 'alignment'
@@ -37,9 +37,7 @@ def measure(seed: int) -> Run:
   logp_NT, old_NT = (microscope.table(kept[-1 - k], task) for k in (0, STALENESS))
   slopes_KP = microscope.slopes(kept[-1], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  of_rules = microscope_page.updates(
-    task, Tables(logp_NT, old_NT), slopes_KP, truth_P, seed
-  )
+  of_rules = updates(task, Tables(logp_NT, old_NT), slopes_KP, truth_P, seed)
   run: Run = {'alignment': {x: of_rules[x][1][str(RESPONSES)] for x in RULES}}
   for rate in RATES:
     curves = {}
@@ -117,7 +115,7 @@ def draw(runs: Sequence[Run]) -> Any:
   for name, ax in zip(others, axes.T.flat, strict=True):
     of_rules = {x: (by_outcome[alignment][x], by_outcome[name][x]) for x in RULES}
     for rule, at in of_rules.items():
-      ax.plot(*at, 'o', color=microscope_page.colour(rule), ms=6)
+      ax.plot(*at, 'o', color=figures.COLOURS[arm_of(rule)], ms=6)
     ax.margins(x=0.15)
     ax.set_title(f'{name} (tau {taus(runs)[name]:.2f})', fontsize=11)
     ax.set_ylabel('accuracy J')

@@ -7,14 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from lab import microscope_page
-from lab.microscope_page import (
-  CELLS,
-  FOLDER,
-  GRID,
-  RULES,
-  STALENESS,
-)
+from lab import microscope_page, microscope_rules
+from lab.microscope_page import CELLS, STALENESS
+from lab.microscope_rules import FOLDER, GRID, RULES
 
 OTHER = 0.1  # alignment of rules that no test looks at
 
@@ -75,9 +70,9 @@ def test_a_search_that_is_better_is_said_to_be_closer_and_where():
 def test_controlled_means_remove_what_a_known_mean_explains():
   """y = 3 x + 1 has the mean 3 mean(x) + 1, whatever x was drawn."""
   x_M = np.random.default_rng(0).normal(size=50)
-  found, slope = microscope_page.controlled(3 * x_M + 1, x_M, 0.25)
+  found, slope = microscope_rules.controlled(3 * x_M + 1, x_M, 0.25)
   assert (found, slope) == (pytest.approx(1.75), pytest.approx(3))
-  assert microscope_page.controlled(x_M, np.ones(50), 1.0)[0] == pytest.approx(
+  assert microscope_rules.controlled(x_M, np.ones(50), 1.0)[0] == pytest.approx(
     x_M.mean()
   )
 
