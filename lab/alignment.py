@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from bapo_jax.runtime import files
 from lab import experiments, figures, microscope, plots, sweep
 from lab.microscope import Tables
 from lab.microscope_rules import FOLDER, LR, RULES, UPDATES, WARM, arm_of, updates
@@ -151,13 +150,8 @@ def read() -> list[Run]:
 
 def main() -> None:
   """Measures the seeds that are not stored, and draws the figure."""
-  commit = sweep.commit()
-  stored = experiments.read_runs(str(RESULTS))
-  for seed in SEEDS:
-    if str(seed) not in stored:
-      run = measure(seed) | {'commit': commit}
-      files.write_json(str(RESULTS / f'{seed}.json'), run)
-  experiments.pack(str(RESULTS))
+  commit = {'commit': sweep.commit()}
+  experiments.measure(str(RESULTS), SEEDS, lambda seed: measure(seed) | commit)
   plots.save(draw(read()), FIGURE, 100)
 
 

@@ -76,17 +76,16 @@ Cell = tuple[int, int]  # staleness, responses
 
 def measure(
   seed: int,
-  path: pathlib.Path,
-  commit: str,
+  stored: pathlib.Path = RESULTS.with_suffix('.npz'),
   staleness: Sequence[int] = STALENESS,
-) -> None:
-  """Writes staleness -> rule -> figures of a seed."""
+) -> Run:
+  """Returns staleness -> rule -> figures of a seed; `stored` has its weights."""
   task = microscope.enumerate_task()
-  weights = policies(task, seed, path.parent.with_suffix('.npz'))
+  weights = policies(task, seed, stored)
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  run: Run = {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
+  run: Run = {'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     tables = Tables(logp_NT, microscope.table(weights[k], task))
     run[str(k)] = {
@@ -100,7 +99,7 @@ def measure(
       },
     }
     print(f'seed {seed}, {k} updates old', flush=True)
-  files.write_json(str(path), run)
+  return run
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
@@ -336,12 +335,8 @@ def draw(
 def main(*flags: str) -> None:
   """Measures if asked to, then writes page and figures of the stored seeds."""
   if '--write' not in flags:
-    commit = sweep.commit()
-    stored = experiments.read_runs(str(RESULTS))
-    for seed in SEEDS:
-      if str(seed) not in stored:
-        measure(seed, RESULTS / f'{seed}.json', commit)
-    experiments.pack(str(RESULTS))
+    commit = {'commit': sweep.commit()}
+    experiments.measure(str(RESULTS), SEEDS, lambda seed: commit | measure(seed))
   runs = read()
   files.write(FOLDER / 'microscope.md', page(runs) + '\n')
   plots.save(draw(runs), FOLDER / 'figures' / 'microscope.png', 100)
