@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from bapo_jax.runtime import files
-from lab import experiments, microscope, microscope_page, plots, sweep
+from lab import experiments, figures, microscope, plots, sweep
 from lab.microscope import Tables
-from lab.microscope_page import FOLDER, LR, RULES, UPDATES, WARM
+from lab.microscope_rules import FOLDER, LR, RULES, UPDATES, WARM, arm_of, updates
 from lab.outcomes import kendall
 
 RESULTS = FOLDER / 'results' / 'alignment'
@@ -37,9 +36,7 @@ def measure(seed: int) -> Run:
   logp_NT, old_NT = (microscope.table(kept[-1 - k], task) for k in (0, STALENESS))
   slopes_KP = microscope.slopes(kept[-1], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  of_rules = microscope_page.updates(
-    task, Tables(logp_NT, old_NT), slopes_KP, truth_P, seed
-  )
+  of_rules = updates(task, Tables(logp_NT, old_NT), slopes_KP, truth_P, seed)
   run: Run = {'alignment': {x: of_rules[x][1][str(RESPONSES)] for x in RULES}}
   for rate in RATES:
     curves = {}
@@ -117,7 +114,7 @@ def draw(runs: Sequence[Run]) -> Any:
   for name, ax in zip(others, axes.T.flat, strict=True):
     of_rules = {x: (by_outcome[alignment][x], by_outcome[name][x]) for x in RULES}
     for rule, at in of_rules.items():
-      ax.plot(*at, 'o', color=microscope_page.colour(rule), ms=6)
+      ax.plot(*at, 'o', color=figures.COLOURS[arm_of(rule)], ms=6)
     ax.margins(x=0.15)
     ax.set_title(f'{name} (tau {taus(runs)[name]:.2f})', fontsize=11)
     ax.set_ylabel('accuracy J')
@@ -153,13 +150,8 @@ def read() -> list[Run]:
 
 def main() -> None:
   """Measures the seeds that are not stored, and draws the figure."""
-  commit = sweep.commit()
-  stored = experiments.read_runs(str(RESULTS))
-  for seed in SEEDS:
-    if str(seed) not in stored:
-      run = measure(seed) | {'commit': commit}
-      files.write_json(str(RESULTS / f'{seed}.json'), run)
-  experiments.pack(str(RESULTS))
+  commit = {'commit': sweep.commit()}
+  experiments.measure(str(RESULTS), SEEDS, lambda seed: measure(seed) | commit)
   plots.save(draw(read()), FIGURE, 100)
 
 

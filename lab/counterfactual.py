@@ -139,19 +139,17 @@ def read(path: str | os.PathLike[str]) -> Recorded:
   rows = rule_curves.computed(groups)
   if not rows:
     raise ValueError(f'{path}: no recorded response has an advantage')
-  mask_BT = (
-    rule_curves.padded([r.get('mask', [1] * len(r['pieces'])) for _, _, r in rows]) > 0
-  )
+  mask_BT, old_BT, logp_BT, source_B = rule_curves.arrays(rows)
   has_ids = all('prompt_ids' in g and not g.get('pictures') for g in groups)
   recorded = Recorded(
     config,
     step,
     np.asarray([[r['reward'] for r in g['responses']] for g in groups], np.float32),
     np.asarray([i for i, _, _ in rows]),
-    np.asarray([SOURCES.index(group['source']) for _, group, _ in rows]),
+    source_B,
     np.asarray([r.get('update', g.get('update')) or 0 for _, g, r in rows]),
-    rule_curves.padded([response['sampler_logp'] for _, _, response in rows]),
-    rule_curves.padded([response['learner_logp'] for _, _, response in rows]),
+    old_BT,
+    logp_BT,
     mask_BT,
     np.zeros(mask_BT.shape, np.float32),
     [response['pieces'] for _, _, response in rows],

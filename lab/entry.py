@@ -17,7 +17,6 @@ resumes. papers/bench/entries/README.md says what may be changed and what a row 
 """
 
 import argparse
-import os
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,6 @@ import numpy as np
 
 from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.progress import log
-from bapo_jax.training.config import OVERRIDE, overrides
 from lab import experiments, sweep
 from lab.evidence import relation
 from lab.experiments import Experiment
@@ -314,13 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('name', nargs='?', default='', help='name of the entry')
   parser.add_argument('--to', default='', help='file to write; empty: <name>.json')
-  parser.add_argument('--runs', default='runs/entries', help='folder of the workdirs')
-  parser.add_argument('--workers', type=int, default=os.cpu_count())
   parser.add_argument('--check', nargs='+', default=[], help='files to check')
   parser.add_argument('--table', default='', help='folder whose README.md gets a table')
-  parser.add_argument('--only', default='', help='one run, in this process')
-  settings = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
-  args = parser.parse_args([arg for arg in argv if arg not in settings])
+  args, knobs = sweep.parse(parser, argv, 'runs/entries')
   if args.check:
     return check_all(args.check)
   if args.table:
@@ -328,7 +322,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
   if not args.name:
     raise ValueError('give the entry a name: python -m lab.entry mine --config....')
-  knobs = overrides(settings)
   made = track(knobs)
   entry = Entry(
     made,

@@ -300,6 +300,15 @@ def pack(results: str) -> None:
     path.rmdir()
 
 
+def measure(results: str, seeds: Iterable[int], run: Callable[[int], Result]) -> None:
+  """Stores `run` of every seed that has no result, and packs them."""
+  stored = read_runs(results)
+  for seed in seeds:
+    if str(seed) not in stored:
+      write(results, str(seed), run(seed))
+  pack(results)
+
+
 def _unzip(folder: pathlib.Path) -> dict[str, str]:
   """Returns file name -> text of details.zip; empty without this file."""
   path = folder / 'details.zip'

@@ -5,7 +5,8 @@
 
 One run per seed: a warm start, then UPDATES real updates; the weights are stored. pi is
 the last policy and mu the policy of k updates before. For every rule and k, `measure`
-computes the expected update and how it relates to the true gradient of the accuracy J:
+stores how the expected update (microscope_rules.py) relates to the true gradient of the
+accuracy J:
 
 - cosine: the angle between the expected update and grad J; 1 is the right direction;
 - alignment at n responses: E[g . u] / sqrt(E |g|^2), u = grad J / |grad J|, of the
@@ -16,10 +17,8 @@ computes the expected update and how it relates to the true gradient of the accu
 
 import functools
 import itertools
-import math
 import operator
 import pathlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,65 +26,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from bapo_jax.algorithms.clip import Fixed
-from bapo_jax.methods import METHODS
 from bapo_jax.models import transformer
 from bapo_jax.run.comparison import interval
 from bapo_jax.runtime import files, markdown
-from bapo_jax.training import config as config_lib
-from bapo_jax.training.config import Config
 from bapo_jax.types import Tree
-from lab import experiments, figures, microscope, plots, sweep
-from lab.microscope import GROUP, GRPO, Rule, Tables, Task
+from lab import alignment, experiments, figures, microscope, plots, sweep
+from lab.microscope import Tables, Task
+from lab.microscope_rules import (
+  FOLDER,
+  GRID,
+  LR,
+  MINIBATCHES,
+  RULES,
+  SEARCHES,
+  UPDATES,
+  WARM,
+  arm_of,
+  updates,
+)
 
-FOLDER = pathlib.Path(__file__).parents[1] / 'papers' / 'bench'
 RESULTS = FOLDER / 'results' / 'microscope'
 SEEDS = (0, 1, 2, 3)
 STALENESS = (0, 1, 4, 16, 64)  # updates between mu and pi
-UPDATES, LR, WARM = 64, 5e-4, 300
-# Minibatches of each size, for rules that read the whole minibatch.
-MINIBATCHES = {16: 2048, 64: 512, 256: 128, 1024: 48}
-
-
-CHANGED = {  # name -> what differs from the method of this name
-  'balanced .42': {'clip.target': 0.42},
-  'balanced .50': {'clip.target': 0.5},
-  'DPPO-TV': {'loss.cap': math.inf},
-  'DPPO-KL': {'loss.cap': math.inf},
-}
-SEARCHES = ('balanced .42', 'balanced .50')
-NAMES = (
-  'GRPO, clip-higher, dual clip, balanced .42, balanced .50, unclipped, REINFORCE, '
-  'TIS, CISPO, GSPO, SAPO, VESPO, ASPO, FIPO, DCPO, DPPO-TV, DPPO-KL, IcePop, KPop, '
-  'M2PO, OPSM'
-)
-
-
-def arm_of(name: str) -> str:
-  """Returns the name of a rule among the methods and arms of papers/."""
-  return re.sub(r'\W+', '_', name.lower().removesuffix(' .42'))
-
-
-def rule_of(name: str) -> Rule:
-  """Returns a rule of NAMES: a published method, up to CHANGED."""
-  method = METHODS[arm_of(name).removesuffix('_50')]
-  knobs = {**method.overrides, **CHANGED.get(name, {})}
-  config = config_lib.parse(config_lib.merged(Config().model_dump(), knobs))
-  whole_batch = name in (*SEARCHES, 'M2PO')
-  return Rule(config.loss, config.clip, config.mask, whole_batch=whole_batch)
-
-
-RULES = {name: rule_of(name) for name in NAMES.split(', ')}
-# The fixed bounds among which the best is taken, to compare with a search.
-GRID = {
-  f'[{low:g}, {high:g}]': Rule(clip=Fixed(low=low, high=high))
-  for low in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
-  for high in (1.1, 1.2, 1.28, 1.5, 2.0, 3.0, math.inf)
-}
-
 TITLE = '# The microscope: rules against the true gradient'
 FEWEST = 2  # seeds of a page: an interval needs two
 ROUNDED = 5e-4  # a difference below it is 0 on the page
@@ -112,31 +76,30 @@ Cell = tuple[int, int]  # staleness, responses
 
 def measure(
   seed: int,
-  path: pathlib.Path,
-  commit: str,
+  stored: pathlib.Path = RESULTS.with_suffix('.npz'),
   staleness: Sequence[int] = STALENESS,
-) -> None:
-  """Writes staleness -> rule -> figures of a seed."""
+) -> Run:
+  """Returns staleness -> rule -> figures of a seed; `stored` has its weights."""
   task = microscope.enumerate_task()
-  weights = policies(task, seed, path.parent.with_suffix('.npz'))
+  weights = policies(task, seed, stored)
   logp_NT = microscope.table(weights[0], task)
   slopes_KP = microscope.slopes(weights[0], task)
   truth_P = microscope.true_gradient(slopes_KP, logp_NT, task)
-  run: Run = {'commit': commit, 'accuracy': float(microscope.accuracy(logp_NT, task))}
+  run: Run = {'accuracy': float(microscope.accuracy(logp_NT, task))}
   for k in staleness:
     tables = Tables(logp_NT, microscope.table(weights[k], task))
     run[str(k)] = {
       'spread of log r': _spread(tables, task),
       'accuracy of mu': float(microscope.accuracy(tables.logq_NT, task)),
       'rules': {
-        name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': alignment}
-        for name, (update_P, alignment) in updates(
+        name: {'cosine': microscope.cosine(update_P, truth_P), 'alignment': aligned}
+        for name, (update_P, aligned) in updates(
           task, tables, slopes_KP, truth_P, seed
         ).items()
       },
     }
     print(f'seed {seed}, {k} updates old', flush=True)
-  files.write_json(str(path), run)
+  return run
 
 
 def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
@@ -156,53 +119,6 @@ def policies(task: Task, seed: int, path: pathlib.Path) -> dict[int, Tree]:
     np.savez_compressed(path, allow_pickle=False, **stored)
   weights = map(unflatten, jnp.asarray(stored[str(seed)]))
   return dict(zip(STALENESS, weights, strict=True))
-
-
-def updates(
-  task: Task, tables: Tables, slopes_KP: Array, truth_P: Array, seed: int
-) -> dict[str, tuple[Array, dict[str, float]]]:
-  """Returns rule -> (expected update, alignment by number of responses)."""
-  exact = {n: rule for n, rule in (RULES | GRID).items() if not rule.whole_batch}
-  unit_P = truth_P / jnp.linalg.norm(truth_P)
-  mean_RP, square_R = microscope.moments(list(exact.values()), task, tables, slopes_KP)
-  table = {}
-  squares = {}
-  for name, update_P, square in zip(exact, mean_RP, square_R, strict=True):
-    signal = microscope.dot(update_P, update_P)
-    noise = max(0.0, square - signal) * GROUP
-    squares[name] = {n: signal + noise / n for n in MINIBATCHES}
-    along = microscope.dot(update_P, unit_P)
-    table[name] = update_P, {str(n): _ratio(along, x) for n, x in squares[name].items()}
-  # GRPO on the same minibatches has known moments and the same heavy tail: very large
-  # ratios of tokens with A < 0, which no bound of a search cuts.
-  known_P, _ = table['GRPO']
-  known = microscope.dot(known_P, unit_P)
-  sampled = {n: rule for n, rule in RULES.items() if rule.whole_batch}
-  rules = [GRPO, *sampled.values()]
-  alignments: dict[str, dict[str, float]] = {name: {} for name in sampled}
-  for n, count in MINIBATCHES.items():
-    first, *others = microscope.sampled(
-      rules, task, tables, slopes_KP, unit_P[None], n, count, seed
-    )
-    drawn_P = microscope.gradient(slopes_KP, task, first.weight_NT)
-    for name, other in zip(sampled, others, strict=True):
-      along, slope = controlled(other.along_MV[:, 0], first.along_MV[:, 0], known)
-      square, _ = controlled(other.square_M, first.square_M, squares['GRPO'][n])
-      alignments[name][str(n)] = _ratio(along, max(square, along**2))
-      update_P = microscope.gradient(slopes_KP, task, other.weight_NT)
-      table[name] = update_P - slope * (drawn_P - known_P), alignments[name]
-  return table
-
-
-def controlled(y_M: np.ndarray, x_M: np.ndarray, mean: float) -> tuple[float, float]:
-  """Returns (the mean of y, b): the mean of y - b (x - mean), b of least variance."""
-  covariance = ((x_M - x_M.mean()) * (y_M - y_M.mean())).mean()
-  slope = float(covariance) / (float(x_M.var()) or math.inf)
-  return float(y_M.mean()) - slope * (float(x_M.mean()) - mean), slope
-
-
-def _ratio(along: float, square: float) -> float:
-  return float(along / math.sqrt(square)) if square else math.nan
 
 
 def _spread(tables: Tables, task: Task) -> float:
@@ -324,8 +240,6 @@ def contest_table(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
   """Returns the page: the conclusion, the figure, the tables, and what trains best."""
-  from lab import alignment  # it measures with the functions of this module
-
   spread = ', '.join(
     f'{np.mean([r[str(k)]["spread of log r"] for r in runs]):.3f}' for k in STALENESS
   )
@@ -377,11 +291,6 @@ def page(runs: Sequence[Run]) -> str:
   ).rstrip()
 
 
-def colour(name: str) -> str:
-  """Returns the colour of a rule: that of its arm in the figures of papers/."""
-  return figures.COLOURS[arm_of(name)]
-
-
 def draw(
   runs: Sequence[Run],
   shown: Mapping[str, Sequence[str]] = SHOWN,
@@ -404,7 +313,7 @@ def draw(
       moved = x + 0.04 * (i - len(names) / 2)  # so that intervals do not overlap
       # The colour of SAPO is close to that of GSPO.
       line = '--' if name in ('balanced .50', 'GSPO') else '-'
-      style = {'color': colour(name), 'ls': line}
+      style = {'color': figures.COLOURS[arm_of(name)], 'ls': line}
       width = 2.5 if name in ('GRPO', *SEARCHES) else 1.3
       mean, half = np.transpose(pairs)
       ax.errorbar(moved, mean, half, label=name, lw=width, elinewidth=1, **style)
@@ -426,12 +335,8 @@ def draw(
 def main(*flags: str) -> None:
   """Measures if asked to, then writes page and figures of the stored seeds."""
   if '--write' not in flags:
-    commit = sweep.commit()
-    stored = experiments.read_runs(str(RESULTS))
-    for seed in SEEDS:
-      if str(seed) not in stored:
-        measure(seed, RESULTS / f'{seed}.json', commit)
-    experiments.pack(str(RESULTS))
+    commit = {'commit': sweep.commit()}
+    experiments.measure(str(RESULTS), SEEDS, lambda seed: commit | measure(seed))
   runs = read()
   files.write(FOLDER / 'microscope.md', page(runs) + '\n')
   plots.save(draw(runs), FOLDER / 'figures' / 'microscope.png', 100)

@@ -116,18 +116,13 @@ def recorded(path: str | os.PathLike[str]) -> tuple[Array, Batch]:
     rows = computed(step_record.read(str(path.parents[1]), int(path.stem)))
     if not rows:
       raise ValueError(f'{path}: no recorded response has an advantage; {WAY_OUT}')
-    logp_BT, old_BT = (
-      padded([row[name] for _, _, row in rows])
-      for name in ('learner_logp', 'sampler_logp')
-    )
-    mask_BT = padded([[1] * len(row['sampler_logp']) for _, _, row in rows]) > 0
+    mask_BT, old_BT, logp_BT, source_B = arrays(rows)
     adv_BT = padded(
       [
         row.get('advantages') or [row['advantage']] * len(row['sampler_logp'])
         for _, _, row in rows
       ]
     )
-    source_B = np.asarray([SOURCES.index(group['source']) for _, group, _ in rows])
   else:
     raise ValueError(f'{path} is no recorded batch; {WAY_OUT}')
   return jnp.asarray(logp_BT), batch_of(mask_BT, old_BT, old_BT, adv_BT, source_B)
@@ -147,6 +142,18 @@ def computed(groups: Sequence[Row]) -> list[tuple[int, Row, Row]]:
     for i, (group, response) in enumerate(rows)
     if response['learner_logp'] and response['taught']
   ]
+
+
+def arrays(
+  rows: Sequence[tuple[int, Row, Row]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """Returns (mask_BT, old_BT, logp_BT, source_B) of `computed` responses."""
+  responses = [response for *_, response in rows]
+  mask_BT = padded([x.get('mask', [1] * len(x['sampler_logp'])) for x in responses]) > 0
+  old_BT = padded([x['sampler_logp'] for x in responses])
+  logp_BT = padded([x['learner_logp'] for x in responses])
+  source_B = np.asarray([SOURCES.index(group['source']) for _, group, _ in rows])
+  return mask_BT, old_BT, logp_BT, source_B
 
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:

@@ -22,7 +22,7 @@ from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
 from lab import microscope, plots, rule_curves
 from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
-from lab.microscope_page import RULES
+from lab.microscope_rules import RULES
 from lab.plots import BLUE, ORANGE
 
 if TYPE_CHECKING:

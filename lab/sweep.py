@@ -19,6 +19,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from bapo_jax.run import experiment
 from bapo_jax.runtime import machine
@@ -121,6 +122,21 @@ def train_all(
   return 0
 
 
+def parse(
+  parser: argparse.ArgumentParser, argv: Sequence[str], runs: str
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+  """Returns the options of a command that trains runs, and its overrides.
+
+  `runs` is the default folder of the workdirs.
+  """
+  parser.add_argument('--runs', default=runs, help='folder of the workdirs')
+  parser.add_argument('--workers', type=int, default=os.cpu_count())
+  parser.add_argument('--only', default='', help='one run, in this process')
+  settings = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
+  args = parser.parse_args([arg for arg in argv if arg not in settings])
+  return args, overrides(settings)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs an experiment or prints its table.
 
@@ -136,14 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     'experiment', help='path:name, a file with get_experiment(name), not a config'
   )
   parser.add_argument('--results', required=True, help='folder of the results')
-  parser.add_argument('--runs', default='runs/lab', help='folder of the workdirs')
-  parser.add_argument('--workers', type=int, default=os.cpu_count())
-  parser.add_argument('--only', default='', help='one run, in this process')
   parser.add_argument('--table', action='store_true', help='only prints the table')
-  settings = [arg for arg in argv if OVERRIDE.fullmatch(arg)]
-  args = parser.parse_args([arg for arg in argv if arg not in settings])
+  args, knobs = parse(parser, argv, 'runs/lab')
   made = experiments.load(args.experiment)
-  knobs = overrides(settings)
   made = made._replace(values=merged(made.values, knobs))
   specs = experiments.runs(made)
   needs.refuse(knobs, [spec.config for spec in specs.values()])

@@ -4,6 +4,7 @@ JAX gets eight virtual devices, strict promotion and one cache of compiled progr
 environment is set here, before JAX is imported.
 """
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -44,6 +45,9 @@ from limits import (  # noqa: F401
   pytest_collection_modifyitems,
   pytest_runtest_call,
 )
+
+from bapo_jax.rewards.knobs import Verification
+from bapo_jax.rewards.rewards import Verifier
 
 # A shell that starts pytest in the background makes it ignore SIGINT. The processes of
 # tests would inherit that, and wait for an interrupt that never comes.
@@ -119,28 +123,30 @@ def one_device() -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope='session')
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Returns a run of four synchronous steps by the rules of both papers."""
-  return runs.recorded(tmp_path_factory, 'whole')
+def recorded(name: str) -> Any:
+  """Returns the fixture of a recorded run."""
+
+  @pytest.fixture(scope='session')
+  def run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
+    return runs.recorded(tmp_path_factory, name)
+
+  return run
 
 
-@pytest.fixture(scope='session')
-def partial_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Returns a run of 24 steps with partial rollouts, by the same rules."""
-  return runs.recorded(tmp_path_factory, 'partial')
+# What the runs are: runs.RECORDED.
+whole_run, partial_run, pictured_run, adapter_run = map(recorded, runs.RECORDED)
 
 
-@pytest.fixture(scope='session')
-def pictured_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Returns a run of four steps with a vision tower on drawn pictures."""
-  return runs.recorded(tmp_path_factory, 'pictures')
+@pytest.fixture
+def verifier() -> Iterator[Callable[..., Verifier]]:
+  """Makes verifiers of a rule, and ends their processes."""
+  with contextlib.ExitStack() as stack:
 
+    def make(rule: str, **knobs: Any) -> Verifier:
+      made = Verifier(Verification.model_validate({'rule': rule} | knobs))
+      return stack.enter_context(contextlib.closing(made))
 
-@pytest.fixture(scope='session')
-def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> runs.Recorded:
-  """Returns a run of four steps that trains adapters of a Hugging Face model."""
-  return runs.recorded(tmp_path_factory, 'adapters')
+    yield make
 
 
 @pytest.fixture

@@ -72,6 +72,15 @@ def params(spec=SPEC, seed=0) -> dict:
   return transformer.unflatten(flat)
 
 
+def prompts(length_P, width: int, vocab: int, least: int = 0, seed: int = 0) -> Prompts:
+  """Returns prompts of these lengths with random tokens from `least` on."""
+  rng = np.random.default_rng(seed)
+  P = len(length_P)
+  tokens_PT = rng.integers(least, vocab, (P, width), np.int32)
+  tokens_PT[np.arange(width) >= length_P[:, None]] = 0
+  return Prompts(np.arange(P, dtype=np.int32), tokens_PT, length_P)
+
+
 def drifted(params, step: int) -> dict:
   """Returns the weights of a later step: a little larger than those of step 0."""
   return jax.tree.map(lambda x: x * (1 + step / 50), params)

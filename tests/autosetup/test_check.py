@@ -182,8 +182,7 @@ def test_findings_about_responses(right, changes, expected):
   right_PG = np.arange(8) < np.asarray(right)[:, None]
   nothing_PG = np.zeros(right_PG.shape, bool)
   sampled = Sampled(right_PG, nothing_PG, ~nothing_PG, [])._replace(**changes)
-  found = check_rules.of_responses(Config(), sampled)
-  found = list(found)
+  found = [*check_rules.of_responses(Config(), sampled)]
   assert {each.name: each.kind for each in found} == expected
   if expected == {'undecided': 'warning'}:
     assert '3 of 16 responses' in found[0].text
@@ -193,28 +192,20 @@ def test_findings_about_responses(right, changes, expected):
     assert not list(check_rules.of_responses(custom, sampled))
 
 
-@pytest.fixture
-def many_groups(adapter_run, one_device):
-  """A run with 12 made problems per step and a model from a directory."""
+def built(r):
+  return build.build(r, build.tabulate(r), making.OddVerifier(), PhaseTimer())
+
+
+def test_a_check_samples_the_first_groups_of_the_run(adapter_run, one_device):
+  # 12 made problems per step, and a model from a directory.
   knobs = {'prompts': {'count': 12}, 'learner': {'minibatches': 3}}
-  config = adapter_run.config.with_values(**knobs)
-  r = resolve.resolve(config)
-  return r, build.tabulate(r)
-
-
-def built(r, material, workdir):
-  verifier = making.OddVerifier()
-  return build.build(r, material, verifier, PhaseTimer())
-
-
-def test_a_check_samples_the_first_groups_of_the_run(many_groups, tmp_path):
-  r, material = many_groups
-  t, s = built(r, material, tmp_path)
+  r = resolve.resolve(adapter_run.config.with_values(**knobs))
+  t, s = built(r)
   s = trainer.sync_actor_if_due(t, s)
   sampled = t.sampler.submit(Round(0), trainer.actor_of(t, s), 0).result()
   groups = sampled.fresh.groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))
-  _, found = check.sample(*built(small, material, tmp_path))
+  _, found = check.sample(*built(small))
   assert len(found.groups.id_P) == 8 < len(groups.id_P)
   for name in ('id_P', 'tokens_PGT'):
     ours, theirs = (np.asarray(getattr(x, name))[:8] for x in (found.groups, groups))

@@ -12,9 +12,7 @@ import tensorflow_datasets as tfds
 
 from bapo_jax.data import hub as hub_lib
 from bapo_jax.data import sources
-from bapo_jax.data.knobs import (
-  ProblemsConfig,
-)
+from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.row import Row
 
 ROWS = [{'question': f'{i}+1', 'answer': f'so\n#### {i + 1}'} for i in range(6)]
@@ -197,14 +195,12 @@ def test_only_a_tfds_source_needs_the_library(monkeypatch):
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
   network, monkeypatch
 ):
-  with pytest.raises(ValueError, match="tensorflow-datasets has no data set 'sums'"):
-    sources.read(problems('tfds:sums'))
-
   def fail(self):
     raise RuntimeError('the server refused\nat length')
 
   # The reason is the library's: it need not be the lack of TensorFlow.
-  with pytest.raises(ValueError, match=r'without TensorFlow \(Dataset sums not found'):
+  reason = r"has no data set 'sums'.* without TensorFlow \(Dataset sums not found"
+  with pytest.raises(ValueError, match=reason):
     sources.read(problems('tfds:sums'))
   monkeypatch.setattr(Gsm8kLike, '_generate_examples', fail)
   with pytest.raises(ValueError, match=r'cannot be prepared \(.*the server refused\)'):

@@ -52,11 +52,6 @@ def read(path):
   return layouts.read_rows(local_files.items(path), folder=folder)
 
 
-def test_a_file_is_read_in_order(tmp_path):
-  path = file_with(tmp_path, GOOD, '{"answer": 3, "problem": "1+2", "source": "mine"}')
-  assert read(path) == [Row('1+1', '2'), Row('1+2', '3')]
-
-
 def test_jsonl_a_json_list_and_parquet_hold_the_same(tmp_path):
   paths = [
     file_with(tmp_path, *map(json.dumps, VERL)),
@@ -106,10 +101,9 @@ def test_a_compressed_file_is_read_like_the_file(tmp_path):
     assert read(str(tmp_path / f'{name}.gz')) == rows != []
 
 
-def test_blank_lines_are_skipped_and_counted(tmp_path):
-  path = file_with(
-    tmp_path, '', GOOD, ' \t', '{"problem": "1+2", "answer": 3}', '', ' '
-  )
+def test_a_file_is_read_in_order_and_its_blank_lines_are_counted(tmp_path):
+  other = '{"answer": 3, "problem": "1+2", "source": "mine"}'
+  path = file_with(tmp_path, '', GOOD, ' \t', other, '', ' ')
   assert read(path) == [Row('1+1', '2'), Row('1+2', '3')]
 
   long = file_with(tmp_path, 'problem,answer', '"1', '+2",', name='long.csv')
@@ -459,9 +453,7 @@ def test_the_solution_of_a_conversation_is_no_earlier_turn():
   assert parsed == Row('1+1', '2', '', 'Be brief.', history=history)
 
 
-def test_fields_of_no_layout_and_long_values_are_shown_short():
-  with pytest.raises(ValueError, match=r"\['anwser', 'question'\] match no layout"):
-    layouts.detect({'question': '1+1', 'anwser': '2'})
+def test_fields_of_no_layout_are_shown_short():
   with pytest.raises(ValueError, match='match no layout') as error:
     layouts.detect({f'{i}' + 'x' * 1000: i for i in range(99)})
   assert len(str(error.value)) < 1000

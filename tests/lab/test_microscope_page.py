@@ -1,20 +1,14 @@
 """The microscope's page compares a search with fixed bounds as it says."""
 
 import copy
-import json
 import shutil
 
 import numpy as np
 import pytest
 
-from lab import microscope_page
-from lab.microscope_page import (
-  CELLS,
-  FOLDER,
-  GRID,
-  RULES,
-  STALENESS,
-)
+from lab import microscope_page, microscope_rules
+from lab.microscope_page import CELLS, STALENESS
+from lab.microscope_rules import FOLDER, GRID, RULES
 
 OTHER = 0.1  # alignment of rules that no test looks at
 
@@ -75,9 +69,9 @@ def test_a_search_that_is_better_is_said_to_be_closer_and_where():
 def test_controlled_means_remove_what_a_known_mean_explains():
   """y = 3 x + 1 has the mean 3 mean(x) + 1, whatever x was drawn."""
   x_M = np.random.default_rng(0).normal(size=50)
-  found, slope = microscope_page.controlled(3 * x_M + 1, x_M, 0.25)
+  found, slope = microscope_rules.controlled(3 * x_M + 1, x_M, 0.25)
   assert (found, slope) == (pytest.approx(1.75), pytest.approx(3))
-  assert microscope_page.controlled(x_M, np.ones(50), 1.0)[0] == pytest.approx(
+  assert microscope_rules.controlled(x_M, np.ones(50), 1.0)[0] == pytest.approx(
     x_M.mean()
   )
 
@@ -92,9 +86,7 @@ def test_the_page_is_current():
 def test_a_seed_measured_again_has_the_stored_figures(tmp_path):
   # Other processors train other weights.
   shutil.copy(FOLDER / 'results' / 'microscope.npz', tmp_path)
-  path = tmp_path / 'microscope' / '0.json'
-  microscope_page.measure(0, path, 'a' * 40, staleness=(4,))
-  found = json.loads(path.read_text())['4']['rules']
+  found = microscope_page.measure(0, tmp_path / 'microscope.npz', (4,))['4']['rules']
   stored = microscope_page.read()[0]['4']['rules']
   for name, figures in stored.items():
     assert found[name]['cosine'] == pytest.approx(figures['cosine'], abs=2e-3), name

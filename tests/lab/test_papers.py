@@ -41,6 +41,20 @@ def test_every_number_of_a_page_comes_from_its_results(folder):
   assert claims.main([str(PAPERS / folder), '--check']) == 0
 
 
+def test_the_claims_of_the_readmes_are_one_table_with_the_numbers_of_the_pages():
+  table = (PAPERS / 'README.md').read_text()
+  front = (PAPERS.parent / 'README.md').read_text().replace('](papers/', '](')
+  rows = re.findall(r'^\| .* seeds.*\|$', front, re.M)
+  assert len(rows) >= 6 and set(rows) <= set(table.splitlines())
+  text = ' '.join(path.read_text() for path in PAPERS.glob('*/*.md'))
+  pages = ' '.join(re.sub(r'[|()]', ' ', text).replace('-0.000', '+0.000').split())
+  quoted = re.findall(r'([+-]\.\d+)[ a-z]* \((\S+) to (\S+)\)', table)
+  assert len(quoted) >= 17
+  for numbers in quoted:
+    mean, low, high = (f'{float(x):+.3f}' for x in numbers)
+    assert f'{mean} {low} to {high}' in pages, numbers
+
+
 def test_the_table_of_all_runs_is_current():
   text = (PAPERS / 'results.csv').read_text()
   assert text == outcomes.results_csv(PAPERS), 'run python -m lab.outcomes'

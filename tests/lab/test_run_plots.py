@@ -5,7 +5,7 @@ import pytest
 import recordings
 
 from lab import counterfactual, rule_maps, run_plots
-from lab.microscope_page import RULES
+from lab.microscope_rules import RULES
 from lab.rule_maps import PROBABILITY, RATIO
 
 

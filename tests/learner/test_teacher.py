@@ -213,6 +213,14 @@ def llama(tmp_path_factory) -> str:
   return runs.source(tmp_path_factory.mktemp('teacher') / 'llama')
 
 
+def model(path: pathlib.Path, **changed) -> str:
+  """Returns the directory of a tiny model with these values in its config.json."""
+  directory = runs.source(path)
+  values = json.loads((path / 'config.json').read_text())
+  (path / 'config.json').write_text(json.dumps(values | changed))
+  return directory
+
+
 def judged(config: Config) -> str:
   """Returns the first sentence about a config and its files."""
   with pytest.raises(ValueError) as error:
@@ -228,25 +236,19 @@ def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused(tmp_path, lla
   (other / 'tokenizer.json').write_text(text.replace('"7"', '"A"'))
   sentence = judged(tiny(**{'teacher.path': str(other)}))
   assert sentence.startswith(f'teacher.path={other} has another tokenizer than the pol')
-  short = json.loads((pathlib.Path(llama) / 'config.json').read_text())
-  short = short | {'max_position_embeddings': 20}
-  brief = pathlib.Path(runs.source(tmp_path / 'brief'))
-  (brief / 'config.json').write_text(json.dumps(short))
-  assert 'has 20 positions, fewer than' in judged(tiny(**{'teacher.path': str(brief)}))
+  brief = model(tmp_path / 'brief', max_position_embeddings=20)
+  assert 'has 20 positions, fewer than' in judged(tiny(**{'teacher.path': brief}))
   assert 'teacher.path' in judged(tiny(**{'teacher.path': str(tmp_path / 'none')}))
 
 
 def test_a_teacher_with_fewer_embedding_rows_than_the_policy_is_refused(tmp_path):
-  few = pathlib.Path(runs.source(tmp_path / 'few'))
-  config = tiny(**{'teacher.path': str(few)})
-  policy = inputs.open_model(config)
   # A row for every token of the tokenizer, but not for the padding of the policy's
   # embedding, which the policy can sample as well.
+  policy = inputs.open_model(tiny())
   rows = len(policy.tokenizer.backend)
   assert rows < policy.spec.vocab
-  sizes = json.loads((few / 'config.json').read_text()) | {'vocab_size': rows}
-  (few / 'config.json').write_text(json.dumps(sizes))
-  sentence = judged(config)
+  few = model(tmp_path / 'few', vocab_size=rows)
+  sentence = judged(tiny(**{'teacher.path': few}))
   assert sentence.startswith(f'teacher.path={few} has {rows} tokens')
   assert f'can sample {policy.spec.vocab}' in sentence
 

@@ -15,7 +15,6 @@ from runs import tiny
 from bapo_jax import sharding
 from bapo_jax.models import decoder, lora, quantized, transformer
 from bapo_jax.models.knobs import PROJECTIONS
-from bapo_jax.types import Prompts
 
 NARROW = ('int8', 'float8_e4m3fn')
 both = pytest.mark.parametrize('dtype', NARROW)
@@ -96,11 +95,7 @@ def test_adapters_are_merged_before_the_weights_are_quantised():
     same(found, decoder.actor(PARAMS, spec))
 
 
-PROMPTS = Prompts(
-  np.arange(4, dtype=np.int32),
-  np.random.default_rng(0).integers(2, SPEC.vocab, (4, 5), np.int32),
-  np.full(4, 5, np.int32),
-)
+PROMPTS = making.prompts(np.full(4, 5, np.int32), 5, SPEC.vocab, least=2)
 KNOBS = {
   'group_size': 4,
   'max_new_tokens': 8,

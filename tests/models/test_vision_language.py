@@ -141,6 +141,13 @@ def inputs(tokens_T, pictures, b, v):
   }
 
 
+def texts(v):
+  """Yields (b, length, what their model is given) of each row."""
+  tokens_BT, length_B, pictures = rows(v)
+  for b, n in enumerate(length_B):
+    yield b, n, inputs(tokens_BT[b, :n], pictures, b, v)
+
+
 def logits_of(theirs, given):
   theirs.model.rope_deltas = None
   with torch.no_grad():
@@ -155,8 +162,7 @@ def test_log_probabilities(trio):
   tokens_BT, length_B, pictures = rows(spec.vision)
   hidden_BTD = forward(params, tokens_BT, pictures, spec)
   found_BTV = jax.nn.log_softmax(hidden_BTD @ transformer.head(params).T, -1)
-  for b, n in enumerate(length_B):
-    given = inputs(tokens_BT[b, :n], pictures, b, spec.vision)
+  for b, n, given in texts(spec.vision):
     wanted = torch.log_softmax(logits_of(theirs, given), -1).numpy()
     making.close(found_BTV[b, :n], wanted, count=4096)
   # The pictures matter.
@@ -173,8 +179,7 @@ def test_positions_are_those_of_transformers(trio):
   tokens_BT, length_B, pictures = rows(v)
   place = jax.jit(sequence.place, static_argnums=2)
   at, shift_B = place(tokens_BT, pictures.grid_PI2, v)
-  for b, n in enumerate(length_B):
-    given = inputs(tokens_BT[b, :n], pictures, b, v)
+  for b, n, given in texts(v):
     if not GRIDS[b]:
       assert (at.parts_BT3[b] == np.arange(T)[:, None]).all()
       assert shift_B[b] == 0
@@ -219,14 +224,11 @@ def test_greedy_decoding(trio):
   whole_BTD = forward(params, grown_BT, pictures, spec)
   for t, hidden_BD in enumerate(hidden):
     making.close(hidden_BD, whole_BTD[row_B, length_B - 1 + t], count=1024)
-  for b, n in enumerate(length_B):
+  for b, n, given in texts(spec.vision):
     theirs.model.rope_deltas = None
     # Without an end token, since our loop has none.
     wanted = theirs.generate(
-      **inputs(tokens_BT[b, :n], pictures, b, spec.vision),
-      do_sample=False,
-      max_new_tokens=NEW,
-      eos_token_id=-1,
+      **given, do_sample=False, max_new_tokens=NEW, eos_token_id=-1
     )
     assert grown_BT[b, n : n + NEW].tolist() == wanted[0, n:].tolist(), b
 
@@ -275,9 +277,7 @@ def test_what_is_exported_is_what_was_read(trio, tmp_path):
   loaded = hf_weights.load(str(tmp_path), spec, sharding.make(data=8))
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   read = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path)
-  tokens_BT, length_B, pictures = rows(spec.vision)
-  for b, n in enumerate(length_B):
-    given = inputs(tokens_BT[b, :n], pictures, b, spec.vision)
+  for _, _, given in texts(spec.vision):
     assert torch.equal(logits_of(theirs, given), logits_of(read.eval(), given))
 
 

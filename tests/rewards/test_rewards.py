@@ -1,6 +1,5 @@
 """Verdicts on a batch, and the rewards they earn."""
 
-import contextlib
 import functools
 import typing
 
@@ -21,18 +20,6 @@ from bapo_jax.rewards.shaping import Standard
 def rights(verifier, answers, texts, rules=()):
   samples = map(Sample, texts, answers, rules or [''] * len(texts))
   return [verdict.right for verdict in verifier.submit(list(samples)).result()]
-
-
-@pytest.fixture
-def verifier():
-  """Makes verifiers, and ends their processes."""
-  with contextlib.ExitStack() as stack:
-
-    def make(rule, **knobs):
-      made = rewards.Verifier(Verification(rule=rule, **knobs))
-      return stack.enter_context(contextlib.closing(made))
-
-    yield make
 
 
 def test_the_knob_names_every_rule():

@@ -1,7 +1,6 @@
 """Own reward functions: what they may return, and what happens if they misbehave."""
 
 import asyncio
-import contextlib
 import json
 import os
 import pathlib
@@ -11,7 +10,6 @@ import pytest
 
 from bapo_jax import custom_code
 from bapo_jax.rewards.knobs import Verification
-from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.rewards.score import Sample, Scorer
 
 HERE = pathlib.Path(__file__).parents[1]
@@ -19,18 +17,6 @@ MY = f'{HERE / "my_functions.py"}'
 ROW = '{"answer": "42", "problem": "6*7"}'
 GOOD = Sample(r'\boxed{42}', '42', '', '6*7', (1, 2, 3), ROW)
 BAD = GOOD._replace(response='41', tokens=(1,))
-
-
-@pytest.fixture
-def verifier():
-  """Makes verifiers, and ends their processes."""
-  with contextlib.ExitStack() as stack:
-
-    def make(rule, **knobs):
-      made = Verifier(Verification.model_validate({'rule': rule} | knobs))
-      return stack.enter_context(contextlib.closing(made))
-
-    yield make
 
 
 def scored(rule, *samples, **knobs):

@@ -77,14 +77,17 @@ def half(turn):
   return echo(turn) if len(turn.response) % 2 else None
 
 
-def verifier_of(environment, turns=TURNS, **limits) -> Verifier:
+def verifier_of(
+  environment, turns=TURNS, verify=Verification(rule='exact'), knobs=None, **limits
+) -> Verifier:
+  """Verifies the last turn; `environment` is a function, or path/to/file.py:name."""
   path = environment
   if callable(environment):
     path = custom_code.register(environment)
-  custom = custom_code.section([path], CustomEnvironment)() if ':' in path else None
-  knobs = dict(custom=custom) if custom else {}
-  k = Environment(rule=path, max_turns=turns, **knobs, **limits)
-  return Verifier(Verification(rule='exact'), k)
+  custom = custom_code.section([path], CustomEnvironment)(**knobs or {})
+  return Verifier(
+    verify, Environment(rule=path, custom=custom, max_turns=turns, **limits)
+  )
 
 
 def sample(
@@ -179,25 +182,27 @@ def text_of(ids):
   return ''.join(making.CHARACTERS[i] for i in ids if i != EOS)
 
 
-def test_every_turn_is_sampled_as_if_what_was_said_were_its_prompt():
-  sampled = reference()
+def assert_sampled_by_hand(sampled, stop=()):
   turns = []
   for b, length, tokens_T, mask_T, logp_T in rows_of(sampled):
     row, mask, logp, text = by_hand(
-      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n'
+      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n', stop
     )
     np.testing.assert_array_equal(tokens_T[: len(row)], row)
-    assert not tokens_T[len(row) :].any()
+    assert not tokens_T[len(row) :].any() and not logp_T[len(row) :].any()
     np.testing.assert_array_equal(np.flatnonzero(mask_T), np.flatnonzero(mask))
     np.testing.assert_allclose(logp_T[: len(row)], logp, atol=1e-5)
     assert sampled.texts[b] == text  # what the verifier reads is the last turn
     turns.append(1 + (np.diff(np.flatnonzero(mask_T)) > 1).sum())
   assert set(turns) == {1, 2, 3}  # or nothing was tested
-  g = sampled.groups
+
+
+def test_every_turn_is_sampled_as_if_what_was_said_were_its_prompt():
+  assert_sampled_by_hand(reference())
+  g = reference().groups
   np.testing.assert_array_equal(
     g.policy_version_PGT, np.where(g.response_mask_PGT, 5, -1)
   )
-  assert sampled.failed == 0 or max(turns) == TURNS
 
 
 @pytest.mark.parametrize('environment', [slow, jittery, together])
@@ -205,9 +210,9 @@ def test_nothing_depends_on_when_an_answer_comes(environment):
   assert_same(sample(environment), reference())
 
 
-def assert_same_text(found: rollout.Rollout):
-  """The same tokens as in the reference, and log-probabilities up to rounding."""
-  for name, wanted in reference().groups._asdict().items():
+def assert_same_text(found: rollout.Rollout, expected: rollout.Rollout):
+  """The same tokens, and log-probabilities up to rounding."""
+  for name, wanted in expected.groups._asdict().items():
     if wanted is None:  # without process rewards
       continue
     mine = np.asarray(getattr(found.groups, name))[: len(IDS)]
@@ -217,7 +222,7 @@ def assert_same_text(found: rollout.Rollout):
 
 def assert_time_leaves_every_bit(engine):
   found = sample(slow, engine=engine)
-  assert_same_text(found)
+  assert_same_text(found, reference())
   assert_same(sample(echo, engine=engine), found)
 
 
@@ -251,12 +256,17 @@ def test_a_row_is_recomputed_at_its_own_width(monkeypatch):
   assert len(set(widths)) > 1
 
 
-def test_eight_devices_sample_the_same_text():
+def on_eight_devices(engine) -> rollout.Rollout:
   mesh = sharding.make(8, 1, 1)
-  engine = dataclasses.replace(LONG, mesh=mesh)
   placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh, 'decode'))
   actor = decode.sync_actor(placed, SPEC, mesh)
-  assert_same_text(sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1]))
+  engine = dataclasses.replace(engine, mesh=mesh)
+  return sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1])
+
+
+def test_eight_devices_sample_the_same_text():
+  assert_same_text(on_eight_devices(LONG), reference())
+  assert_same_text(on_eight_devices(STOPPED), stopped())
 
 
 # --- partial rollouts -----------------------------------------------------------------
@@ -296,16 +306,18 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
   return groups, rollouts
 
 
-def test_with_a_budget_the_weights_of_a_turn_do_not_depend_on_time():
-  groups, rollouts = stepped(echo, 8)
-  for environment in (slow, jittery):
-    others, _ = stepped(environment, 8)
-    for a, b in zip(groups, others, strict=True):
-      jax.tree.map(np.testing.assert_array_equal, a, b)
-  # A turn under newer weights than the turn before: the case exists.
+def assert_weights_change(groups):
+  """A turn is under newer weights than the turn before, or nothing is tested."""
   versions = np.concatenate([g.policy_version_PGT for g in groups])
   spread = [set(row[row >= 0].tolist()) for row in versions.reshape(-1, WIDTH + NEW)]
   assert max(map(len, spread)) > 1
+
+
+def test_with_a_budget_the_weights_of_a_turn_do_not_depend_on_time():
+  groups, rollouts = stepped(echo, 8)
+  for environment in (slow, jittery):
+    jax.tree.map(np.testing.assert_array_equal, groups, stepped(environment, 8)[0])
+  assert_weights_change(groups)
   assert rollouts.turns_B.max() > 1
 
 
@@ -315,8 +327,7 @@ def test_a_restart_between_turns_goes_on_to_the_same_text(save_at, lag):
   engine = dataclasses.replace(LONG, done_check_lag=lag)
   wanted, _ = stepped(echo, 6, engine=engine)
   found, _ = stepped(echo, 6, save_at, engine)
-  for a, b in zip(wanted, found, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+  jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
 def test_an_interrupted_call_asks_again():
@@ -359,21 +370,6 @@ STOP = ('4', '66', '78', 'oxed')  # a token, two tokens, a part of one
 STOPPED = dataclasses.replace(LONG, stop=STOP)
 
 
-def assert_stopped_by_hand(sampled):
-  turns = []
-  for b, length, tokens_T, mask_T, logp_T in rows_of(sampled):
-    row, mask, logp, text = by_hand(
-      b, tokens_T[:length], lambda turn, text: f'{turn}={len(text)}\n', STOP
-    )
-    np.testing.assert_array_equal(tokens_T[: len(row)], row)
-    assert not tokens_T[len(row) :].any() and not logp_T[len(row) :].any()
-    np.testing.assert_array_equal(np.flatnonzero(mask_T), np.flatnonzero(mask))
-    np.testing.assert_allclose(logp_T[: len(row)], logp, atol=1e-5)
-    assert sampled.texts[b] == text
-    turns.append(1 + (np.diff(np.flatnonzero(mask_T)) > 1).sum())
-  assert set(turns) == {1, 2, 3}
-
-
 @functools.cache
 def stopped() -> rollout.Rollout:
   return sample(echo, engine=STOPPED)
@@ -398,7 +394,7 @@ def test_the_token_that_completes_a_stop_string_is_found(searched):
 
 
 def test_a_turn_ends_with_the_token_that_completes_a_stop_string():
-  assert_stopped_by_hand(stopped())
+  assert_sampled_by_hand(stopped(), STOP)
   for end in ('4', '66', '\\boxed{'):  # or nothing was tested
     assert any(text.endswith(end) for text in stopped().texts)
 
@@ -437,32 +433,15 @@ def test_up_to_a_stop_string_every_bit_is_that_of_a_run_without():
 )
 def test_stop_strings_depend_neither_on_dispatches_nor_on_slots(knobs):
   found = sample(slow, engine=dataclasses.replace(STOPPED, **knobs))
-  for name, wanted in stopped().groups._asdict().items():
-    if wanted is not None:
-      tolerance = 1e-5 if name == 'behavior_logp_PGT' else 0
-      mine = getattr(found.groups, name)
-      np.testing.assert_allclose(mine, wanted, atol=tolerance, err_msg=name)
-
-
-def test_eight_devices_stop_at_the_same_strings():
-  mesh = sharding.make(8, 1, 1)
-  engine = dataclasses.replace(STOPPED, mesh=mesh)
-  placed = jax.device_put(PARAMS, sharding.shardings(PARAMS, mesh, 'decode'))
-  actor = decode.sync_actor(placed, SPEC, mesh)
-  found = sample(echo, engine=engine, actor=actor, ids=[*IDS, -1, -1, -1, -1])
-  wanted = stopped().groups.tokens_PGT
-  np.testing.assert_array_equal(found.groups.tokens_PGT[: len(IDS)], wanted)
+  assert_same_text(found, stopped())
 
 
 @pytest.mark.parametrize('save_at', [1, 2, 4])
 def test_a_restart_finds_a_stop_string_that_had_begun(save_at):
   wanted, _ = stepped(echo, 6, engine=STOPPED)
   found, _ = stepped(echo, 6, save_at, STOPPED)
-  for a, b in zip(wanted, found, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-  versions = np.concatenate([g.policy_version_PGT for g in wanted])
-  spread = [set(row[row >= 0].tolist()) for row in versions.reshape(-1, WIDTH + NEW)]
-  assert max(map(len, spread)) > 1
+  jax.tree.map(np.testing.assert_array_equal, wanted, found)
+  assert_weights_change(wanted)
 
 
 def test_only_runs_with_stop_strings_have_programs_for_them():
@@ -537,15 +516,12 @@ def test_a_failing_environment_ends_responses_not_the_run(how, at, tmp_path, cap
     pytest.skip('takes seconds per row, and is the same path')
   path = tmp_path / 'failing.py'
   path.write_text(FAILING)
-  rule = f'{path}:misbehave'
-  custom = custom_code.section([rule], CustomEnvironment)(how=how, at=at)
-  k = Environment(
-    rule=rule, custom=custom, max_turns=TURNS, timeout=0.2, deadline=0.2, workers=2
-  )
+  limits = {'timeout': 0.2, 'deadline': 0.2, 'workers': 2}
+  knobs = {'how': how, 'at': at}
+  verifier = verifier_of(f'{path}:misbehave', knobs=knobs, **limits)
   is_slow = how in ('hangs', 'megabyte')
   engine = dataclasses.replace(LONG, group_size=4 if is_slow else 8)
   ids = [0] if is_slow else IDS
-  verifier = Verifier(Verification(rule='exact'), k)
   sampled = sample(verifier, engine=engine, ids=ids)
   g = jax.tree.map(np.asarray, sampled.groups)
   begun = (g.response_mask_PGT[..., 1:] & ~g.response_mask_PGT[..., :-1]).sum(2)
@@ -594,10 +570,7 @@ class Short:
 def game(tmp_path, name='Game', **knobs):
   path = tmp_path / 'game.py'
   path.write_text(GAME)
-  rule = f'{path}:{name}'
-  custom = custom_code.section([rule], CustomEnvironment)(**knobs)
-  k = Environment(rule=rule, custom=custom, max_turns=TURNS, workers=2)
-  return Verifier(Verification(rule='exact'), k)
+  return verifier_of(f'{path}:{name}', knobs=knobs, workers=2)
 
 
 def test_an_object_has_heard_all_turns_of_its_response(tmp_path):
@@ -624,8 +597,7 @@ def test_a_restart_replays_the_turns(tmp_path):
   # Every step has new processes.
   wanted, _ = stepped(echo, 6)
   found, _ = stepped(lambda: game(tmp_path), 6, save_at=2)
-  for a, b in zip(wanted, found, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+  jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
 def test_a_class_that_is_no_environment_is_refused(tmp_path, capsys):
@@ -661,14 +633,12 @@ def test_turns_are_answered_without_replays_and_objects_are_closed():
 
 
 def test_none_ends_a_response_and_is_no_failure():
-  sampled = sample(lambda_of_none)
+  def ends(turn):
+    return None
+
+  sampled = sample(ends)
   assert sampled.failed == 0
-  one = sample(verifier_of(echo, turns=1))
-  assert_same(sampled, one)
-
-
-def lambda_of_none(turn):
-  return None
+  assert_same(sampled, sample(verifier_of(echo, turns=1)))
 
 
 def test_the_environment_reads_what_was_said():
@@ -714,11 +684,9 @@ def last_character(sample):
 
 
 def test_a_step_ends_where_the_last_turn_does():
-  rule, answers = (custom_code.register(x) for x in (last_character, echo))
+  rule = custom_code.register(last_character)
   custom = custom_code.section([rule], CustomReward)()
-  custom_answers = custom_code.section([answers], CustomEnvironment)()
-  k = Environment(rule=answers, custom=custom_answers, max_turns=TURNS)
-  sampled = sample(Verifier(Verification(rule=rule, custom=custom), k))
+  sampled = sample(verifier_of(echo, verify=Verification(rule=rule, custom=custom)))
   turns = set()
   for at in np.ndindex(sampled.groups.reward_PG.shape):
     tokens_T, mask_T, end_T = (
@@ -746,7 +714,7 @@ def test_the_environments_of_the_guide_answer(tmp_path):
     (tmp_path / f'my{i}.py').write_text(block)
 
   def answered(path, knobs, *turns):
-    custom = custom_code.section([path], CustomEnvironment)(**knobs)
+    custom = custom_code.section([path], CustomEnvironment)(**knobs or {})
     k = Environment(rule=path, custom=custom, max_turns=3)
     caller = score.make(k)
     messages = caller([Sample(text, answer='17', number=n) for n, text in turns])

@@ -1,6 +1,7 @@
 """A response depends on (key, uid, position) alone, however it is decoded."""
 
 import dataclasses
+import functools
 
 import jax
 import making
@@ -32,13 +33,7 @@ UID_B = np.arange(B, dtype=np.uint32) + 100
 KEY = jax.random.key(10)
 
 
-def prompts(seed: int = 0) -> Prompts:
-  rng = np.random.default_rng(seed)
-  tokens_PT = rng.integers(0, SPEC.vocab, (P, WIDTH), np.int32)
-  tokens_PT[np.arange(WIDTH) >= LENGTH_P[:, None]] = 0
-  return Prompts(np.arange(P, dtype=np.int32), tokens_PT, LENGTH_P)
-
-
+prompts = functools.partial(making.prompts, LENGTH_P, WIDTH, SPEC.vocab)
 KNOBS = {
   'group_size': GROUP,
   'max_new_tokens': NEW,

@@ -16,7 +16,6 @@ from bapo_jax import sharding
 from bapo_jax.models import attention, decoder, ragged, transformer
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.types import Prompts
 
 PLAIN = transformer.ModelSpec(
   vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_width=16, ffn=32,
@@ -37,12 +36,10 @@ def rollout(spec: transformer.ModelSpec, temperature: float):
     temperature=temperature, max_num_seqs=4, prefill_batch_size=2,
     tokens_per_dispatch=16, cache_segments=3,
   )  # fmt: skip
-  rng, key = np.random.default_rng(0), jax.random.key(0)
-  tokens_PT = rng.integers(4, spec.vocab, (P, WIDTH), np.int32)
-  tokens_PT[np.arange(WIDTH) >= LENGTH_P[:, None]] = 0
+  key = jax.random.key(0)
   rollouts = PartialRollouts(engine, P)
   rollouts.submit(
-    Prompts(np.arange(P, dtype=np.int32), tokens_PT, LENGTH_P),
+    making.prompts(LENGTH_P, WIDTH, spec.vocab, least=4),
     np.arange(P * G, dtype=np.uint32),
     limit_B=LIMIT_B,
   )

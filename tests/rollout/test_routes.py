@@ -15,7 +15,6 @@ from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.types import Prompts
 
 SPEC = making.MIXTURE
 NONE = 255
@@ -34,13 +33,6 @@ KNOBS = dict(
 )
 
 
-def prompts() -> Prompts:
-  rng = np.random.default_rng(0)
-  tokens_PT = rng.integers(2, 24, (P, WIDTH)).astype(np.int32)
-  tokens_PT *= np.arange(WIDTH) < LENGTHS[:, None]
-  return Prompts(np.arange(P, dtype=np.int32), tokens_PT, LENGTHS)
-
-
 @functools.cache
 def actor(seed: int = 0):
   return decoder.actor(making.params(SPEC, seed), SPEC)
@@ -49,7 +41,8 @@ def actor(seed: int = 0):
 def submitted(spec: ModelSpec = SPEC, **knobs) -> PartialRollouts:
   """Returns rollouts of all prompts, of which nothing is decoded."""
   rollouts = PartialRollouts(RolloutEngine(spec, **KNOBS | knobs), P)
-  rollouts.submit(prompts(), np.arange(P * G, dtype=np.uint32))
+  given = making.prompts(LENGTHS, WIDTH, 24, least=2)
+  rollouts.submit(given, np.arange(P * G, dtype=np.uint32))
   return rollouts
 
 
