@@ -62,8 +62,6 @@ class Custom(Part):
 
   function: ClassVar[custom_code.UserFunction]
 
-  rule: str
-
   def __call__(self, *arguments: Any, **named: Any) -> Any:
     return self.function.bound(self)(*arguments, **named)
 

@@ -210,7 +210,7 @@ def _decoding(r: Resolved, chip: Chip, memory):
     if slots > responses:
       continue
     cache = slots / shards * per_slot
-    needed = b.decoding - b.cache + cache
+    needed = b.weights + b.moments + b.actor + cache
     if needed <= memory:
       traffic = [roofline.hidden_sums(spec, slots / shards)]
       cost = roofline.decode(spec, mesh.shape, slots, T, cache)

@@ -254,10 +254,10 @@ def measured(
   sampling = seconds * config.prompts.count / len(spread_P)
   total = sampling + update * updates
   device = t.mesh.devices.flat[0]
-  stats = device.memory_stats() if device.platform != 'cpu' else None
+  stats = device.memory_stats() or {}  # None on a CPU
   peak = machine.peak_rss()
   where = 'the host, with Python and compiled programs'
-  if stats and 'peak_bytes_in_use' in stats:
+  if 'peak_bytes_in_use' in stats:
     peak = stats['peak_bytes_in_use']
     where = 'a device'
   return (

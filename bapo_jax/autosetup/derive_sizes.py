@@ -34,23 +34,19 @@ LORA_FACTOR = 10  # times the full rate; Schulman et al., LoRA Without Regret, 2
 def fsdp(config: Config, facts: Facts) -> Number:
   """Derives mesh.fsdp: all devices if training state exceeds half a device's memory."""
   n = len(facts.devices)
-  state = _state(config, facts)
+  spec = spec_of(config, facts)
+  weights, moments, _, actor = budget.whole_state(
+    spec,
+    budget.adapters(config, spec),
+    budget.frozen_tower(config, spec),
+    budget.optimiser_bytes(config.optimizer, spec),
+  )
+  state = weights + moments + actor
   words = f'weights, optimiser and actor, {state / GIB:.3g} GiB'
   room = f'{facts.memory / GIB:.3g} GiB of a device'
   if n > 1 and state > facts.memory / 2:
     return -1, f'{words}, divided over {n} devices: more than half of {room}'
   return 1, f'{words}, copied to each device ({n}): {room}'
-
-
-def _state(config: Config, facts: Facts) -> float:
-  """Returns the bytes of weights, optimiser and actor on one device."""
-  spec = spec_of(config, facts)
-  adapters = budget.adapters(config, spec)
-  frozen = budget.frozen_tower(config, spec)
-  weights, moments, _, actor = budget.whole_state(
-    spec, adapters, frozen, budget.optimiser_bytes(config.optimizer, spec)
-  )
-  return weights + moments + actor
 
 
 def data(config: Config, facts: Facts) -> Number:
@@ -181,15 +177,16 @@ def micro_batches(config: Config, facts: Facts) -> Number:
     found = budget.choose_schedule(sizes, spec, mesh, facts.memory)
     needed = budget.count(sizes, spec, found, mesh).update
     if needed <= facts.memory:
-      fitting.append((n, found.remat, needed))
-      if found.remat == fastest:
+      fitting.append((n, needed))
+      if found.remat == fastest:  # before fewer micro-batches that recompute more
+        fitting = [(n, needed)]
         break
     n *= 2
   rows = config.minibatch_rows
   room = f'{facts.memory / GIB:.3g} GiB'
   if not fitting:
     return max(most, 1), f'NOTHING FITS: a single row at a time needs more than {room}'
-  n, _, needed = next((x for x in fitting if x[1] == fastest), fitting[0])
+  n, needed = fitting[0]
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
 
 

@@ -6,6 +6,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -101,20 +102,19 @@ def gather(config: Config, inputs: Inputs) -> Facts:
   @functools.cache
   def lengths(template):
     reader = inputs.model.tokenizer._replace(template=template)
-    training, held_out = split()
-    read = [*training, *held_out]
+    read = [*itertools.chain(*split())]
     if template == '{problem}':  # the problems alone, without their system messages
       read = [row._replace(system='', history=()) for row in read]
     encoded = prompts.encode(reader, read, spec.vision)
     tokens = [len(prompt.tokens) for prompt in encoded]
-    return tokens[: len(training)], tokens[len(training) :]
+    n = len(split()[0])
+    return tokens[:n], tokens[n:]
 
   rewards = config.rewards.model_copy(update={'rule': 'exact'})  # each row names a rule
 
   @functools.cache
   def check(rule):
-    training, held_out = split()
-    return verified([*training, *held_out], rewards, rule)
+    return verified([*itertools.chain(*split())], rewards, rule)
 
   axes = config.mesh.model_dump()
   # All devices, until the program has decided how they are divided.
@@ -137,14 +137,16 @@ STATED = set(verifiers.RULES) - {'countdown'}
 
 def verified(rows: Sequence[Row], rewards: RewardsConfig, rule: str) -> Verified:
   """Verifies up to DRAWN right answers; `rule` verifies rows without a verifier."""
-  drawn = rows[:: max(1, -(-len(rows) // DRAWN))]
-  drawn = [row for row in drawn if (row.verifier or rule) in STATED]
-  rules = [row.verifier or rule for row in drawn]
-  answers = [row.answer for row in drawn]
+  samples = []
+  for row in rows[:: max(1, -(-len(rows) // DRAWN))]:
+    name = row.verifier or rule
+    if name in STATED:
+      samples.append(Sample(gold.stating(name, row.answer), row.answer, name))
   with contextlib.closing(Verifier(rewards.verification)) as verifier:
-    texts = [gold.stating(*pair) for pair in zip(rules, answers, strict=True)]
-    samples = map(Sample, texts, answers, rules)
-    verdicts = verifier.submit(list(samples)).result()
-  pairs = zip(answers, verdicts, strict=True)
-  wrong = [f'{a[:40]!r}: {v.reason}' for a, v in pairs if v.right is not True]
-  return Verified(len(drawn) - len(wrong), len(drawn), *wrong[:1])
+    verdicts = verifier.submit(samples).result()
+  wrong = [
+    f'{sample.answer[:40]!r}: {verdict.reason}'
+    for sample, verdict in zip(samples, verdicts, strict=True)
+    if verdict.right is not True
+  ]
+  return Verified(len(samples) - len(wrong), len(samples), *wrong[:1])

@@ -15,14 +15,16 @@ PARTS = ('batch', 'buffer', 'advantage', 'clip', 'mask', 'loss')
 LABEL = 11  # columns of a label on the first screen
 
 
-def in_force(config: Config) -> dict[str, str]:
-  """Returns part -> its rule with the knobs that have an effect.
+def lines(user: Config, config: Config, indent: str = '  ') -> str:
+  """Returns lines of the first screen: rules, changed knobs, knobs without effect.
 
-  For instance {'clip': 'fixed: low 0.8, high 1.2, dual inf'}. The buffer is omitted
-  if the batch rule does not use it, and the mask if the mask rule is none.
+  A rule is listed with the knobs that have an effect: 'fixed: low 0.8, high 1.2, dual
+  inf'. The buffer is omitted if the batch rule does not use it, and the mask if the
+  mask rule is none. `user` is the config that the user wrote, and `config` has every
+  knob decided.
   """
   inert = needs.inert(config)
-  in_force_: dict[str, str] = {}
+  rules = []
   for part in PARTS:
     section = getattr(config, part)
     rule = getattr(section, 'rule', '')
@@ -32,23 +34,14 @@ def in_force(config: Config) -> dict[str, str]:
       if name != 'rule' and f'{part}.{name}' not in inert
     ]
     if (rule or used) and not getattr(section, 'identity', False):
-      in_force_[part] = ': '.join(filter(None, (rule, ', '.join(used))))
-  return in_force_
-
-
-def lines(user: Config, config: Config, indent: str = '  ') -> str:
-  """Returns lines of the first screen: rules, changed knobs, knobs without effect.
-
-  `user` is the config that the user wrote, and `config` has every knob decided.
-  """
-  inert = needs.inert(config)
+      text = ': '.join(filter(None, (rule, ', '.join(used))))
+      rules.append(f'{part:<10}{text}')
   given = []
   idle = []
   for name, (value, _) in config_lib.changed(user).items():
     given.append(f'{name}={knobs.shorten(shown(value))}')
     if name in inert:
       idle.append(f'{given[-1]} ({inert[name].because})')
-  rules = [f'{slot:<10}{text}' for slot, text in in_force(config).items()]
   labels = ['rules', *[''] * (len(rules) - 1), 'warning', 'changed', 'no effect']
   texts = [*rules, config.clip.warning(), ', '.join(given), ', '.join(idle)]
   margin = ' ' * (len(indent) + LABEL)

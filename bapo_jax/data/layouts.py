@@ -11,6 +11,7 @@ of a message is a string or a list of parts, {"type": "text", "text": ...}.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -101,10 +102,9 @@ def detect(row: Fields, columns: Columns = Columns(), *, whole: bool = False) ->
       of them may be the problem or the answer.
   """
   spelled = {_plain(name): name for name in reversed(row)}
+  find = functools.partial(_find, row, spelled)
   named = {
-    knob: name if name in row else _find(row, spelled, [name])
-    for knob, name in columns
-    if name
+    knob: name if name in row else find([name]) for knob, name in columns if name
   }
   for knob, path in named.items():
     if not path:
@@ -116,39 +116,40 @@ def detect(row: Fields, columns: Columns = Columns(), *, whole: bool = False) ->
     for name in MEANINGS.get(knob, ()):
       spelled.pop(_plain(name), '')
     spelled[knob] = path
-  numbers = _find(row, spelled, NUMBERS)
+  numbers = find(NUMBERS)
   if numbers and TARGET in spelled:
     return Layout('countdown', numbers, spelled[TARGET], '', 'countdown')
+  # A chat in `prompt` derives from the problem and may add a system message.
+  derived = isinstance(row.get(spelled.get('prompt', '')), list)
+  unanswered = []
   for name, problems, answers, sources in LAYOUTS:
-    problem = _find(row, spelled, problems)
-    answer = _find(row, spelled, answers)
-    # A chat in `prompt` derives from the problem and may add a system message.
-    derived = isinstance(row.get(spelled.get('prompt', '')), list)
+    problem = find(problems)
+    answer = find(answers)
+    source = named.get('verifier') or find(sources)
     if problem and answer and not (derived and name == 'problem and answer'):
       for names in (problems, answers):
-        _refuse_rivals(row, spelled, names, problem, answer)
-      source = named.get('verifier') or _find(row, spelled, sources)
+        _refuse_rivals(row, find, names, problem, answer)
       answer_format = _format(name, answer, row, named='answer' in named)
       return Layout(name, problem, answer, source, answer_format)
+    if problem:
+      unanswered.append(Layout(name, problem, '', source, 'none'))
   if messages := spelled.get('messages', ''):
     *_, solution = _read(row, messages, _chat, True)
     if solution:
       answer_format = 'hashes' if '####' in str(solution) else 'boxed'
       return Layout('messages', messages, messages, '', answer_format)
-  for name, problems, _, sources in LAYOUTS if whole else ():
-    if problem := _find(row, spelled, problems):
-      source = named.get('verifier') or _find(row, spelled, sources)
-      return Layout(name, problem, '', source, 'none')
+  if whole and unanswered:
+    return unanswered[0]
   raise ValueError(
     f'fields {sorted(map(str, row))!s:.400} match no layout; '
-    f'{_question(row, _find(row, spelled, PROBLEMS))}'
+    f'{_question(row, find(PROBLEMS))}'
   )
 
 
-def _refuse_rivals(row, spelled, names: Sequence[str], problem, answer):
+def _refuse_rivals(row, find, names: Sequence[str], problem, answer):
   """Raises a ValueError if two columns of one meaning have different values."""
   # A worked solution beside an answer is no rival.
-  paths = [_find(row, spelled, [name]) for name in names if name != 'solution']
+  paths = [find([name]) for name in names if name != 'solution']
   values = {path: row.get(path) for path in paths if path}
   values = {path: x for path, x in values.items() if x not in (None, '')}
   if len({str(x) for x in values.values()}) > 1:

@@ -26,21 +26,18 @@ def home(knob: str | None) -> str:
   Raises:
     ValueError: the folder is not writable, and the knob is not None.
   """
+  user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+  path = os.path.join(user, 'bapo_jax') if knob is None else knob
+  if not path:
+    return ''
   try:
-    if path := _path(knob):
-      check_writable(path, f'--config.cache={knob}')
+    path = os.path.abspath(files.local(path))
+    check_writable(path, f'--config.cache={knob}')
   except ValueError:
     if knob is not None:
       raise
     return ''
   return path
-
-
-def _path(knob):
-  """Returns the path that the knob means; '' if the cache is off."""
-  user = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-  path = os.path.join(user, 'bapo_jax') if knob is None else knob
-  return path and os.path.abspath(files.local(path))
 
 
 def share_programs(knob: str | None) -> None:
@@ -96,7 +93,7 @@ def described(knob: str) -> str:
   import jax
 
   if not (folder := home(knob)):
-    return f'off: {_path(knob)} is not writable' if knob else 'off'
+    return 'off'
   programs = pathlib.Path(jax.config.values[DIRECTORY] or '')
   if programs == pathlib.Path():
     state = 'programs are not stored for several devices of a CPU'

@@ -6,6 +6,7 @@ orbax and zarr restore flipped bytes without an error, so checkpoints have diges
 import hashlib
 import json
 import os
+import pathlib
 from typing import Any
 
 from bapo_jax.runtime import files
@@ -21,10 +22,9 @@ def write(directory: str, label: str) -> None:
   `label` is the directory's name; `damage` thus detects a copy of another directory.
   """
   paths = [
-    os.path.relpath(os.path.join(folder, name), directory)
-    for folder, _, names in os.walk(directory)
-    for name in names
-    if name not in (NAME, *WRITTEN_LATER)
+    str(path.relative_to(directory))
+    for path in pathlib.Path(directory).rglob('*')
+    if path.is_file() and path.name not in (NAME, *WRITTEN_LATER)
   ]
   record = {path: of_file(directory, path) for path in sorted(paths)}
   files.write_json(os.path.join(directory, NAME), {'label': label, 'files': record})

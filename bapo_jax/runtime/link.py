@@ -8,7 +8,6 @@ such group of the target receives its copy from a group of the source.
 """
 
 import dataclasses
-import functools
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -55,10 +54,7 @@ class Link:
   def __init__(self, source: Mesh, target: Mesh):
     self._target = target
     self._groups = _groups(source), _groups(target)
-
-  @functools.cached_property
-  def _lane(self):
-    return Lane()
+    self._lane = Lane()
 
   def send(self, value: Any) -> None:
     """Sends a tree of JAX arrays and of values that can be pickled.
@@ -72,7 +68,7 @@ class Link:
     text = np.frombuffer(pickle.dumps(structure.unflatten(marked)), np.uint8)
     self._copy([LENGTH], [np.asarray([len(text)], LENGTH.dtype)])
     self._copy([_bytes(len(text))], [text])
-    self._copy(_full(marked), arrays)
+    self._copy([_described(x) for x in arrays], arrays)
 
   def receive(self) -> Any:
     """Waits for a value. Its JAX arrays are on the target mesh, split as they were.
@@ -86,7 +82,7 @@ class Link:
     length = self._host(LENGTH)
     value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
     leaves, structure = jax.tree.flatten(value)
-    copies = self._copy(_full(leaves))
+    copies = self._copy([x for x in leaves if isinstance(x, Leaf) and not x.empty])
     arrays = (self._joined(of_groups) for of_groups in zip(*copies, strict=True))
     filled = list[Any]()
     for leaf in leaves:
@@ -125,11 +121,6 @@ class Link:
     copies = list(copies)
     shards = [x for each in copies for x in _shards(each)]
     return _array(_described(copies[0]), self._target, shards)
-
-
-def _full(leaves: Iterable[Any]):
-  """Returns the descriptions of the arrays that are copied."""
-  return [x for x in leaves if isinstance(x, Leaf) and not x.empty]
 
 
 def _described(array: jax.Array):

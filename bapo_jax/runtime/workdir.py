@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import pathlib
 import secrets
 import socket
 import tempfile
@@ -96,9 +97,8 @@ def check_shared(workdir: str) -> None:
 
 def _text(path):
   """Returns the content of a small file; '' if it cannot be read."""
-  refusals = contextlib.suppress(OSError)
-  with refusals, open(path, encoding='utf-8', errors='replace') as file:
-    return file.read(400)
+  with contextlib.suppress(OSError):
+    return pathlib.Path(path).read_text('utf-8', 'replace')
   return ''
 
 

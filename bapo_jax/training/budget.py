@@ -69,11 +69,6 @@ class Budget(NamedTuple):
     state = self.weights + self.moments + self.gradients
     return state + self.kept_actor + self.gathered + self.saved
 
-  @property
-  def decoding(self) -> float:
-    """Bytes of decoding, without the replay buffer and recorded responses."""
-    return self.weights + self.moments + self.actor + self.cache
-
 
 # Parts of the memory with the knobs that determine their size, for the error message.
 KNOBS = {
@@ -113,11 +108,6 @@ class Sizes(NamedTuple):
   bounds_pass: str | None  # the same
   sequence_sharding: str | None  # the same
   tile_mib: int  # the same; 0: any
-
-  @property
-  def micro_batch_rows(self) -> int:
-    """The number of rows in a micro-batch, if all of them have full length."""
-    return -(-self.minibatch_rows // self.grad_accum_steps)
 
   @property
   def bounds_wait(self) -> bool:
@@ -180,7 +170,7 @@ def count(
   recorded_here = RECORDED + route_bytes(spec, tensor)
   buffered = sizes.capacity * group
   # Without unfinished responses, but with groups in flight.
-  stored = _checkpoint(sizes, spec, actor)
+  stored = _checkpoint(sizes, spec, moments, actor)
   stored['buffer'] = recorded * buffered
   stored['groups in flight'] = recorded * sizes.depth * sizes.count * group
   stored = {name: float(size) for name, size in stored.items() if size}
@@ -215,16 +205,17 @@ def count(
   )
 
 
-def _checkpoint(sizes: Sizes, spec: ModelSpec, actor: float) -> dict[str, float]:
+def _checkpoint(
+  sizes: Sizes, spec: ModelSpec, moments: float, actor: float
+) -> dict[str, float]:
   """Returns the bytes of the state in a checkpoint, without frozen weights."""
   n = trained(spec, sizes.adapters, sizes.frozen)
-  if sizes.adapters:
-    optimiser = sizes.optimiser * n
-    return {'adapters': 4 * n, 'optimiser': optimiser, 'actor': sizes.lags * 4 * n}
-  own = itemsize(spec.dtype)
+  size = 4 * n
+  if sizes.adapters:  # which `moments` contain
+    return {'adapters': size, 'optimiser': moments - size, 'actor': sizes.lags * size}
   actor -= itemsize(spec.compute) * sizes.frozen
-  optimiser = (sizes.optimiser + 4 * (own < 4)) * n
-  return {'weights': own * n, 'optimiser': optimiser, 'actor': sizes.lags * actor}
+  size = itemsize(spec.dtype) * n
+  return {'weights': size, 'optimiser': moments, 'actor': sizes.lags * actor}
 
 
 def optimiser_bytes(k: OptimizerRule, spec: ModelSpec) -> float:
@@ -265,18 +256,13 @@ def matrices(spec: ModelSpec, copies: int = ALL) -> int:
   Counts up to `copies` experts of a layer, all by default, but no router.
   """
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  ffn = _read(spec, copies) * spec.ffn
+  ffn = (min(spec.experts, copies) or 1) * spec.ffn
   return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * ffn)
 
 
 def active_matrices(spec: ModelSpec) -> int:
   """Returns the number of weights that a token is multiplied by in the layers."""
   return matrices(spec, spec.active) + spec.layers * spec.width * spec.experts
-
-
-def _read(spec: ModelSpec, copies: int) -> int:
-  """Returns the feed-forward parts of a layer: 1, or at most `copies` experts."""
-  return min(spec.experts, copies) if spec.experts else 1
 
 
 def matrix_bytes(spec: ModelSpec, copies: int = ALL) -> int:
@@ -288,7 +274,7 @@ def matrix_bytes(spec: ModelSpec, copies: int = ALL) -> int:
     return itemsize(spec.compute) * matrices(spec, copies)
   heads = spec.heads + 2 * spec.kv_heads
   outputs = heads * spec.head_width + spec.width
-  outputs += _read(spec, copies) * (spec.width + 2 * spec.ffn)
+  outputs += (min(spec.experts, copies) or 1) * (spec.width + 2 * spec.ffn)
   return matrices(spec, copies) + 4 * outputs * spec.layers
 
 
@@ -312,7 +298,8 @@ def _passes(
   tensor = mesh.shape['tensor']
   T = sizes.row_length
   c = itemsize(spec.compute)
-  rows = sizes.micro_batch_rows
+  # Of a micro-batch, if all of them have full length.
+  rows = -(-sizes.minibatch_rows // sizes.grad_accum_steps)
   shards = sharding.row_shards(mesh)
   rows = rows if rows % shards else rows // shards
   head = spec.vocab * spec.width
@@ -532,8 +519,8 @@ def capacity(mesh: Mesh, device_share: float = 1.0, host_share: float = 1.0) -> 
   A device that reports no limit, such as a CPU, has an equal part of the host's memory.
   """
   local = mesh.local_devices or jax.local_devices()  # a process may only sample
-  stats = local[0].memory_stats() if local[0].platform != 'cpu' else None
-  if stats and 'bytes_limit' in stats:
+  stats = local[0].memory_stats() or {}  # None on a CPU
+  if 'bytes_limit' in stats:
     return device_share * stats['bytes_limit']
   return host_share * machine.host_memory() / len(local)
 

@@ -1,6 +1,6 @@
 """Resolves everything about a run that does not depend on its weights.
 
-1. `read_files` reads the model's config.json, the tokenizer and all problems;
+1. `inputs.read` reads the model's config.json, the tokenizer and all problems;
 2. `resolve` judges them (refusals.py), makes the mesh and chooses the schedule.
 
 Later stages receive a `Resolved`, and look up neither files nor devices again.
@@ -17,9 +17,7 @@ from bapo_jax import sharding
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models import attention, experts, transformer
-from bapo_jax.models.knobs import (
-  PRECISION,
-)
+from bapo_jax.models.knobs import PRECISION
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import hosts

@@ -400,7 +400,8 @@ def test_a_checkpoint_by_hand():
 @pytest.mark.parametrize('part', budget.KNOBS)
 def test_what_cannot_fit_is_refused_by_the_knobs_of_its_largest_part(part):
   _, _, found = counted()
-  total = max(found.update, found.decoding + found.responses) + found.buffer
+  decoding = found.weights + found.moments + found.actor + found.cache
+  total = max(found.update, decoding + found.responses) + found.buffer
   budget.check(found, total)
   large, message = found._replace(**{part: 1e12}), re.escape(budget.KNOBS[part])
   with pytest.raises(ValueError, match=f'most of it for {message}'):
