@@ -148,11 +148,11 @@ WRONG = [
     '  return types.take(both, order), source[order]',
     r'source_P=\[. .\]; give -1 for empty groups',
   ),
-  ('prompts', PROMPTS + '  return range(count - 1)', 'returns 7 ids; return .*=8 ids'),
+  ('prompts', PROMPTS + '  return range(count - 1)', r'int64\[7\]; return .*=8 int'),
   (
     'prompts',  # too few problems are in its window, but not at the start
     PROMPTS + '  return np.flatnonzero(history.tries_N == 0)[:count]',
-    'returns 6 ids',
+    r'returns int64\[6\]; return',
   ),
   (
     'prompts',
@@ -160,7 +160,11 @@ WRONG = [
     'generator; return an ar',
   ),
   ('prompts', PROMPTS + '  yield from range(count)', 'generator; return an array of 8'),
-  ('prompts', PROMPTS + '  return np.arange(count) / 2', r'float64\[8\]; return 8 int'),
+  (
+    'prompts',
+    PROMPTS + '  return np.arange(count) / 2',
+    r'float64\[8\]; return .*=8 int',
+  ),
   ('prompts', PROMPTS + '  return np.arange(count) > 2', r'returns bool\[8\]'),
   ('prompts', PROMPTS + '  return np.ones((count, 1), int)', r'returns int64\[8, 1\]'),
   ('prompts', PROMPTS + '  return np.arange(count) + 5', 'the id 12; .* from 0 to 11'),

@@ -9,10 +9,8 @@ processes, on any mesh and after a resume.
 `ByDifficulty` prefers problems whose pass rate is in a window.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-import jax
 import numpy as np
 import pydantic
 
@@ -46,13 +44,12 @@ class PromptRule(Part):
   def fault(self, result, example) -> str:
     """Says why a result cannot be the ids of a round; or ''."""
     count = example['count']
-    if not isinstance(result, Sequence | np.ndarray | jax.Array):
+    if not hasattr(result, '__len__'):
       return f'returns {type(result).__name__}; return an array of {count} ids'
     id_P = np.asarray(result)
-    if id_P.ndim != 1 or id_P.dtype.kind not in 'iu':
-      return f'returns {id_P.dtype}{[*id_P.shape]}; return {count} integers'
-    if len(id_P) != count:
-      return f'returns {len(id_P)} ids; return prompts.count={count} ids'
+    if id_P.shape != (count,) or id_P.dtype.kind not in 'iu':
+      shape = f'{id_P.dtype}{[*id_P.shape]}'
+      return f'returns {shape}; return prompts.count={count} integers'
     largest = len(example['history'].tries_N) - 1
     outside_P = id_P[(id_P < 0) | (id_P > largest)]
     if len(outside_P):
@@ -103,19 +100,15 @@ class ByDifficulty(PromptRule):
     tries_N, right_N, last_step_N, waiting_N = (x_N[order_N] for x_N in history)
     rate_N = right_N / np.maximum(tries_N, 1)
     inside_N = (tries_N == 0) | ((self.low <= rate_N) & (rate_N <= self.high))
-    # The last key counts first, and equal problems stay in the shuffled order.
-    last_step_N = np.where(inside_N, last_step_N, 0)
-    first_N = np.lexsort((last_step_N, ~inside_N, waiting_N > 0))
+    # The last key counts first, and equal problems stay in the shuffled order; outside
+    # the window the last step is no key.
+    first_N = np.lexsort((inside_N * last_step_N, ~inside_N, waiting_N > 0))
     return order_N[first_N[:count]]
 
 
 Prompting = Annotated[
   PromptRule,
-  OneOf(
-    'Prompt rule: chooses the problems of a round.',
-    Shuffled,
-    ByDifficulty,
-  ),
+  OneOf('Prompt rule: chooses the problems of a round.', Shuffled, ByDifficulty),
 ]
 
 
@@ -159,8 +152,8 @@ def no_history(problems: int) -> History:
 
 def submitted(history: History, id_P: np.ndarray) -> History:
   """Counts the groups of these problems as waiting; id -1 is an empty seat."""
-  more_N = _per_problem(history, id_P, id_P >= 0)
-  return history._replace(waiting_N=history.waiting_N + more_N)
+  waiting_N = history.waiting_N + _per_problem(history, id_P)
+  return history._replace(waiting_N=waiting_N)
 
 
 def completed(history: History, groups: Groups, step: int) -> History:
@@ -174,12 +167,13 @@ def completed(history: History, groups: Groups, step: int) -> History:
     tries_N=history.tries_N + _per_problem(history, id_P, tries_P),
     right_N=history.right_N + _per_problem(history, id_P, right_P),
     last_step_N=last_step_N,
-    waiting_N=history.waiting_N - _per_problem(history, id_P, id_P >= 0),
+    waiting_N=history.waiting_N - _per_problem(history, id_P),
   )
 
 
-def _per_problem(history: History, id_P: np.ndarray, value_P: np.ndarray) -> np.ndarray:
-  """Sums values by problem, [N] int32; a problem may occur twice, and -1 is empty."""
-  filled_P = id_P >= 0
-  size = len(history.tries_N)
-  return np.bincount(id_P[filled_P], value_P[filled_P], size).astype(np.int32)
+def _per_problem(
+  history: History, id_P: np.ndarray, value_P: np.ndarray | None = None
+) -> np.ndarray:
+  """Sums values by problem, or counts rows, [N] int32; id -1 is an empty row."""
+  size = len(history.tries_N) + 1
+  return np.bincount(id_P + 1, value_P, size)[1:].astype(np.int32)

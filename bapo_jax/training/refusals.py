@@ -278,7 +278,7 @@ def of_prompts(config: Config, problems: int) -> Iterator[Refusal]:
   """Calls a custom rule that chooses prompts, on as many problems as the run has.
 
   The rule chooses the first prompts, and those after a step in which every other
-  problem had 0 to 4 right responses of 4.
+  problem had 0 to 4 right responses of 4. Yields at most one refusal.
   """
   rule = config.prompts
   if not rule.custom:
@@ -288,12 +288,11 @@ def of_prompts(config: Config, problems: int) -> Iterator[Refusal]:
   tries_N = id_N % 2 * 4
   right_N = id_N % (tries_N + 1)
   later = History(tries_N, right_N, tries_N // 4 - 1, start.waiting_N)
-  for number, history in enumerate((start, later)):
+  for history in (start, later):
     history = prompt_rules.read_only(history)
-    values = {'history': history, 'key': (config.seed, number), 'count': rule.count}
-    refused = [*_tried('prompts', rule, values)]
-    yield from refused
-    if refused:
+    values = {'history': history, 'key': (config.seed, 0), 'count': rule.count}
+    for refusal in _tried('prompts', rule, values):
+      yield refusal
       return
 
 
