@@ -1,7 +1,8 @@
 """The records of a training step, the letters of their axes, and the rules' signatures.
 
 1. `Prompts` go into a rollout, `Groups` come out: G scored responses per prompt;
-2. `ReplayBuffer` keeps groups between steps, in two Groups of fixed capacity;
+2. `ReplayBuffer` keeps groups between steps, in two Groups of fixed capacity, and
+   `History` counts the verdicts on each problem;
 3. `Batch` is the learner's flat view, one row per response;
 4. a `Function` is the type of all rules of one kind, such as all loss rules.
 
@@ -82,6 +83,13 @@ class ReplayBuffer(NamedTuple):
   num_correct: Int32[Array, '']      # correct fresh responses so far
   num_responses: Int32[Array, '']    # fresh responses so far
   thresholds: PassRateThresholds     # the thresholds in force
+
+
+class History(NamedTuple):               # of each training problem, on the host; groups of all processes, hard problems included
+  tries_N: Int32[np.ndarray, ' N']      # responses with a verdict
+  right_N: Int32[np.ndarray, ' N']      # right responses among them, as the verdict counts them: of a graded reward, those from rewards.right_from on
+  last_step_N: Int32[np.ndarray, ' N']  # learner step at which its last group was completed; -1: never
+  waiting_N: Int32[np.ndarray, ' N']    # its groups that are submitted and not completed
 
 
 class Batch(NamedTuple):

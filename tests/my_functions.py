@@ -7,6 +7,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import bapo_jax
 from bapo_jax.algorithms import clip, loss
@@ -109,3 +110,11 @@ def answer(turn):
   """Answers a turn with its number, sooner or later."""
   time.sleep(random.random() / 50)
   return f'{turn.number}+'
+
+
+def unknown_first(history, key, count, *, noise: float = 0.0):
+  """Problems of the least known pass rate, with noise; those in flight come last."""
+  rate_N = (history.right_N + 1) / (history.tries_N + 2)
+  luck_N = np.random.default_rng(key).random(len(rate_N))
+  spread_N = rate_N * (1 - rate_N) / (history.tries_N + 3)
+  return np.lexsort((-spread_N + noise * luck_N, history.waiting_N))[:count]

@@ -20,6 +20,7 @@ import pictured
 import pytest
 from flax import traverse_util
 
+from bapo_jax.data import prompt_rules
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.models.hf import config as hf_config
 from bapo_jax.models.hf import weights as hf_weights
@@ -300,7 +301,8 @@ def saved(workdir: str | os.PathLike, params: Tree) -> None:
   ones = jnp.ones(3)
   actor = jax.tree.map(lambda x: x + 1, params)
   buffer = ReplayBuffer(*[ones] * len(ReplayBuffer._fields))
-  state = TrainState(params=params, opt=(ones,), actor=actor, buffer=buffer, step=1)
+  history = prompt_rules.no_history(0)
+  state = TrainState(params, (ones,), actor, buffer, history, step=1)
   arrays = {name: getattr(state, name) for name in ('params', 'opt', 'actor', 'buffer')}
   with checkpoint.manager(str(workdir), 2) as checkpoints:
     checkpoint.save(checkpoints, 1, arrays, {'run': numbers(state)})

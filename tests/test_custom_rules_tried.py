@@ -34,6 +34,7 @@ ADVANTAGE = 'def f(reward_PG):\n'
 BATCH = 'def f(fresh, reevaluated, buffer, now, key, seats):\n'
 BANDS = 'def f(rate, G):\n'
 SHAPING = 'def f(earned_PG, length_PG, truncated_PG, formatted_PG):\n'
+PROMPTS = 'def f(history, key, count):\n'
 MASKS = '@bapo_jax.declare(gives="mask")\n'
 BY_GROUP = '@bapo_jax.declare(reads="groups")\ndef f(groups):\n'
 
@@ -147,6 +148,38 @@ WRONG = [
     '  return types.take(both, order), source[order]',
     r'source_P=\[. .\]; give -1 for empty groups',
   ),
+  ('prompts', PROMPTS + '  return range(count - 1)', r'int64\[7\]; return .*=8 int'),
+  (
+    'prompts',  # too few problems are in its window, but not at the start
+    PROMPTS + '  return np.flatnonzero(history.tries_N == 0)[:count]',
+    r'returns int64\[6\]; return',
+  ),
+  (
+    'prompts',
+    PROMPTS + '  return (i for i in range(count))',
+    'generator; return an ar',
+  ),
+  ('prompts', PROMPTS + '  yield from range(count)', 'generator; return an array of 8'),
+  (
+    'prompts',
+    PROMPTS + '  return np.arange(count) / 2',
+    r'float64\[8\]; return .*=8 int',
+  ),
+  ('prompts', PROMPTS + '  return np.arange(count) > 2', r'returns bool\[8\]'),
+  ('prompts', PROMPTS + '  return np.ones((count, 1), int)', r'returns int64\[8, 1\]'),
+  ('prompts', PROMPTS + '  return np.arange(count) + 5', 'the id 12; .* from 0 to 11'),
+  ('prompts', PROMPTS + '  return np.arange(count) - 1', 'returns the id -1; return'),
+  (
+    'prompts',
+    PROMPTS + '  return [0] + list(range(count - 1))',
+    'the id 0 twice; retu',
+  ),
+  (
+    'prompts',
+    PROMPTS + '  history.tries_N[0] = 1\n  return np.arange(count)',
+    r'read-only \(own\.py, line 8\)',
+  ),
+  ('prompts', 'def f(history, key):\n  return 1', 'cannot be called with .*count'),
   ('buffer.thresholds', BANDS + '  return 1, 1, 5', 'int32.*, not PassRateThresholds'),
   (
     'buffer.thresholds',
@@ -234,6 +267,16 @@ RIGHT = [
     '  order = jax.random.permutation(key, 2 * seats)[:seats]\n'
     '  return types.take(both, order), source[order]',
   ),
+  ('prompts', PROMPTS + '  return np.random.default_rng(key).permutation(12)[:count]'),
+  (
+    'prompts',
+    PROMPTS
+    + '  seed, number = key\n  noise = jax.random.fold_in(jax.random.key(seed), '
+    'number)\n  order = jax.random.permutation(noise, len(history.tries_N))\n'
+    '  late = jnp.asarray(history.last_step_N)[order]\n'
+    '  return order[jnp.argsort(late, stable=True)[:count]]',
+  ),
+  ('prompts', PROMPTS + '  return range(count)'),
   ('buffer.thresholds', BANDS + '  return PassRateThresholds(0, 1, G - 1)'),
   ('buffer.thresholds', BANDS + '  return PassRateThresholds(1, 1, 0)'),
   (
@@ -259,7 +302,9 @@ def sentences(tmp_path, slot, text):
   if slot == 'loss':
     knobs['clip.rule'] = 'unclipped' if 'ignored' in text else 'fixed'
   try:
-    return [refusal.text for refusal in refusals.of_custom_rules(tiny(**knobs))]
+    config = tiny(**knobs)
+    found = *refusals.of_custom_rules(config), *refusals.of_prompts(config, 12)
+    return [refusal.text for refusal in found]
   except ValueError as error:
     return [str(error)]
 

@@ -35,7 +35,6 @@ from bapo_jax.training.config import Config
 from bapo_jax.training.evaluate import WORDS, mean_of_decided
 from bapo_jax.training.resolve import Resolved
 from bapo_jax.training.state import Trainer, TrainState
-from bapo_jax.training.submission import Round
 from bapo_jax.types import ended, response_length, take
 
 GROUPS = 8  # sampled at least, unless a step has fewer
@@ -122,10 +121,11 @@ def sample(t: Trainer, s: TrainState) -> tuple[float, Rollout]:
     s = trainer.sync_actor_if_due(t, s)
     kept = ahead.compile_all(t.sampler.programs())
   actor = trainer.actor_of(t, s)
-  t.sampler.submit(Round(0), actor, 0).result()
+  _, first = trainer.next_round(t, s)
+  t.sampler.submit(first, actor, 0).result()
   del kept  # the first call has found its programs
   began = time.perf_counter()
-  sampled = t.sampler.submit(Round(0), actor, 0).result()
+  sampled = t.sampler.submit(first, actor, 0).result()
   return time.perf_counter() - began, sampled.fresh
 
 

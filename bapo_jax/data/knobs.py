@@ -1,4 +1,4 @@
-"""Knobs of the tokenizer, the problems and the prompts."""
+"""Knobs of the tokenizer and the problems."""
 
 from typing import Any, Literal
 
@@ -100,15 +100,3 @@ class ProblemsConfig(CustomSection):
         'set problems.test_source to held-out problems of the same kind'
       )
     return self
-
-
-class PromptsConfig(Section):
-  """Number and length of prompts."""
-
-  count: Auto[int] = knob(64, 'Prompts per learner step.', least=1, most=65536)
-  max_prompt_tokens: Auto[int] = knob(
-    17, 'Longest prompt, in tokens.', least=1, most=1 << 20
-  )
-  overlong: Literal['drop', 'refuse'] = knob(
-    'drop', 'Training prompts over the limit: drop and count, or refuse to start.'
-  )

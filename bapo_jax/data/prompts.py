@@ -1,8 +1,4 @@
-"""Computes the prompts of each learner step, a pure function of (seed, step).
-
-Problems are read, tokenized to rows of equal length, and served in epochs. Every epoch
-has a new order, and no problem occurs twice in a step.
-"""
+"""Tokenizes problems to rows of equal length; prompt_rules.py chooses among them."""
 
 import hashlib
 import json
@@ -15,8 +11,9 @@ from numpy.typing import ArrayLike
 
 from bapo_jax.data import dedup, pictures, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
+from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.pictures import Grid
+from bapo_jax.data.prompt_rules import PromptRule
 from bapo_jax.data.row import Row, Solution, Solver
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
@@ -50,7 +47,7 @@ class EncodedPrompt(NamedTuple):
 
 def load(
   tokenizer: Tokenizer,
-  prompts: PromptsConfig,
+  prompts: PromptRule,
   problems: ProblemsConfig,
   data: Data,
   vision: VisionSpec | None = None,
@@ -215,19 +212,6 @@ def _digest(rows: Iterable[Any]):
   for row in rows:
     digest.update(json.dumps(row).encode() + b'\n')
   return digest.hexdigest()[:16]
-
-
-def next_prompts(problems: Problems, step: int, seed: int, count: int) -> Prompts:
-  """Returns the prompts of a learner step; requires at least `count` problems."""
-  return prompts_by_id(problems, next_rows(len(problems.id_N), step, seed, count))
-
-
-def next_rows(rows: int, step: int, seed: int, count: int) -> np.ndarray:
-  """Returns `count` of the numbers below `rows`, by epochs with an order each."""
-  # The remainder of an epoch is skipped, so that no row occurs twice in a step.
-  epoch, position = divmod(step, rows // count)
-  order = np.random.default_rng((seed, epoch)).permutation(rows)
-  return order[position * count : (position + 1) * count]
 
 
 def prompts_by_id(problems: Problems, id_P: ArrayLike) -> Prompts:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapo_jax.data import prompts
+from bapo_jax.data import prompt_rules
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.tokenizer import Tokenizer
@@ -67,8 +67,8 @@ class Record(NamedTuple):
     if self.steps:
       step = self.steps[number % len(self.steps)]
       return [group for group in self.groups if group.step == step]
-    rows = prompts.next_rows(len(self.groups), number, seed, count)
-    return [self.groups[row] for row in rows]
+    rows = prompt_rules.shuffled(len(self.groups), (seed, number), count)
+    return [self.groups[row] for row in rows[:count]]
 
 
 def read(

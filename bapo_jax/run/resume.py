@@ -28,6 +28,8 @@ def arrays(t: Trainer, s: TrainState) -> files.Object:
   weights of the last rollout.depth steps.
   """
   saved = {'params': s.params, 'opt': s.opt, 'buffer': s.buffer}
+  if t.config.prompts.reads_history:
+    saved['history'] = s.history
   # Saved as groups, not as promises to sample: `result` waits here.
   if t.config.rollout.depth:
     saved['queue'] = in_flight(t, s)
@@ -87,7 +89,8 @@ def resume(
 ) -> tuple[TrainState, Spent]:
   """Restores the newest complete checkpoint; returns the state and the cost so far.
 
-  If `same` is False (the problems changed), the saved buffer and rollouts are dropped.
+  If `same` is False (the problems changed), the saved buffer, rollouts and history are
+  dropped: ids are rows of the problems, so the history would count for others.
   Raises ValueError if all checkpoints are damaged, or the newest has no optimiser state
   or belongs to other frozen weights.
   """
@@ -108,7 +111,7 @@ def resume(
   groups = restored.pop('queue', [])
   # Their ids name rows of the old table.
   if not same:
-    restored['buffer'] = s.buffer
+    restored |= {'buffer': s.buffer, 'history': s.history}
     return s.replace(**restored), meta
   if partial:
     t.sampler.restore(partial)

@@ -13,7 +13,7 @@ from jax.stages import Wrapped
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts, records
+from bapo_jax.data import prompt_rules, prompts, records
 from bapo_jax.data.gallery import Gallery
 from bapo_jax.data.prompts import Problems
 from bapo_jax.data.records import Record
@@ -32,7 +32,7 @@ from bapo_jax.rollout.rollout import Verification
 from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import budget, policy
+from bapo_jax.training import budget, policy, refusals
 from bapo_jax.training.config import Config
 from bapo_jax.training.recorded_sampler import RecordedSampler
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
@@ -58,7 +58,8 @@ class Material(NamedTuple):
 def tabulate(r: Resolved) -> Material:
   """Tokenizes the training and the held-out problems, and reads recorded rollouts.
 
-  Raises ValueError if a prompt is too long, or too few problems are left.
+  Raises ValueError if a prompt is too long, too few problems are left, or a custom rule
+  cannot choose among them.
   """
   config = r.config
   record = None
@@ -75,6 +76,7 @@ def tabulate(r: Resolved) -> Material:
   problems, held_out = prompts.load(
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )
+  refusals.judge(refusals.of_prompts(config, len(problems.id_N)))
   return Material(problems, held_out, record)
 
 
@@ -387,6 +389,7 @@ def build(
     actor=None,
     actor_adapters=t.adapters(params),
     buffer=jax.jit(make, out_shardings=rows)(),
+    history=prompt_rules.no_history(len(t.problems.id_N)),
   )
 
 

@@ -3,7 +3,8 @@
 1. `of_config` judges the knobs alone, before any file is read, and again once the
    program has decided the knobs that are None. A rule of the loop refuses for itself;
 2. `of_inputs` judges them with the model, the tokenizer and the problems, and calls a
-   user's rules as a step does (`example`).
+   user's rules as a step does (`example`);
+3. `of_prompts` does so with a rule that chooses prompts, once the problems are counted.
 
 A start raises the first refusal; --mode=check prints all.
 """
@@ -23,7 +24,7 @@ from bapo_jax import custom_code
 from bapo_jax.algorithms import loss, replay_buffer
 from bapo_jax.algorithms.advantage import GroupCentred
 from bapo_jax.algorithms.clip import constant
-from bapo_jax.data import conversation, pictures, sources
+from bapo_jax.data import conversation, pictures, prompt_rules, sources
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ from bapo_jax.rewards import gold
 from bapo_jax.training import sft
 from bapo_jax.training.inputs import Inputs, open_teacher
 from bapo_jax.training.schema import PARTS, Config
-from bapo_jax.types import Bounds, agree, empty_groups, take
+from bapo_jax.types import Bounds, History, agree, empty_groups, take
 
 
 class Refusal(NamedTuple):
@@ -67,7 +68,7 @@ def of_config(config: Config) -> Iterator[Refusal]:
     for text in rule.refuses(config):
       yield Refusal((f'{part}.rule',), text)
     # An optimiser is tried here: its state is counted when sizes are chosen.
-    if rule.custom and not rule.returns:
+    if rule.custom and part == 'optimizer':
       yield from _tried(part, rule, {'learning_rate': lambda count: 1e-3})
   undecided = config.undecided
   for find, names in JUDGES.items():
@@ -182,6 +183,7 @@ def _records(config: Config) -> Iterator[str]:
 
 # Knobs of sampling in training alone -> the values with which they do nothing.
 OF_SAMPLING = {
+  'prompts.rule': 'shuffled',
   'rollout.depth': 0,
   'rollout.weight_sync_interval': 1,
   'rollout.given': 0,
@@ -302,6 +304,28 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
     # A run without custom rules makes no example, whose arrays compile programs.
     if rule.custom and rule.returns:
       yield from _tried(part, rule, example(config))
+
+
+def of_prompts(config: Config, problems: int) -> Iterator[Refusal]:
+  """Calls a custom rule that chooses prompts, on as many problems as the run has.
+
+  The rule chooses the first prompts, and those after a step in which every other
+  problem had 0 to 4 right responses of 4. Yields at most one refusal.
+  """
+  rule = config.prompts
+  if not rule.custom:
+    return
+  start = prompt_rules.no_history(problems)
+  id_N = np.arange(problems, dtype=np.int32)
+  tries_N = id_N % 2 * 4
+  right_N = id_N % (tries_N + 1)
+  later = History(tries_N, right_N, tries_N // 4 - 1, start.waiting_N)
+  for history in (start, later):
+    history = prompt_rules.read_only(history)
+    values = {'history': history, 'key': (config.seed, 0), 'count': rule.count}
+    for refusal in _tried('prompts', rule, values):
+      yield refusal
+      return
 
 
 def _tried(part: str, rule: Any, values: dict[str, Any]) -> Iterator[Refusal]:

@@ -136,7 +136,7 @@ class LocalSampler:
     else:
       reevaluated = empty(self.engine, self.verification.verifier.steps)
     rollouts = self.partial or PartialRollouts(self.engine, self.count)
-    now = prompts_lib.next_prompts(problems, prompts.number, self.seed, self.count)
+    now = prompts_lib.prompts_by_id(problems, prompts.id_P)
     given = self._given(now, prompts.number)
     fresh = sample(rollouts, actor, now, keys.fresh, knobs=self.knobs, given=given)
     return Sampled(fresh, reevaluated, (began, time.perf_counter()))

@@ -10,11 +10,8 @@ from bapo_jax.algorithms.clip import Balanced, Clip
 from bapo_jax.algorithms.loss import Clipped, Loss
 from bapo_jax.algorithms.masks import Mask, NoMask
 from bapo_jax.algorithms.replay_buffer import Buffer
-from bapo_jax.data.knobs import (
-  ProblemsConfig,
-  PromptsConfig,
-  TokenizerConfig,
-)
+from bapo_jax.data.knobs import ProblemsConfig, TokenizerConfig
+from bapo_jax.data.prompt_rules import Prompting, Shuffled
 from bapo_jax.knobs import Auto, LocalPath, Section, fields, knob
 from bapo_jax.learner.optimizer import AdamW, Optimizer
 from bapo_jax.models import knobs as models
@@ -46,7 +43,7 @@ class Config(Section):
   logprobs: models.LogprobsConfig = knob(models.LogprobsConfig, 'Log-probabilities.')
   tokenizer: TokenizerConfig = knob(TokenizerConfig, 'Tokenizer and template.')
   problems: ProblemsConfig = knob(ProblemsConfig, 'Data.')
-  prompts: PromptsConfig = knob(PromptsConfig, 'Prompts.')
+  prompts: Prompting = knob(Shuffled, 'Prompts.')
   sampler: SamplerConfig = knob(SamplerConfig, 'Decoding.')
   rewards: RewardsConfig = knob(RewardsConfig, 'Verifiers and rewards.')
   rollout: RolloutConfig = knob(RolloutConfig, 'Rollouts.')

@@ -27,7 +27,7 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training.config import Config
 from bapo_jax.training.sampler import Sampler
 from bapo_jax.training.submission import InFlight
-from bapo_jax.types import Groups, ReplayBuffer, Tree
+from bapo_jax.types import Groups, History, ReplayBuffer, Tree
 
 Metrics = dict[str, float]
 Score = Callable[[Tree, Groups, Seen], Array]  # log-probabilities [P, G, T]
@@ -100,6 +100,8 @@ class TrainState(struct.PyTreeNode):
   opt: Tree
   actor: Tree | None  # decoding weights, up to weight_sync_interval steps old; or freed
   buffer: ReplayBuffer
+  # Host arrays; counted only if the prompt rule reads them.
+  history: History = struct.field(pytree_node=False)
   actor_adapters: Tree = None  # the adapters that are merged into the actor
   step: int = struct.field(pytree_node=False, default=0)  # learner steps done
   actor_version: int = struct.field(pytree_node=False, default=0)  # learner step

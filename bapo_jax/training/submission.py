@@ -13,6 +13,8 @@ from jax import Array
 from bapo_jax.rollout.rollout import EMPTY_SEAT, Rollout
 from bapo_jax.types import Groups, LogpDiff, Tree
 
+NO_IDS = np.zeros(0, np.int32)
+
 
 class Actor(NamedTuple):
   """Weights that sample."""
@@ -26,8 +28,9 @@ class Actor(NamedTuple):
 class Round(NamedTuple):
   """The prompts of a submission."""
 
-  number: int  # earlier rounds of the run; determines the fresh prompts
-  hard_P: np.ndarray = np.zeros(0, np.int32)  # ids to re-evaluate; -1: an empty seat
+  number: int  # earlier rounds of the run; numbers the fresh responses
+  id_P: np.ndarray = NO_IDS  # ids of the fresh prompts; none: those of a record
+  hard_P: np.ndarray = NO_IDS  # ids to re-evaluate; -1: an empty seat
 
 
 class Sampled(NamedTuple):

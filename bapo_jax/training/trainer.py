@@ -14,12 +14,14 @@ from jax import Array
 
 from bapo_jax import sharding
 from bapo_jax.algorithms import replay_buffer
+from bapo_jax.data import prompt_rules
 from bapo_jax.learner import learner
 from bapo_jax.rollout.rollout import Rollout
 from bapo_jax.runtime import exchange, machine
 from bapo_jax.training.state import Metrics, StepRecord, Trainer, TrainState
 from bapo_jax.training.step_metrics import describe, live
 from bapo_jax.training.submission import (
+  NO_IDS,
   Actor,
   InFlight,
   Round,
@@ -88,14 +90,34 @@ def sample(t: Trainer, s: TrainState) -> tuple[TrainState, Sampled]:
   on the step alone, never on time: the results equal those of sampling at submission.
   """
   for step in range(s.step + len(s.queue), s.step + t.config.rollout.depth + 1):
-    prompts = Round(s.prompt_round, hard_problems(t, s, step))
+    s, prompts = next_round(t, s, hard_problems(t, s, step))
     actor = actor_of(t, s)
     if len(prompts.hard_P) and actor.version != s.step:
       actor = actor._replace(newest=newest(t, s))
     groups = t.sampler.submit(prompts, actor, step)
-    queue = *s.queue, InFlight(prompts.hard_P, groups)
-    s = s.replace(queue=queue, prompt_round=s.prompt_round + 1)
+    s = s.replace(queue=(*s.queue, InFlight(prompts.hard_P, groups)))
   return s.replace(queue=s.queue[1:]), s.queue[0].ready.result()
+
+
+def next_round(
+  t: Trainer, s: TrainState, hard_P: np.ndarray = NO_IDS
+) -> tuple[TrainState, Round]:
+  """Chooses the prompts of the next round, which also re-evaluates `hard_P`.
+
+  The rule reads what is known at this point of the program: with a depth, or in an
+  extra round, without the verdicts on groups in flight, which the history counts as
+  waiting. Recorded rollouts have prompts of their own.
+  """
+  number = s.prompt_round
+  s = s.replace(prompt_round=number + 1)
+  if t.config.rollout.records:
+    return s, Round(number)
+  rule = t.config.prompts
+  history = prompt_rules.submitted(s.history, hard_P)
+  id_P = prompt_rules.choose(rule, history, (t.config.seed, number))
+  if rule.reads_history:
+    s = s.replace(history=prompt_rules.submitted(history, id_P))
+  return s, Round(number, id_P, hard_P)
 
 
 def actor_of(t: Trainer, s: TrainState) -> Actor:
@@ -126,7 +148,7 @@ def hard_problems(t: Trainer, s: TrainState, step: int) -> np.ndarray:
   """
   rows = hard_rows(t, step)
   if not rows:
-    return np.zeros(0, np.int32)
+    return NO_IDS
   in_flight = [i for each in s.queue for i in each.hard_P]
   id_P = exchange.whole(replay_buffer.draw(s.buffer.hard, rows + len(in_flight)).id_P)
   id_P = id_P[(id_P < 0) | ~np.isin(id_P, in_flight)][:rows]
@@ -164,9 +186,8 @@ def fill_batch(
   Returns (state, fresh rollouts, groups of the batch, their source_P).
   """
   rounds = [sampled.fresh]
-  next_round = s.prompt_round
   extra = t.config.batch.extra_rounds
-  last = next_round + extra - 1
+  end = s.prompt_round + extra
   while True:
     with t.timer('batch'):
       fresh = concat(*(each.groups for each in rounds))
@@ -182,14 +203,14 @@ def fill_batch(
       )
       filled = sharding.split_rows(filled, t.mesh)
       batch, source_P = jax.block_until_ready(filled)
-    if not (exchange.whole(source_P) >= 0).all() and next_round <= last:
-      more = t.sampler.submit(Round(next_round), actor_of(t, s), s.step)
+    if not (exchange.whole(source_P) >= 0).all() and s.prompt_round < end:
+      s, prompts = next_round(t, s)
+      more = t.sampler.submit(prompts, actor_of(t, s), s.step)
       rounds.append(more.result().fresh)
-      next_round += 1
     elif extra and (due := t.sampler.remaining(actor_of(t, s), s.step)):
       rounds.append(due)
     else:
-      return s.replace(prompt_round=next_round), rounds, batch, source_P
+      return s, rounds, batch, source_P
 
 
 def update(
@@ -245,13 +266,18 @@ def insert(
   batch: Groups,
   source_P: Array,
 ) -> tuple[TrainState, Metrics]:
-  """Stores the step's groups in the replay buffer; returns (state, metrics)."""
+  """Stores the step's groups in history and replay buffer; returns (state, metrics)."""
   groups = concat(*(each.groups for each in fresh))
   both = groups, reevaluated.groups
   filled = sum(int((exchange.whole(x.completed_step_P) >= 0).sum()) for x in both)
   s = s.replace(responses=s.responses + filled * t.engine.group_size)
   rounds = float(sum(each.submits for each in fresh))
   metrics = {'rollout/responses': float(s.responses), 'rollout/rounds': rounds}
+  if t.config.prompts.reads_history:
+    history = s.history
+    for each in both:
+      history = prompt_rules.completed(history, each, s.step)
+    s = s.replace(history=history)
   if not t.config.batch.uses_buffer:
     return s, metrics
   with t.timer('insert'):

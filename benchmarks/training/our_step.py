@@ -118,13 +118,15 @@ def learner_figures(spec: Any, counted: list, phases: list[dict]) -> dict[str, f
 
 def write_problems(t: Any, path: str) -> None:
   """Writes the problems of all steps, in the order of sampling."""
-  from bapo_jax.data import prompts
+  from bapo_jax.data import prompt_rules
 
   config, problems = t.config, t.problems
+  count = config.prompts.count
   with open(path, 'w') as file:
     for step in range(config.steps):
-      now = prompts.next_prompts(problems, step, config.seed, config.prompts.count)
-      for i in now.id_P.tolist():
+      key = config.seed, step
+      id_N = prompt_rules.shuffled(len(problems.id_N), key, count)
+      for i in id_N[:count].tolist():
         rule = (
           problems.verifier[i] if problems.verifier else ''
         ) or config.rewards.rule

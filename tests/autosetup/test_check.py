@@ -18,7 +18,6 @@ from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, trainer
 from bapo_jax.training.config import Config
-from bapo_jax.training.submission import Round
 
 FINETUNE = 'configs/finetune.py'
 PLENTY = 10**12  # bytes
@@ -202,7 +201,8 @@ def test_a_check_samples_the_first_groups_of_the_run(adapter_run, one_device):
   r = resolve.resolve(adapter_run.config.with_values(**knobs))
   t, s = built(r)
   s = trainer.sync_actor_if_due(t, s)
-  sampled = t.sampler.submit(Round(0), trainer.actor_of(t, s), 0).result()
+  _, first = trainer.next_round(t, s)
+  sampled = t.sampler.submit(first, trainer.actor_of(t, s), 0).result()
   groups = sampled.fresh.groups
   small = dataclasses.replace(r, config=check.shrunk(r.config))
   _, found = check.sample(*built(small))

@@ -1,4 +1,4 @@
-"""Prompts are a pure function of (seed, step), with room for their pictures."""
+"""Shuffled prompts are a pure function of (seed, step); prompts have their pictures."""
 
 import json
 
@@ -7,8 +7,9 @@ import pytest
 from making import SEEING
 from pictured import CHAT, ONE_LAYER, WORDS, png, reader
 
-from bapo_jax.data import dedup, prompts, sources, tokenizer
-from bapo_jax.data.knobs import ProblemsConfig, PromptsConfig
+from bapo_jax.data import dedup, prompt_rules, prompts, sources, tokenizer
+from bapo_jax.data.knobs import ProblemsConfig
+from bapo_jax.data.prompt_rules import Shuffled
 from bapo_jax.data.row import Row
 
 N, WIDTH = 10, 4
@@ -26,9 +27,11 @@ def problems():
 
 
 def epoch(problems, steps, seed=0, count=3):
-  """Ids of the prompts of these steps."""
-  found = [prompts.next_prompts(problems, step, seed, count) for step in steps]
-  return [i for step in found for i in step.id_P.tolist()]
+  """Ids of the prompts of these steps, as `shuffled` chooses them."""
+  rule = Shuffled(count=count)
+  history = prompt_rules.no_history(len(problems.id_N))
+  found = [prompt_rules.choose(rule, history, (seed, step)) for step in steps]
+  return [i for id_P in found for i in id_P.tolist()]
 
 
 def test_prompts_are_a_function_of_step_and_seed(problems):
@@ -127,7 +130,7 @@ def load(tmp_path, capsys):
       path = tmp_path / f'{knob}.jsonl'
       path.write_text('\n'.join(map(json.dumps, lines)))
       knobs[knob] = str(path)
-    own = PromptsConfig(count=count, max_prompt_tokens=width, overlong=overlong)
+    own = Shuffled(count=count, max_prompt_tokens=width, overlong=overlong)
     own_problems = ProblemsConfig(**knobs)
     data = sources.read(own_problems)
     tables = prompts.load(TOKENIZER, own, own_problems, data, vision)

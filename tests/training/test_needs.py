@@ -155,6 +155,7 @@ EVERYWHERE = [
   {'rewards.rule': 'math', 'mesh.tensor': 2, 'lora.rank': 2},
   {'sft.experts': 4, 'loss.kl': 0.1},
   {'sft.tower.layers': 1, 'rewards.shaping.overlong_penalty': 1.0},
+  {'prompts.rule': 'by_difficulty'},
   {'optimizer.schedule': 'cosine', 'optimizer.weight_decay': 0.1},
   {'rollout.given': 1, 'loss.imitation': 0.1},
 ]

@@ -18,7 +18,8 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, remote_sampler, resolve
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
 from bapo_jax.training.sampler import ThreadSampler
-from bapo_jax.training.submission import Actor, Round
+from bapo_jax.training.submission import Actor
+from bapo_jax.training.trainer import next_round
 
 KNOBS = {'rollout.depth': 2, 'batch.rule': 'adapted'} | PARTIAL
 
@@ -50,7 +51,8 @@ def submissions(sampler, t, s):
     if step % 2:
       actor = Actor(sampler.place(t.actor(s.params)), 0, newest=actor)
     hard_P = np.asarray([3, 5, -1][: step + 1], np.int32)
-    futures.append(sampler.submit(Round(step, hard_P), actor, step))
+    _, chosen = next_round(t, s.replace(prompt_round=step), hard_P)
+    futures.append(sampler.submit(chosen, actor, step))
   sampled = [future.result() for future in futures]
   return [(x.groups, x.described()) for x in sampled], sampler.state()
 

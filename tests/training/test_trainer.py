@@ -13,7 +13,7 @@ from runs import last_run, tiny
 
 from bapo_jax import types
 from bapo_jax.algorithms import replay_buffer
-from bapo_jax.data import prompts
+from bapo_jax.data import prompt_rules
 from bapo_jax.data.prompts import Problems
 from bapo_jax.rollout.rollout import Rollout, Verification
 from bapo_jax.runtime.glossary import OF_UPDATES
@@ -62,6 +62,7 @@ class Script:
     self.script, self.updates = script, updates
     self.rollouts = []  # (updates, key, keywords)
     self.asked = []  # hard problems of each re-evaluation
+    self.fresh = []  # prompts of each round
     self.scored = []  # (updates, version)
     self.freed = []  # before each update, whether the actor was deleted
     sizes = {'prompts.count': P, 'sampler.group_size': G}
@@ -104,6 +105,7 @@ class Script:
     if not self.is_fresh(key):
       self.asked.append(ids.tolist())
     else:
+      self.fresh.append(ids.tolist())
       scripted = prompt_round < len(self.script)
       correct = self.script[prompt_round] if scripted else (4, 4)
     completed = np.where(ids < 0, -1, keywords['step'])
@@ -133,6 +135,7 @@ class Script:
       opt=None,
       actor=None,
       buffer=buffer._replace(hard=hard),
+      history=prompt_rules.no_history(len(PROBLEMS.id_N)),
       **fields,
     )
     return list(trainer.train_loop(self.trainer, state))
@@ -140,7 +143,7 @@ class Script:
 
 def taught(record) -> list[tuple[int, int]]:
   """(round, place in it) of the groups of a batch, by the order of the prompts."""
-  order = [prompts.next_prompts(PROBLEMS, r, 0, P).id_P.tolist() for r in range(9)]
+  order = [prompt_rules.shuffled(N, (0, r), P)[:P].tolist() for r in range(9)]
   places = {id_: (r, p) for r, ids in enumerate(order) for p, id_ in enumerate(ids)}
   filled = np.asarray(record.source_P) >= 0
   return [places[i] for i in np.asarray(record.groups.id_P)[filled].tolist()]
@@ -290,3 +293,73 @@ def test_steps_without_anything_to_learn_are_counted_in_a_row(monkeypatch, rule)
   assert row['rollout/accuracy'] == 0.5 and row['batch/filled'] == 0
   of_updates = [x for name, x in row.items() if name.startswith(('loss/', 'clip/'))]
   assert of_updates and np.isnan(of_updates).all()
+
+
+# With four problems and two per round, the orders of the rounds 0 to 5 are 2013, 1320,
+# 3021, 2130, 2103 and 0321: the epochs 2013, 3021, 2103, each from its first and its
+# third problem on.
+WINDOW = {'prompts.rule': 'by_difficulty', 'prompts.low': 0.25, 'prompts.high': 0.75}
+
+
+@pytest.fixture
+def few(monkeypatch):
+  monkeypatch.setattr(prompt_rules, 'shuffled', order)
+  few = Problems(*(x[:4] for x in PROBLEMS[:3]), '1111', '')
+  monkeypatch.setitem(globals(), 'PROBLEMS', few)
+
+
+def order(rows, key, count):
+  assert (rows, count) == (4, 2)
+  text = ['2013', '1320', '3021', '2130', '2103', '0321'][key[1]]
+  return np.asarray([*map(int, text)])
+
+
+def test_prompts_follow_the_verdicts_of_earlier_steps(few, monkeypatch):
+  # 2 is 0/8 and out, 0 is 4/8; 1 is 8/8 and out, 3 is 4/8; then 0 is older than 3; now
+  # both are as old, and the order decides, twice; 0 is 26/32 and out, and fills a seat.
+  script = Script(
+    monkeypatch, [(0, 4), (8, 4), (6, 4), (8, 8), (8, 0)], steps=6, **WINDOW
+  )
+  s, *_ = script.loop()[-1]
+  assert script.fresh == [[2, 0], [1, 3], [0, 3], [3, 0], [0, 3], [3, 0]]
+  assert s.history.tries_N.tolist() == [40, 8, 8, 40]
+  assert s.history.right_N.tolist() == [30, 8, 0, 20]
+  assert s.history.last_step_N.tolist() == [5, 1, 0, 5]
+  assert s.history.waiting_N.tolist() == [0] * 4
+
+
+def test_with_a_depth_prompts_follow_what_is_known_and_none_is_in_flight_twice(
+  few, monkeypatch
+):
+  # Round 2 knows round 0 (2 is out, 0 is 4/8) and not round 1, in flight; round 3 knows
+  # that 1 is out and 3 is not; round 4 would begin with 2, of 4/16, and 0, of 10/16.
+  script = Script(
+    monkeypatch, [(0, 4), (8, 4), (6, 4)], steps=3, **WINDOW, **{'rollout.depth': 1}
+  )
+  s, *_ = script.loop()[-1]
+  assert script.fresh == [[2, 0], [1, 3], [0, 2], [3, 1]]
+  assert s.history.tries_N.tolist() == [16, 8, 16, 8]
+  assert s.history.right_N.tolist() == [10, 8, 4, 4]
+  assert s.history.last_step_N.tolist() == [2, 1, 2, 1]
+  assert s.history.waiting_N.tolist() == [0, 1, 0, 1]
+
+
+def test_an_extra_round_asks_no_problem_of_its_step_again(few, monkeypatch):
+  knobs = WINDOW | EXTRA | {'batch.max_extra_rounds': 1}
+  script = Script(monkeypatch, [(0, 8), (0, 8), (4, 4)], steps=2, **knobs)
+  script.loop()
+  # All problems are out after the first step.
+  assert script.fresh == [[2, 0], [1, 3], [3, 0]]
+
+
+def test_a_reevaluated_problem_is_in_the_history(monkeypatch):
+  knobs = HARD | WINDOW | {'buffer.reevaluate': 2}
+  s, *_ = Script(monkeypatch, steps=2, **knobs).loop()[0]
+  assert s.history.tries_N[[90, 91]].tolist() == [8, 8]
+  assert s.history.last_step_N[[90, 91]].tolist() == [0, 0]
+  assert s.history.tries_N.sum() == 4 * G and not s.history.waiting_N.any()
+
+
+def test_a_rule_that_reads_no_history_leaves_it_empty(monkeypatch):
+  s, *_ = Script(monkeypatch, steps=2).loop()[-1]
+  assert not any(x.any() for x in s.history._replace(last_step_N=np.zeros(1)))
