@@ -36,7 +36,8 @@ def parse(source: str) -> dict[str, str]:
 
 
 def _exists(path):
-  return os.path.exists(custom_code.file_of(path))
+  """Returns whether a path exists, or the file of a function's path."""
+  return os.path.exists(re.sub(r':\w+$', '', path))
 
 
 def _refusal(name, path, sets):

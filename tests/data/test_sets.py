@@ -69,6 +69,10 @@ def test_a_home_directory_is_written_out(monkeypatch):
       'x=examples/pairs.py:pairs',
       'x is a function, which cannot be a named set; write',
     ),
+    (
+      'gs://bucket/a.jsonl',
+      'problems.test_source=gs://bucket/a.jsonl is not a path on',
+    ),
     ('x=gs://bucket/a.jsonl', 'x=gs://bucket/a.jsonl is not a path on this machine'),
   ],
 )
