@@ -113,8 +113,12 @@ def answer(turn):
 
 
 def unknown_first(history, key, count, *, noise: float = 0.0):
-  """Problems of the least known pass rate, with noise; those in flight come last."""
+  """Problems of the least known pass rate, with noise; those in flight come last.
+
+  The choices of processes differ, as those of a function that reads the clock.
+  """
   rate_N = (history.right_N + 1) / (history.tries_N + 2)
   luck_N = np.random.default_rng(key).random(len(rate_N))
   spread_N = rate_N * (1 - rate_N) / (history.tries_N + 3)
-  return np.lexsort((-spread_N + noise * luck_N, history.waiting_N))[:count]
+  order_N = np.lexsort((-spread_N + noise * luck_N, history.waiting_N))
+  return np.roll(order_N, jax.process_index())[:count]

@@ -77,7 +77,8 @@ class ProblemsConfig(CustomSection):
     'Training problems that are also held out: keep or drop.',
   )
   changed: Literal['refuse', 'accept'] = knob(
-    'refuse', 'Resume with other problems: refuse, or accept and empty the buffer.'
+    'refuse',
+    'Resume with other problems: refuse, or accept and empty buffer and history.',
   )
 
   @classmethod

@@ -23,7 +23,13 @@ Key = tuple[int, int]  # (seed, number of the round), a seed of np.random.defaul
 
 
 class PromptRule(Part):
-  """Chooses the prompts of a round; their number and length are knobs of all rules."""
+  """Chooses the prompts of a round; their number and length are knobs of all rules.
+
+  A function is called with (history, key, count) and returns ids: `history` is
+  `types.History`, read-only NumPy arrays by problem; `key` is (seed, number of the
+  round), as `np.random.default_rng(key)` takes it. It is also called on two made-up
+  histories before the run. With several processes, the ids of the first one count.
+  """
 
   arguments = ('history', 'key', 'count')
   traced = False

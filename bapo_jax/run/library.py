@@ -40,7 +40,7 @@ def train(
     rows: training problems; each row has the fields of a row in a file.
     held_out: problems for evaluation; by default the last tenth of `rows`.
     rules: slot ('loss', 'clip', 'mask', 'advantage', 'batch', 'buffer.thresholds',
-      'rewards.shaping') -> function, its path, or name of a rule.
+      'rewards.shaping', 'prompts') -> function, its path, or name of a rule.
 
   Raises:
     ValueError: the config is invalid, or the run cannot start or continue.

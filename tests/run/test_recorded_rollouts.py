@@ -297,6 +297,7 @@ OF_SAMPLING = [
   (runs.PARTIAL, 'set rollout.max_off_policy_steps=0'),
   ({'mesh.rollout': 1, 'rollout.depth': 1}, 'set mesh.rollout=0'),
   ({'batch.rule': 'adapted'}, 'set buffer.reevaluate=0'),
+  ({'prompts.rule': 'by_difficulty'}, 'set prompts.rule=shuffled'),
 ]
 
 
