@@ -79,6 +79,13 @@ def ended(started: list, folder: pathlib.Path) -> tuple[list[int], list[str]]:
   return statuses, [(folder / f'{i}.txt').read_text() for i in range(len(started))]
 
 
+def outputs(started: list, folder: pathlib.Path, status: int = 0) -> list[str]:
+  """Returns the outputs of processes that all end with this status."""
+  statuses, texts = ended(started, folder)
+  assert statuses == [status] * len(started), texts
+  return texts
+
+
 def scripts(
   source: str,
   count: int,

@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from bapo_jax.runtime import metrics
 from lab import counterfactual
 
@@ -43,6 +45,18 @@ def step(workdir: pathlib.Path, step: int, *groups: dict) -> None:
   (workdir / 'groups').mkdir(exist_ok=True)
   rows = (base | {'id': n} | group for n, group in enumerate(groups))
   jsonl(workdir / 'groups' / f'{step}.jsonl', rows)
+
+
+def neutral(group: Any, reward: float, ratios: list[float], p=0.5, **changed) -> dict:
+  """Returns a response as another trainer writes it; p: its tokens' probabilities."""
+  logp = [float(np.log(p))] * len(ratios)
+  return {
+    'group': group,
+    'reward': reward,
+    'tokens': [*range(len(ratios))],
+    'behavior_logp': logp,
+    'logp': [float(x + np.log(r)) for x, r in zip(logp, ratios, strict=True)],
+  } | changed
 
 
 def by(found: counterfactual.Recorded, knobs: dict[str, Any]) -> counterfactual.Applied:

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import pytest
+from refusals import sentence_of
 from runs import plain, tiny
 
 import bapo_jax
@@ -143,8 +144,9 @@ def test_a_loss_with_the_sign_of_other_packages_is_refused(tmp_path):
   text += '  gain_BT = jnp.minimum(r_BT * adv_BT, clipped_BT * adv_BT)\n'
   path.write_text(text + '  return sign * gain_BT, b')
   check(tiny(**{'loss.rule': f'{path}:f'}))
-  with pytest.raises(ValueError, match='return the gain, which is maximised'):
-    check(tiny(**{'loss.rule': f'{path}:f', 'loss.sign': -1.0}))
+  assert 'return the gain, which is maximised' in sentence_of(
+    check, tiny(**{'loss.rule': f'{path}:f', 'loss.sign': -1.0})
+  )
 
 
 def test_every_slot_takes_a_function_that_fits():
@@ -181,8 +183,9 @@ def test_a_registered_function_has_a_path():
   place = custom_code.register(f)
   values = plain(**{'advantage.rule': place, 'advantage.scale': 3.0})
   assert config.parse(values).advantage.scale == 3.0
-  with pytest.raises(ValueError, match='has no name; define it by `def'):
-    custom_code.register(lambda reward_PG: reward_PG)
+  assert 'has no name; define it by `def' in sentence_of(
+    custom_code.register, lambda reward_PG: reward_PG
+  )
   with pytest.raises(ValueError, match=r'python:gone: .* by bapo_jax\.train'):
     custom_code.load('python:gone')
 

@@ -21,7 +21,7 @@ from bapo_jax.training.config import (
   overrides,
   parse,
 )
-from docs.reference import write_config
+from docs.reference import write_algorithms, write_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = {
@@ -221,9 +221,11 @@ def test_the_indices_name_every_page():
   assert dates == sorted(dates, reverse=True) and newest == dates[0]
 
 
-def test_every_test_that_guards_a_decision_exists():
+def test_every_test_that_guards_a_decision_or_a_rule_exists():
   text = (ROOT / 'DECISIONS.md').read_text()
   named = set(re.findall(r'`(?:[\w/]*/)?(test_\w+)(?:\.py)?`', text))
+  rules = [row for rows in write_algorithms.ROWS.values() for row in rows.values()]
+  named |= {f'test_{name}' for row in rules for name in row.tests}
   files = [*(ROOT / 'tests').rglob('test_*.py')]
   defined = {path.stem for path in files}
   for path in files:

@@ -92,7 +92,6 @@ def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
 # ------------ the tables of algorithms.md are what configs, tests and measurements say
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 CASES = {name: row for rows in ROWS.values() for name, row in rows.items()}
 MEASURED = re.compile(r'\b\d+e[-+]\d+\b')
 
@@ -132,10 +131,3 @@ def test_every_limit_of_a_rule_has_a_source(name):
       limits = [x for x in limits if isinstance(x, int | float)]
       if limits and all(math.isfinite(x) for x in limits):
         assert f'{part}.{knob}' in CASES[name].values
-
-
-def test_every_named_test_exists():
-  sources = [path.read_text() for path in ROOT.glob('tests/**/test_*.py')]
-  defined = {x for text in sources for x in re.findall(r'^def test_(\w+)', text, re.M)}
-  named = {x for row in CASES.values() for x in row.tests}
-  assert named and named <= defined, named - defined

@@ -9,6 +9,7 @@ import sys
 import huggingface_hub
 import pytest
 import tensorflow_datasets as tfds
+from refusals import sentence_of
 
 from bapo_jax.data import hub as hub_lib
 from bapo_jax.data import sources
@@ -82,11 +83,10 @@ def test_a_revision_is_pinned(hub):
   knobs = problems('hub:some/data@v1:main/train')
   assert sources.absent(knobs, 'source') == []
   assert load(knobs) == PARSED[:3]
-  with pytest.raises(ValueError) as error:
-    sources.read(problems('hub:some/data@v2:main/train'))
-  assert '--config.problems.source=hub:some/data@v2:main/train' in str(error.value)
-  assert '(404: no such revision)' in str(error.value)
-  assert '`hf download some/data --revision v2 --repo-type' in str(error.value)
+  sentence = sentence_of(sources.read, problems('hub:some/data@v2:main/train'))
+  assert '--config.problems.source=hub:some/data@v2:main/train' in sentence
+  assert '(404: no such revision)' in sentence
+  assert '`hf download some/data --revision v2 --repo-type' in sentence
 
 
 @pytest.mark.parametrize('name', ['some/data', 'some/data@v1', 'some/data.jsonl'])
@@ -160,8 +160,9 @@ def network(monkeypatch, tmp_path):
 def test_a_data_set_of_ones_own_is_prepared_and_read(network):
   rows = load(problems('tfds:gsm8k_like:train'))
   assert sorted(rows) == sorted(PARSED)
-  with pytest.raises(ValueError, match=r"no split 'dev'; choose one of \['train'\]"):
-    sources.read(problems('tfds:gsm8k_like:dev'))
+  assert "no split 'dev'; choose one of ['train']" in sentence_of(
+    sources.read, problems('tfds:gsm8k_like:dev')
+  )
 
   def check(row):
     if row.answer == '3':
@@ -188,8 +189,9 @@ def test_only_a_tfds_source_needs_the_library(monkeypatch):
   for module in ('bapo_jax.run.experiment', 'bapo_jax.data.hub'):
     subprocess.run([sys.executable, '-c', code.format(module)], check=True)
   monkeypatch.setitem(sys.modules, 'tensorflow_datasets', None)
-  with pytest.raises(ValueError, match='tfds:sums needs tensorflow-datasets'):
-    sources.read(problems('tfds:sums'))
+  assert 'tfds:sums needs tensorflow-datasets' in sentence_of(
+    sources.read, problems('tfds:sums')
+  )
 
 
 def test_a_data_set_that_the_library_lacks_or_cannot_make_is_named(
@@ -217,5 +219,6 @@ def test_the_librarys_own_gsm8k_is_known_without_tensorflow():
   'source', ['hub:gsm8k', 'tfds:', 'tfds:a/b', 'hub:a/b@:train', 'hub:a/b/c']
 )
 def test_a_name_of_no_form_is_refused(source):
-  with pytest.raises(ValueError, match='write hub:owner/name:split'):
-    sources.absent(problems(source), 'source')
+  assert 'write hub:owner/name:split' in sentence_of(
+    sources.absent, problems(source), 'source'
+  )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from refusals import sentence_of
 
 from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.row import Row
@@ -96,15 +97,15 @@ def test_a_response_is_its_mask_without_the_end_token():
 
 @pytest.mark.parametrize(('problem', 'character'), [('é=2', 'é'), (r'\boxe', '\\')])
 def test_an_unknown_character_is_named(problem, character):
-  with pytest.raises(ValueError) as error:
-    tokenizer_lib.encode_prompts(TOKENIZER, rows_of('1+1', problem))
+  rows = rows_of('1+1', problem)
   wrong = f'tokenizer.path: no token for {character!r} in {problem + chr(10)!r}'
-  assert wrong in str(error.value)
+  assert wrong in sentence_of(tokenizer_lib.encode_prompts, TOKENIZER, rows)
 
 
 def test_an_unknown_character_is_named_behind_a_special_token():
-  with pytest.raises(ValueError, match="no token for 'Q' in '<eos>1Q'"):
-    tokenizer_lib.encode(TOKENIZER, ['<eos>1+1', '<eos>1Q'])
+  assert "no token for 'Q' in '<eos>1Q'" in sentence_of(
+    tokenizer_lib.encode, TOKENIZER, ['<eos>1+1', '<eos>1Q']
+  )
 
 
 @pytest.mark.parametrize(
@@ -297,9 +298,8 @@ def test_a_message_without_a_place_is_refused(row, plain, chat):
   ],
 )
 def test_a_chat_template_that_fails_says_why(template, reason):
-  with pytest.raises(ValueError, match=f'tokenizer.template.*{reason}') as error:
-    tokenizer_lib.encode_prompts(chat(template), rows_of('1'))
-  assert '\n' not in str(error.value)
+  said = sentence_of(tokenizer_lib.encode_prompts, chat(template), rows_of('1'))
+  assert 'tokenizer.template' in said and reason in said
 
 
 @pytest.mark.parametrize(

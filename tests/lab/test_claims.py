@@ -122,12 +122,9 @@ def test_the_t_interval_by_hand():
 def test_friedman_by_hand(seeds, shown):
   # Three arms ranked 1, 2, 3 by all four seeds: chi2 = 12 / (4 3 4) (16 + 64 + 144)
   # - 3 4 4 = 8, and exp(-8 / 2) = .0183 with 2 degrees of freedom; 16 with eight seeds.
-  ranked = with_seeds(
-    a=dict.fromkeys(range(seeds), 0.1),
-    b=dict.fromkeys(range(seeds), 0.2),
-    c=dict.fromkeys(range(seeds), 0.3),
-  )
-  compared = [('a',), ('b',), ('c',)]
+  means = {'a': 0.1, 'b': 0.2, 'c': 0.3}
+  ranked = with_seeds(**{x: dict.fromkeys(range(seeds), y) for x, y in means.items()})
+  compared = [(x,) for x in means]
   expected = pytest.approx(math.exp(-seeds))
   assert outcomes.friedman(ranked, compared, 'area') == expected
   assert evidence.differ(compared, 'area')(ranked) == (True, shown)

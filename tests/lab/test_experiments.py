@@ -4,8 +4,8 @@ import json
 import math
 
 import making
-import pytest
 import recordings
+from refusals import sentence_of
 
 from bapo_jax.training.config import Config
 from lab import experiments
@@ -45,11 +45,11 @@ def test_a_result_counts_if_config_and_code_are_the_same(tmp_path):
   assert experiments.undone(folder, runs, code) == runs
   experiments.write(folder, name, making.result(run))
   assert [*experiments.undone(folder, runs, code)] == [*runs][1:]
-  with pytest.raises(ValueError, match='c0ffee'):
-    experiments.undone(folder, runs, {'code': 'b'})
+  assert 'c0ffee' in sentence_of(experiments.undone, folder, runs, {'code': 'b'})
   other = run._replace(config=run.config.model_copy(update={'steps': 81}))
-  with pytest.raises(ValueError, match='another config'):
-    experiments.undone(folder, {name: other}, code)
+  assert 'another config' in sentence_of(
+    experiments.undone, folder, {name: other}, code
+  )
 
 
 def test_a_run_of_another_experiment_is_not_trained_twice(tmp_path):
@@ -74,11 +74,9 @@ def test_results_of_two_versions_are_not_read_together(tmp_path):
   assert list(experiments.read(made, folder)) == ['grpo-k4-seed0', 'wide-k4-seed0']
   newer = making.result(runs['wide-k4-seed0'], versions={'code': 'b'}, commit='beef')
   experiments.write(folder, 'wide-k4-seed0', newer)
-  with pytest.raises(ValueError, match='beef'):
-    experiments.read(made, folder)
+  assert 'beef' in sentence_of(experiments.read, made, folder)
   experiments.write(folder, 'wide-k4-seed0', making.result(runs['wide-k8-seed0']))
-  with pytest.raises(ValueError, match='another run'):
-    experiments.read(made, folder)
+  assert 'another run' in sentence_of(experiments.read, made, folder)
 
 
 def test_a_packed_experiment_reads_as_its_files(tmp_path):
@@ -101,8 +99,7 @@ def test_a_packed_experiment_reads_as_its_files(tmp_path):
   experiments.pack(folder)
   assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
   (tmp_path / 'main.jsonl').write_bytes(files['main.jsonl'].split(b'\n', 1)[1])
-  with pytest.raises(ValueError, match=r'main\.jsonl and details\.zip'):
-    experiments.read(made, folder)
+  assert 'main.jsonl and details.zip' in sentence_of(experiments.read, made, folder)
 
 
 def test_a_result_has_the_numbers_of_the_workdir(tmp_path):

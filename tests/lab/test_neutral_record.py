@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from recordings import by
+from recordings import by, neutral
 
 from bapo_jax.run import step_record
 from lab import counterfactual, neutral_record
@@ -16,19 +16,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 RUN, TRL = ROOT / 'notebooks' / '5_run', ROOT / 'notebooks' / '9_trl.jsonl'
 GRPO = {'clip.rule': 'fixed'}
 ONE_OF_FOUR = pytest.approx(np.asarray([3, -1, -1, -1]) / 3**0.5, abs=1e-3)
-LOG_HALF = -0.693147
-
-
-def row(group, reward, ratios, **changed):
-  """A line, whose tokens had the probability 1/2 when sampled."""
-  old = [LOG_HALF] * len(ratios)
-  return {
-    'group': group,
-    'reward': reward,
-    'tokens': [*range(len(ratios))],
-    'behavior_logp': old,
-    'logp': [float(o + np.log(r)) for o, r in zip(old, ratios, strict=True)],
-  } | changed
 
 
 def written(tmp_path, *rows):
@@ -41,10 +28,10 @@ def written(tmp_path, *rows):
 def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
   path = written(
     tmp_path,
-    row('a', 1.0, [1.0, 1.5], pieces=['x', '\u2028']),
-    row(7, 0.0, [1.0]),
-    row('a', 0.0, [0.7, 1.0, 1.8]),
-    row(7, 0.0, [2.0]),
+    neutral('a', 1.0, [1.0, 1.5], pieces=['x', '\u2028']),
+    neutral(7, 0.0, [1.0]),
+    neutral('a', 0.0, [0.7, 1.0, 1.8]),
+    neutral(7, 0.0, [2.0]),
   )
   found = counterfactual.read(path)
   # The group 7 has equal rewards, so nothing of it is moved.
@@ -57,9 +44,9 @@ def test_lines_become_rows_with_advantages_of_their_groups(tmp_path):
 
 
 def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
-  noisy = row('a', 1.0, [1.0, 1.0, 1.5, 1.0], mask=[1, 0, 1, 0], pieces=[*'abcd'])
+  noisy = neutral('a', 1.0, [1.0, 1.0, 1.5, 1.0], mask=[1, 0, 1, 0], pieces=[*'abcd'])
   noisy['logp'][1] = noisy['behavior_logp'][3] = None  # what a trainer has there
-  path = written(tmp_path, noisy, row('a', 0.0, [1.0]), row('a', 0.0, []))
+  path = written(tmp_path, noisy, neutral('a', 0.0, [1.0]), neutral('a', 0.0, []))
   found = counterfactual.read(path)
   assert found.reward_PG.tolist() == [[1, 0, 0]]  # the empty response has a reward
   assert found.loss_mask_BT.tolist() == [[1, 0, 1], [1, 0, 0]]
@@ -81,7 +68,9 @@ def test_a_masked_token_counts_nowhere_and_stays_in_the_text(tmp_path):
   ],
 )
 def test_a_wrong_line_is_refused_with_its_number_and_cure(tmp_path, changed, said):
-  path = written(tmp_path, row('a', 1.0, [1.0]), row('a', 0.0, [1.0, 1.0]) | changed)
+  path = written(
+    tmp_path, neutral('a', 1.0, [1.0]), neutral('a', 0.0, [1.0, 1.0]) | changed
+  )
   with pytest.raises(ValueError, match=said):
     counterfactual.read(path)
 
@@ -113,7 +102,7 @@ def test_the_largest_rewards_have_the_advantages_of_small_ones(tmp_path):
   # One of four is right: 3 and -1 over the root of 3, whatever the unit.
   for unit in (1.0, neutral_record.LARGEST):
     rewards = (unit, 0.0, 0.0, 0.0)
-    path = written(tmp_path, *(row('a', reward, [1.0]) for reward in rewards))
+    path = written(tmp_path, *(neutral('a', reward, [1.0]) for reward in rewards))
     found = counterfactual.read(path)
     one = by(found, GRPO)
     assert one.adv_BT[:, 0] == ONE_OF_FOUR

@@ -69,6 +69,12 @@ def accuracies(**changes):
   return means | {'low95_high200': 0.705} | changes
 
 
+def planned(means, tried=None):
+  """Results of both stages: setting -> results, of the means of its arms."""
+  own = {x: stage_2(of_arms, rates.TEST[x]) for x, of_arms in means.items()}
+  return own, {x: stage_1(x, tried or accuracies()) for x in own}
+
+
 def words(own, tried):
   whole = own_rates.pooled(own)
   checked = own_rates.checks(whole, tried)
@@ -79,12 +85,7 @@ def words(own, tried):
 
 def test_all_comparisons_have_their_words_and_their_reading(chosen):
   s1 = accuracies(grpo_common=0.5, gspo_common=0.65)
-  own = {
-    's1': stage_2(s1, rates.TEST['s1']),
-    's2': stage_2(accuracies(), rates.TEST['s2']),
-  }
-  tried = {x: stage_1(x, accuracies()) for x in own}
-  checked, by_text, reading = words(own, tried)
+  checked, by_text, reading = words(*planned({'s1': s1, 's2': accuracies()}))
   assert all(holds for _, (holds, _) in checked.values()) and len(checked) == 8
   first = by_text['S2: mean of [.95, 1.2] and [.95, 2.0] less `grpo`']
   assert first.word == 'no effect of size'
@@ -101,12 +102,8 @@ def test_all_comparisons_have_their_words_and_their_reading(chosen):
 
 
 def test_holm_is_over_the_family_of_both_settings(chosen):
-  own = {
-    x: stage_2(accuracies(grpo_common=0.5, gspo_common=0.5), rates.TEST[x])
-    for x in ('s1', 's2')
-  }
-  tried = {x: stage_1(x, accuracies()) for x in own}
-  _, by_text, _ = words(own, tried)
+  means = accuracies(grpo_common=0.5, gspo_common=0.5)
+  _, by_text, _ = words(*planned({'s1': means, 's2': means}))
   family = [x for x in by_text.values() if x.difference.name == 'T4']
   smallest = min(family, key=lambda x: x.test.p)
   assert len(family) == 4
@@ -129,16 +126,12 @@ def test_holm_is_over_the_family_of_both_settings(chosen):
 )
 def test_the_reading_is_that_of_the_protocols_table(chosen, changes, reading):
   values = accuracies(vespo=0.71, **changes)
-  own = {
-    's1': stage_2(values | dict.fromkeys(own_rates.COMMON, 0.5), rates.TEST['s1']),
-    's2': stage_2(values, rates.TEST['s2']),
-  }
-  assert words(own, {x: stage_1(x, values) for x in own})[2] == reading
+  means = {'s1': values | dict.fromkeys(own_rates.COMMON, 0.5), 's2': values}
+  assert words(*planned(means, values))[2] == reading
 
 
 def test_a_ceiling_leaves_nothing_to_be_seen(chosen):
-  own = {'s2': stage_2(accuracies(recipe=0.99), rates.TEST['s2'])}
-  checked, by_text, reading = words(own, {'s2': stage_1('s2', accuracies())})
+  checked, by_text, reading = words(*planned({'s2': accuracies(recipe=0.99)}))
   assert not checked['C4 s2'][1][0]
   assert {x.word for x in by_text.values()} == {'premise absent'}
   assert reading == ''  # T2 is another setting's
@@ -171,9 +164,9 @@ def test_the_first_part_alone_has_a_word_and_few_seeds_have_none(chosen, monkeyp
 
 
 def test_a_seed_without_one_of_its_arms_does_not_count(chosen):
-  own = {'s2': stage_2(accuracies(), rates.TEST['s2'])}
+  own, tried = planned({'s2': accuracies()})
   del own['s2']['sapo-seed840']
-  _, by_text, _ = words(own, {'s2': stage_1('s2', accuracies())})
+  _, by_text, _ = words(own, tried)
   number = {x.difference.name: len(x.test.values_S) for x in by_text.values()}
   assert number == {'T1': 24, 'T5': 23}
 

@@ -86,12 +86,10 @@ def test_weights_by_hand(name, sign, ratio, probability, by_hand):
 
 def recorded(tmp_path):
   """Seven tokens: ratios 1, 1.5, 2.5 with A = 1, and 0.7, 0.4, 1, 1.8 with A = -1."""
-  old, lines = np.log(0.3), []
-  for reward, ratios in ((1.0, [1.0, 1.5, 2.5]), (0.0, [0.7, 0.4, 1.0, 1.8])):
-    count = len(ratios)
-    values = {'tokens': [0] * count, 'behavior_logp': [old] * count}
-    values['logp'] = [float(old + np.log(r)) for r in ratios]
-    lines.append({'group': 0, 'reward': reward} | values)
+  lines = [
+    recordings.neutral(0, 1.0, [1.0, 1.5, 2.5], p=0.3),
+    recordings.neutral(0, 0.0, [0.7, 0.4, 1.0, 1.8], p=0.3),
+  ]
   return counterfactual.read(recordings.jsonl(tmp_path / 'batch.jsonl', lines))
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 import runs
 from making import SPEC
-from refusals import refusal
+from refusals import refusal, sentence_of
 from runs import last_run, tiny
 
 from bapo_jax.algorithms import clip, loss
@@ -221,16 +221,16 @@ def model(path: pathlib.Path, **changed) -> str:
   return directory
 
 
-def judged(config: Config) -> str:
-  """Returns the first sentence about a config and its files."""
-  with pytest.raises(ValueError) as error:
-    refusals.judge(refusals.of_inputs(config, inputs.read(config)))
-  return str(error.value)
+def judge(config: Config) -> None:
+  """Raises what is wrong with a config and its files."""
+  refusals.judge(refusals.of_inputs(config, inputs.read(config)))
+
+
+judged = functools.partial(sentence_of, judge)
 
 
 def test_a_teacher_that_cannot_score_the_policys_tokens_is_refused(tmp_path, llama):
-  config = tiny(**{'teacher.path': llama})
-  refusals.judge(refusals.of_inputs(config, inputs.read(config)))
+  judge(tiny(**{'teacher.path': llama}))
   other = pathlib.Path(runs.source(tmp_path / 'other'))
   text = (other / 'tokenizer.json').read_text()
   (other / 'tokenizer.json').write_text(text.replace('"7"', '"A"'))

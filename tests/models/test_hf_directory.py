@@ -93,8 +93,9 @@ def test_a_cached_hub_name_is_found_at_its_revision_without_the_network(
     found = hf_directory.find(f'hub:some/model@{revision}', 'model.path')
     assert os.path.basename(found) == revision
   assert not offline
-  with pytest.raises(ValueError, match='hf download some/model --revision v2'):
-    hf_directory.find('hub:some/model@v2', 'model.path')
+  assert 'hf download some/model --revision v2' in sentence_of(
+    hf_directory.find, 'hub:some/model@v2', 'model.path'
+  )
 
 
 def test_a_path_is_never_looked_up_at_the_hub(offline, tmp_path):
@@ -124,15 +125,15 @@ def test_only_what_is_needed_is_downloaded(monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', download)
   found = hf_directory.find('hub:some/model', 'model.path', ('config.json',))
   assert found == str(tmp_path) and asked == [(True, True), (False, False)]
-  with pytest.raises(ValueError, match=r'tokenizer\.json, \*\.safetensors'):
-    hf_directory.find('hub:some/model', 'model.path')
+  assert 'tokenizer.json, *.safetensors' in sentence_of(
+    hf_directory.find, 'hub:some/model', 'model.path'
+  )
   assert asked[-1] == (False, True)
 
 
 @pytest.mark.parametrize('name', ['hub:', 'hub:a', 'hub:a/b/c', 'hub:a/b@', 'hub:a /b'])
 def test_a_malformed_name_is_refused_with_the_way_out(name):
-  with pytest.raises(ValueError, match='hub:owner/name@revision'):
-    hf_directory.parse_hub_name(name)
+  assert 'hub:owner/name@revision' in sentence_of(hf_directory.parse_hub_name, name)
 
 
 # ----------------------- our reader and writer of safetensors agree with the library's
@@ -191,5 +192,6 @@ def test_an_index_lists_the_files_of_the_model(tmp_path):
 def test_a_tensor_in_two_files_is_refused(tmp_path):
   for name in ('a', 'b'):
     save_file({'x': np.ones(2, np.float32)}, tmp_path / f'{name}.safetensors')
-  with pytest.raises(ValueError, match=r'a\.safetensors and b\.safetensors'):
-    safetensors_io.index(str(tmp_path))
+  assert 'a.safetensors and b.safetensors' in sentence_of(
+    safetensors_io.index, str(tmp_path)
+  )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
+from refusals import sentence_of
 
 from bapo_jax import custom_code
 from bapo_jax.data.row import Row
@@ -192,10 +193,9 @@ def test_an_answer_that_the_verifier_reads_is_accepted(rule, answers):
 def test_an_answer_that_the_verifier_cannot_read_is_refused(rule, answers):
   for answer in answers:
     for row, default in ((Row('1', answer), rule), (Row('1', answer, rule), 'exact')):
-      with pytest.raises(ValueError, match=f'verifier {rule!r}') as error:
-        gold.check(default)(row)
-      assert repr(answer[:40]) in str(error.value)
-      assert len(str(error.value)) < 300
+      sentence = sentence_of(gold.check(default), row)
+      assert f'verifier {rule!r}' in sentence and repr(answer[:40]) in sentence
+      assert len(sentence) < 300
 
 
 def test_a_conversation_cut_at_the_budget_has_the_full_overlong_penalty():

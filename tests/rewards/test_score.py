@@ -19,6 +19,10 @@ GOOD = Sample(r'\boxed{42}', '42', '', '6*7', (1, 2, 3), ROW)
 BAD = GOOD._replace(response='41', tokens=(1,))
 
 
+def rights(verdicts):
+  return [verdict.right for verdict in verdicts]
+
+
 def scored(rule, *samples, **knobs):
   return Scorer(Verification.model_validate({'rule': rule} | knobs))(samples)
 
@@ -173,7 +177,7 @@ def written(folder, body, head='def score(sample):'):
 def test_a_batched_function_that_returns_too_few_values_decides_none(tmp_path):
   head = '@bapo_jax.declare(batched=True)\ndef score(samples):'
   verdicts = scored(written(tmp_path, 'return [1.0]', head), GOOD, BAD)
-  assert [v.right for v in verdicts] == [None, None]
+  assert rights(verdicts) == [None, None]
   assert verdicts[0].reason.endswith('it returned 1 values for 2 samples')
 
 
@@ -214,7 +218,7 @@ def test_a_function_that_hangs_is_killed_and_the_next_is_scored(verifier, tmp_pa
   made = verifier(written(tmp_path, body), timeout=1.0, workers=1)
   # The grace is for functions that stop by themselves.
   verdicts = made.submit([GOOD, BAD, GOOD]).result()
-  assert [v.right for v in verdicts] == [True, None, True]
+  assert rights(verdicts) == [True, None, True]
   assert verdicts[1].reason == 'took over rewards.timeout=1 s'
 
 
@@ -222,7 +226,7 @@ def test_an_async_function_that_waits_too_long_does_not_stop_the_others(tmp_path
   body = 'import asyncio\nawait asyncio.sleep(30 * (sample.response == "41"))\nreturn 1'
   place = written(tmp_path, body, 'async def score(sample):')
   verdicts = scored(place, GOOD, BAD, GOOD, timeout=0.2, parallel=2)
-  assert [v.right for v in verdicts] == [True, None, True]
+  assert rights(verdicts) == [True, None, True]
   assert verdicts[1].reason == f'{place}: took over rewards.timeout=0.2 s'
 
 
@@ -238,10 +242,15 @@ WAITS = 'async with lock: await asyncio.sleep(60 * (sample.response == "41"))\nr
 
 
 def test_what_a_module_holds_serves_every_request_of_a_worker(verifier, tmp_path):
-  made = verifier(written(tmp_path, WAITS, LOCK), workers=1)
+  place = written(tmp_path, WAITS, LOCK)
+  made = verifier(place, workers=1)
   for _ in range(3):
-    verdicts = made.submit([GOOD] * 4).result()
-    assert [verdict.right for verdict in verdicts] == [True] * 4
+    assert rights(made.submit([GOOD] * 4).result()) == [True] * 4
+
+  async def cell():  # of a notebook, whose event loop is running
+    return scored(place, GOOD) + made.submit([GOOD]).result()
+
+  assert rights(asyncio.run(cell())) == [True, True]
 
 
 def test_what_a_module_holds_survives_a_timeout_and_a_verifier(verifier):
@@ -255,19 +264,9 @@ def test_what_a_module_holds_survives_a_timeout_and_a_verifier(verifier):
   for _ in range(2):
     made = verifier(custom_code.register(judge), timeout=0.3)
     verdicts = made.submit([GOOD, GOOD]).result()
-    assert [verdict.right for verdict in verdicts] == [True, True]
+    assert rights(verdicts) == [True, True]
     verdicts = made.submit([BAD]).result() + made.submit([GOOD, GOOD]).result()
-    assert [verdict.right for verdict in verdicts] == [None, True, True]
-
-
-def test_an_async_function_is_called_from_a_running_event_loop(verifier, tmp_path):
-  place = written(tmp_path, WAITS, LOCK)
-  made = verifier(place)
-
-  async def cell():
-    return scored(place, GOOD) + made.submit([GOOD]).result()
-
-  assert [verdict.right for verdict in asyncio.run(cell())] == [True, True]
+    assert rights(verdicts) == [None, True, True]
 
 
 @pytest.mark.parametrize('kind', ['def', 'async def'])
@@ -300,5 +299,5 @@ def test_at_most_so_many_calls_of_an_async_function_run_at_once(tmp_path):
 def test_eight_gigabytes_are_refused_and_the_run_goes_on(verifier, tmp_path):
   body = 'if sample.response == "41": bytearray(8 << 30)\nreturn 1.0'
   verdicts = verifier(written(tmp_path, body)).submit([GOOD, BAD, GOOD]).result()
-  assert [v.right for v in verdicts] == [True, None, True]
+  assert rights(verdicts) == [True, None, True]
   assert verdicts[1].reason in ('took over 2048 MiB', '2 workers died of it')

@@ -111,8 +111,8 @@ def two(tmp_path) -> pathlib.Path:
   started = processes.trainings(workdir, 2, **KNOBS | {'steps': 200})
   wait_for_step(workdir, 2, started)
   started[1].send_signal(signal.SIGTERM)
-  statuses, outputs = processes.ended(started, workdir.parent / 'two.output')
-  assert statuses == [128 + signal.SIGTERM] * 2, outputs
+  stopped = 128 + signal.SIGTERM
+  outputs = processes.outputs(started, workdir.parent / 'two.output', stopped)
   assert 'Saved.' in outputs[0]
   # The second process writes nothing about a run to its console.
   assert 'held-out accuracy' not in outputs[1] and 'training' not in outputs[1]
@@ -201,9 +201,7 @@ def refused(workdir: pathlib.Path, words: str, **arguments: Any) -> None:
   """Both processes end with status 2 and one sentence; the run has not begun."""
   started = processes.trainings(workdir, 2, **arguments)
   output = workdir.parent / f'{workdir.name}.output'
-  statuses, outputs = processes.ended(started, output)
-  assert statuses == [2, 2], outputs
-  for text in outputs:
+  for text in processes.outputs(started, output, 2):
     sentences = [line for line in text.splitlines() if line.startswith('bapo_jax: ')]
     assert len(sentences) == 1 and re.search(words, sentences[0]), text
     assert 'Traceback' not in text

@@ -5,6 +5,7 @@ import json
 
 import jax
 import pytest
+from refusals import sentence_of
 from runs import CHAINS, plain, tiny
 from three_problems import TOKENIZER
 
@@ -130,17 +131,15 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
 
 @pytest.mark.parametrize(('knobs', 'named'), REFUSED)
 def test_a_refusal_names_the_knobs_that_do_not_fit(knobs, named):
-  with pytest.raises(ValueError) as error:
-    parse(plain(**knobs))
+  sentence = sentence_of(parse, plain(**knobs))
   for words in named:
-    assert words in str(error.value)
+    assert words in sentence
 
 
 def test_a_stop_string_that_the_policy_cannot_write_is_refused():
   check = functools.partial(refusals._check_stop, TOKENIZER)
   check(('7=', '\\boxed{'))
-  with pytest.raises(ValueError, match="no tokens for 'é'"):
-    check(('7', 'é'))
+  assert "no tokens for 'é'" in sentence_of(check, ('7', 'é'))
 
 
 def test_a_refusal_waits_for_its_knobs_and_names_them():
@@ -189,8 +188,7 @@ def test_rows_and_kernels_fit_the_mesh():
   # 12 prompts x 4 responses / 4 minibatches = 12 rows over 8 shards.
   knobs = {'prompts.count': 12, 'learner.minibatches': 4, 'sampler.group_size': 4}
   config = parse(plain(**knobs, **{'mesh.data': 4, 'mesh.fsdp': 2}))
-  with pytest.raises(ValueError, match='12 responses'):
-    resolve.make_mesh(config)
+  assert '12 responses' in sentence_of(resolve.make_mesh, config)
   for name in ('max_num_seqs', 'prefill_batch_size'):
     with pytest.raises(ValueError, match=rf'sampler\.{name}=12'):
       resolve.make_mesh(parse(plain(**{f'sampler.{name}': 12})))

@@ -12,6 +12,7 @@ import making
 import numpy as np
 import pytest
 import runs
+from refusals import sentence_of
 from runs import same, source, tiny
 
 from bapo_jax import main
@@ -228,8 +229,7 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     (tmp_path / 'checkpoint-500' / name).rename(other / name)
   knobs = {'model.path': path}
-  with pytest.raises(ValueError, match=r'no tokenizer\.json'):
-    inputs.read(tiny(**knobs))
+  assert 'no tokenizer.json' in sentence_of(inputs.read, tiny(**knobs))
   model = inputs.read(tiny(**knobs, **{'tokenizer.path': str(other)})).model
   assert model.directory == path
   assert model.tokenizer.backend.name_or_path == str(other)
@@ -237,42 +237,36 @@ def test_a_model_without_a_tokenizer_takes_that_of_another_directory(tmp_path):
 
 @pytest.mark.parametrize('knobs', [{}, {'lora.rank': 2, 'sft.tower.layers': 1}])
 def test_a_tower_that_cannot_be_trained_is_refused(knobs):
-  with pytest.raises(ValueError, match=r'model\.train_tower=True'):
-    inputs.open_model(tiny(**{'model.train_tower': True} | knobs))
-
-
-def beyond(path, where):
-  """Gives a token of the model the id 40, one beyond its vocabulary of 40."""
-  if where == 'an end token':
-    ends = {'eos_token_id': [1, 40]}
-    (path / 'generation_config.json').write_text(json.dumps(ends))
-    return
-  held = json.loads((path / 'tokenizer.json').read_text())
-  vocab = held['model']['vocab']
-  vocab['9'] = 40
-  (path / 'tokenizer.json').write_text(json.dumps(held))
+  assert 'model.train_tower=True' in sentence_of(
+    inputs.open_model, tiny(**{'model.train_tower': True} | knobs)
+  )
 
 
 @pytest.mark.parametrize(
-  ('where', 'named'),
+  ('end', 'nine', 'named'),
   [
-    ('an end token', 'an end token has the id 40'),
-    ('a token of prompts', "token '9' has the id 40"),
+    (40, None, 'an end token has the id 40'),
+    (39, 40, "token '9' has the id 40"),
+    (39, None, ''),
   ],
 )
-def test_a_token_beyond_the_vocabulary_is_refused(where, named, tmp_path, one_device):
+def test_a_token_beyond_the_vocabulary_is_refused(
+  end, nine, named, tmp_path, one_device
+):
+  # The vocabulary has 40 rows.
   path = tmp_path / 'model'
   config = tiny(**{'model.path': source(path)})
-  beyond(path, where)
+  ends = path / 'generation_config.json'
+  ends.write_text(json.dumps({'eos_token_id': [1, end]}))
+  if nine:
+    tokens = json.loads((path / 'tokenizer.json').read_text())
+    tokens['model']['vocab']['9'] = nine
+    (path / 'tokenizer.json').write_text(json.dumps(tokens))
+  if not named:
+    assert resolve(config).tokenizer.eos == (1, end)
+    return
   with pytest.raises(ValueError, match=f'tokenizer.path={path}: {named}'):
     resolve(config)
-
-
-def test_the_last_row_of_the_vocabulary_is_within_it(tmp_path, one_device):
-  config = tiny(**{'model.path': source(tmp_path / 'model')})
-  ends = tmp_path / 'model' / 'generation_config.json'
-  ends.write_text(json.dumps({'eos_token_id': 39}))
-  assert resolve(config).tokenizer.eos == (1, 39)
 
 
 def seeing(**knobs):
