@@ -60,7 +60,7 @@ COMMANDS = {
 }
 # Read the config of the run, if --config is missing.
 STORED = ('eval', 'export', 'show', 'report')
-PATHS = ('config', 'workdir', 'run', 'to')  # flags
+PATHS = ('config', 'workdir', 'to')  # flags
 KNOB = re.compile(r'--?(no)?config\.')
 # All that an export reads of a stored config: files of rewards may be gone.
 EXPORTED = ('model', 'lora', 'tokenizer', 'sampler', 'sft')
@@ -117,7 +117,14 @@ def flags_of(mode: str) -> argparse.ArgumentParser:
     note = f' (default: {default})' if default else ''
     parser.add_argument(f'--{name}', help=meanings[name] + note, **options)
   if mode in STORED:
-    parser.add_argument('run', nargs='?', help='the same as --workdir')
+    # Without a default, which would replace the value of --workdir.
+    parser.add_argument(
+      'workdir',
+      nargs='?',
+      default=argparse.SUPPRESS,
+      metavar='run',
+      help='the same as --workdir',
+    )
   elif mode == 'compare':
     parser.add_argument('workdirs', nargs='*', help='directories of runs')
   return parser
@@ -166,10 +173,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
       f'unknown argument {words[0]!r}; a mode comes first ({", ".join(MODES)}), and '
       'an override is written --config.steps=10'
     )
-  run = vars(args).pop('run', None)
-  if run:
-    args.workdir = run
-  return argparse.Namespace(**vars(args), mode=mode, knobs=given)
+  args.mode = mode
+  args.knobs = given
+  return args
 
 
 def bare_knob(name: str, mode: str) -> str:

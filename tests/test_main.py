@@ -54,7 +54,7 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--workdir=gs://bucket/run'], '--workdir=gs://bucket/run is not a path on'),
   (
     ['export', 'gs://bucket/run'],
-    '--run=gs://bucket/run is not a path on this machine',
+    '--workdir=gs://bucket/run is not a path on this machine',
   ),
   (['export', '--to=s3://a/b'], '--to=s3://a/b is not a path on this machine'),
 ]

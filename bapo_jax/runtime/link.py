@@ -9,7 +9,7 @@ such group of the target receives its copy from a group of the source.
 
 import dataclasses
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,9 +66,10 @@ class Link:
     arrays = [x for x in leaves if isinstance(x, jax.Array) and x.size]
     marked = [_described(x) if isinstance(x, jax.Array) else x for x in leaves]
     text = np.frombuffer(pickle.dumps(structure.unflatten(marked)), np.uint8)
-    self._copy([LENGTH], [np.asarray([len(text)], LENGTH.dtype)])
-    self._copy([_bytes(len(text))], [text])
-    self._copy([_described(x) for x in arrays], arrays)
+    self._copy([LENGTH], [[np.asarray([len(text)], LENGTH.dtype)]])
+    self._copy([_bytes(len(text))], [[text]])
+    shards = [[shard.data for shard in x.addressable_shards] for x in arrays]
+    self._copy([_described(x) for x in arrays], shards)
 
   def receive(self) -> Any:
     """Waits for a value. Its JAX arrays are on the target mesh, split as they were.
@@ -79,11 +80,12 @@ class Link:
     return self._lane.submit(self._receive).result()
 
   def _receive(self):
-    length = self._host(LENGTH)
-    value = pickle.loads(self._host(_bytes(int(length[0]))).tobytes())
+    (length,) = self._copy([LENGTH])
+    (text,) = self._copy([_bytes(int(length.addressable_data(0)[0]))])
+    value = pickle.loads(np.asarray(text.addressable_data(0)).tobytes())
     leaves, structure = jax.tree.flatten(value)
-    copies = self._copy([x for x in leaves if isinstance(x, Leaf) and not x.empty])
-    arrays = (self._joined(of_groups) for of_groups in zip(*copies, strict=True))
+    sent = [x for x in leaves if isinstance(x, Leaf) and not x.empty]
+    arrays = iter(self._copy(sent))
     filled = list[Any]()
     for leaf in leaves:
       if not isinstance(leaf, Leaf):
@@ -95,32 +97,28 @@ class Link:
         filled.append(next(arrays))
     return structure.unflatten(filled)
 
-  def _copy(self, described: Sequence[Leaf], arrays: Sequence[Any] = ()):
-    """Copies arrays, of which a target has none; returns the copies of each group."""
-    if not described:
-      return []
-    copies = []
-    (sources, targets) = self._groups
-    shards = [_shards(array) for array in arrays] or [[]] * len(described)
+  def _copy(self, leaves: Sequence[Leaf], shards: Sequence[Sequence[Any]] = ()):
+    """Copies arrays to the target mesh; `shards` are those of the source, per array.
+
+    In the target, which passes none, the arrays that it returns have the copies. All
+    arrays for a group of devices are copied by one call, so that JAX transfers them
+    together.
+    """
+    sources, targets = self._groups
+    shards = shards or [()] * len(leaves)
+    copies: list[list[Any]] = [[] for _ in leaves]
     for i, target in enumerate(targets):
       source = sources[i % len(sources)]
-      given = [
-        _array(leaf, source, held) for leaf, held in zip(described, shards, strict=True)
+      on_source = [
+        _array(leaf, source, here) for leaf, here in zip(leaves, shards, strict=True)
       ]
-      layout = [NamedSharding(target, leaf.spec) for leaf in described]
-      copies.append(jax.device_put(given, layout))
-    return copies
-
-  def _host(self, leaf: Leaf):
-    """Receives one array to the host."""
-    copies = [of_group for (of_group,) in self._copy([leaf])]
-    return np.asarray(self._joined(copies).addressable_data(0))
-
-  def _joined(self, copies: Iterable[jax.Array]):
-    """Makes an array on the target mesh of the copies of its groups."""
-    copies = list(copies)
-    shards = [x for each in copies for x in _shards(each)]
-    return _array(_described(copies[0]), self._target, shards)
+      layouts = [NamedSharding(target, leaf.spec) for leaf in leaves]
+      for copy, array in zip(copies, jax.device_put(on_source, layouts), strict=True):
+        copy += [shard.data for shard in array.addressable_shards]
+    return [
+      _array(leaf, self._target, copy)
+      for leaf, copy in zip(leaves, copies, strict=True)
+    ]
 
 
 def _described(array: jax.Array):
@@ -136,15 +134,8 @@ def _groups(mesh: Mesh):
   return [Mesh(row.reshape(*[1] * (len(names) - 1), tensor), names) for row in rows]
 
 
-def _shards(array: jax.Array | np.ndarray):
-  """Returns the shards of a JAX array in this process, or [array] for a NumPy array."""
-  if isinstance(array, np.ndarray):
-    return [array]
-  return [x.data for x in array.addressable_shards]
-
-
 def _array(leaf: Leaf, mesh: Mesh, shards: Sequence[Any]):
-  """Makes an array from its shards on devices of the mesh."""
+  """Makes an array of the shards on devices of the mesh, or of one on the host."""
   layout = NamedSharding(mesh, leaf.spec)
   here = layout.addressable_devices
   if shards and isinstance(shards[0], np.ndarray):
