@@ -36,7 +36,7 @@ class Problems(NamedTuple):
   pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
   history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
-  solutions: Sequence[tuple[Solution, ...] | Solver] = ()  # see `Row`
+  solutions: Sequence[tuple[Solution, ...] | Solver] = ()  # see `Row`; (): not given
   set: Sequence[str] = ()  # held-out set of each problem; '' or (): no names
 
 
@@ -188,16 +188,16 @@ def encode(
 def fingerprint(problems: Problems) -> str:
   """Returns a digest of ids, texts, answers and verifiers, 16 hexadecimal digits long.
 
-  System messages, earlier turns, pictures and names of sets enter only if present, so
-  older digests stay valid.
+  System messages, earlier turns, pictures, names of sets and given solutions enter only
+  if present, so older digests stay valid.
   """
   verifier = problems.verifier or [''] * len(problems.text)
   columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
   digests = [pictures.digests(files) for files in problems.pictures]
+  given = ['' if callable(x) else x for x in problems.solutions]
   # Own functions may read the fields.
-  columns += filter(
-    any, (problems.system, problems.fields, digests, problems.history, problems.set)
-  )
+  own = problems.system, problems.fields, digests, problems.history, problems.set, given
+  columns += filter(any, own)
   return _digest(zip(*columns, strict=True))
 
 

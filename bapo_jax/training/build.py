@@ -76,6 +76,8 @@ def tabulate(r: Resolved) -> Material:
   problems, held_out = prompts.load(
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )
+  if not config.rollout.given:
+    problems = problems._replace(solutions=())
   refusals.judge(refusals.of_prompts(config, len(problems.id_N)))
   return Material(problems, held_out, record)
 

@@ -80,11 +80,17 @@ def test_the_fingerprint_changes_with_any_value(problems):
     *({'pictures': [(file,)] + [()] * (N - 1)} for file in (b'a', b'b')),
     *({'history': [((x, 'a'),)] + [()] * (N - 1)} for x in ('user', 'assistant')),
     *({'set': [x] * N} for x in ('aime24', 'aime25')),
+    {'solutions': [('a',)] * N},
   ]
   found = [prompts.fingerprint(problems._replace(**change)) for change in changes]
   assert len(set(found)) == len(found) and len(found[0]) == 16
   # No values, and empty ones for each problem, mean the same.
-  none = {'pictures': [()] * N}, {'history': [()] * N}, {'set': [''] * N}
+  none = (
+    {'pictures': [()] * N},
+    {'history': [()] * N},
+    {'set': [''] * N},
+    {'solutions': [()] * N},
+  )
   for empty in ({'verifier': [''] * N}, {'system': [''] * N}, *none):
     assert prompts.fingerprint(problems._replace(**empty)) == found[0]
 
