@@ -47,7 +47,11 @@ TRIED: dict[str, dict[str, tuple[float, ...]]] = {
 }
 OWN: dict[str, dict[str, float]] = {
   's1': {},
-  's2': {'grpo': 1e-4, 'low95_high120': 2e-4, 'low95_high200': 2e-4},
+  's2': {
+    **dict.fromkeys(('grpo', 'cispo', 'tis', 'decoupled'), 1e-4),
+    **dict.fromkeys(('low95_high120', 'low95_high200', 'balanced', 'recipe'), 2e-4),
+    **dict.fromkeys(('gspo', 'vespo', 'sapo', 'dppo_tv'), 2e-4),
+  },
 }
 TUNING = (800, 801, 802)
 TEST = {'s1': tuple(range(820, 836)), 's2': tuple(range(840, 864))}
@@ -86,7 +90,7 @@ def get_experiment(name: str) -> Experiment:
 
 def of_run(arm: str, levels: Mapping[str, str], seed: int) -> dict[str, Any]:
   """Returns the knobs of one run: its problems."""
-  return {'problems.custom.seed': seed}
+  return {'problems.seed': seed}
 
 
 def means(results: Mapping[str, Result], setting: str) -> dict[str, dict[float, float]]:
