@@ -90,7 +90,7 @@ def get_experiment(name: str) -> Experiment:
 
 def of_run(arm: str, levels: Mapping[str, str], seed: int) -> dict[str, Any]:
   """Returns the knobs of one run: its problems."""
-  return {'problems.seed': seed}
+  return {'problems.custom.seed': seed}
 
 
 def means(results: Mapping[str, Result], setting: str) -> dict[str, dict[float, float]]:
