@@ -223,6 +223,7 @@ def _divided(
   trained_PGT: Array, groups: Groups, unsampled: Unsampled
 ) -> tuple[Array, Array | None]:
   """Returns the masks of the sampled and of the other tokens to train on."""
+  # Empty seats and masked responses are in neither mask.
   if unsampled == 'given':
     given_PGT = groups.policy_version_PGT == GIVEN
     return trained_PGT & ~given_PGT, trained_PGT & given_PGT
@@ -329,6 +330,7 @@ def _minibatches(
   jax.jit, static_argnames=('advantage_rule', 'weights', 'teacher', 'unsampled')
 )
 def _part(arrays, seats_P, version, number, **credit) -> Batch:
+  # Seats are an argument: all minibatches of a run share this program.
   groups, source_P, prox_PGT, pictures, reference_PGT = take(arrays, seats_P)
   return flatten(
     groups,

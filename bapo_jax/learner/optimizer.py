@@ -213,6 +213,7 @@ def make(
     updates: optimiser updates of the run, for a schedule.
     master: keeps float32 master weights beside narrower parameters; see `mastered`.
   """
+  # Clipped first: one spike of the gradient would stay in the moments for long.
   tx = optax.chain(optax.clip_by_global_norm(k.max_norm), k(rate(k, updates)))
   return mastered(tx) if master else tx
 

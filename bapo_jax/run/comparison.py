@@ -185,6 +185,7 @@ def results(groups: Sequence[Group]) -> Iterator[str]:
   unit, (base, *others) = _finals(groups, ['eval/accuracy'])
   for group, other in zip(groups[1:], others, strict=True):
     pairs = paired(base.get('eval/accuracy', {}), other.get('eval/accuracy', {}))
+    # A single pair has no interval, and a bare difference would read like a result.
     if len(pairs) > 1:
       middle, half = interval(pairs)
       yield (

@@ -394,6 +394,7 @@ class Run:
           signal = stop.signal or (elsewhere.signal if elsewhere else 0)
           stopped, diverged = exchange.agree([signal, diverged])
           last = done or bool(diverged or stopped)
+          # After the agreement: all processes save this step, or none does.
           self.save_if_due(s, row, record, last=last)
           if diverged:
             log(divergence(s, limit))
@@ -404,6 +405,7 @@ class Run:
 
   def report(self, s: TrainState) -> None:
     """Writes the report of the finished run; an OSError names the file."""
+    # From files, because another start of the run may have written the first of them.
     evaluations = (evaluate.read_recorded(self.workdir, i) for i in (0, s.step))
     before, after = (evaluation['result'] for evaluation in evaluations)
     path = os.path.join(self.workdir, 'report.html')
