@@ -28,26 +28,28 @@ def settings_sentence(rows: Sequence[Row]) -> str:
   )
 
 
-def change_sentence(before: files.Object, after: files.Object) -> str:
+def change_sentence(
+  before: files.Object, after: files.Object, what: str = 'Accuracy'
+) -> str:
   """Compares the results of two evaluations, and their errors; then by named sets."""
   if not evaluate.comparable(before, after):
     return (
-      f'Accuracy is {after["accuracy"]:.3f} ± {after["stderr"]:.3f} (one standard '
+      f'{what} is {after["accuracy"]:.3f} ± {after["stderr"]:.3f} (one standard '
       f'error) on {after["n"]} held-out problems. The settings of the evaluation have '
       'changed since the accuracy before training, so the two are not compared.'
     )
   change = after['accuracy'] - before['accuracy']
   if math.isnan(change):
-    return 'Accuracy is unknown: one of the two evaluations has no decided response.'
+    return f'{what} is unknown: one of the two evaluations has no decided response.'
   clear = abs(change) > 2 * math.hypot(before['stderr'], after['stderr'])
   was, now = (f'{e["accuracy"]:.3f} ± {e["stderr"]:.3f}' for e in (before, after))
   n = ' and '.join(dict.fromkeys(str(e['n']) for e in (before, after)))
   sets = (
-    f' {name}: {change_sentence(result, after["sets"][name])}'
+    f' {change_sentence(result, after["sets"][name], f"{what} on {name}")}'
     for name, result in before.get('sets', {}).items()
   )
   return (
-    f'Accuracy went from {was} to {now} on {n} held-out problems (± is one standard '
+    f'{what} went from {was} to {now} on {n} held-out problems (± is one standard '
     f'error): a change of {change:+.3f}, which is '
     f'{"more than" if clear else "within"} two standard errors of the difference'
     f'{"" if clear else ", so it may be chance"}.{"".join(sets)}'

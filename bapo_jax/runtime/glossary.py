@@ -228,7 +228,7 @@ OF_STEPS = {
   'rollout/environment_failed': 'Turns, of fresh and reevaluated responses, to which the environment gave no usable answer (an error, too late, too long): their responses end there; only with rollout.environment.',
   'rollout/age': 'Mean age of the tokens of the fresh responses, learner steps.',
   'rollout/age_max': 'Age of the oldest token of the fresh responses, learner steps; at most rollout.max_off_policy_steps + rollout.weight_sync_interval - 1 + rollout.depth.',
-  'rollout/responses': 'Responses sampled so far in the run, those of extra rounds and of reevaluated problems included, those of evaluations excluded.',
+  'rollout/responses': 'Training responses so far in the run, those of extra rounds, of reevaluated problems and given ones included, those of evaluations excluded.',
   'rollout/rounds': 'Rounds of prompts sampled in the step: 1 plus the extra rounds.',
   'rollout/tokens': 'Sampled tokens of the fresh and the reevaluated groups of the step.',
   'rollout/tokens_per_s': 'Response tokens sampled per second of sampling.',

@@ -63,13 +63,14 @@ def of_config(config: Config) -> Iterator[Refusal]:
 
   A function of JUDGES waits until the program has decided all knobs that it is about.
   """
+  # Enough to try an optimiser, whose state is counted when sizes are chosen.
+  early = {'learning_rate': lambda count: 1e-3}
   for part in PARTS:
     rule = operator.attrgetter(part)(config)
     for text in rule.refuses(config):
       yield Refusal((f'{part}.rule',), text)
-    # An optimiser is tried here: its state is counted when sizes are chosen.
-    if rule.custom and part == 'optimizer':
-      yield from _tried(part, rule, {'learning_rate': lambda count: 1e-3})
+    if rule.custom and early.keys() >= {*rule.arguments}:
+      yield from _tried(part, rule, early)
   undecided = config.undecided
   for find, names in JUDGES.items():
     if not set(names) & set(undecided):
