@@ -1,6 +1,7 @@
 """Given responses take seats of a group, and change no bit of the sampled ones."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -115,7 +116,16 @@ def test_a_run_imitates_its_given_responses(whole):
   logp = [float(row['given/logp']) for row in rows]
   assert logp[-1] > logp[0] + 0.1
   assert {row['given/filled'] for row in rows} == {'1.0'}
-  # The policy's: no given response has a version, or is right or wrong in its place.
+  # Metrics of rollouts are the policy's: all eight groups of a step are recorded.
+  recorded = map(json.loads, (whole / 'groups' / '1.jsonl').read_text().splitlines())
+  responses = [response for group in recorded for response in group['responses']]
+  sampled = [x for x in responses if not x.get('given')]
+  assert (len(responses), len(sampled)) == (32, 24)
+  assert {tuple(x['version']) for x in responses if x.get('given')} == {(-1, -1)}
+  for name, field in (('accuracy', 'correct'), ('length', 'tokens')):
+    mean = np.mean([x[field] for x in sampled])
+    assert float(rows[0][f'rollout/{name}']) == pytest.approx(mean, rel=1e-5)
+    assert mean != pytest.approx(np.mean([x[field] for x in responses]), rel=1e-3)
   assert {row['rollout/age'] for row in rows} == {'0.0'}
   tokens = [float(row['learner/tokens']) - float(row['rollout/tokens']) for row in rows]
   assert min(tokens) > 0
