@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from bapo_jax.tools.plan import contents
+
 HEADER = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
-KINDS = (
-  'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|'
-  'ragged-all-to-all|collective-broadcast'
-)
+KINDS = '|'.join(contents.COLLECTIVES)
 # A scatter on TPUs: a computation of this name sums the whole array, keeps a slice.
 SCATTER = 'all-reduce-scatter'
 # `-done` ends what `-start` began and is not counted a second time.

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.autosetup import derive
 from bapo_jax.runtime import machine
+from bapo_jax.tools.plan import contents, programs
 from bapo_jax.tools.plan import devices as devices_lib
-from bapo_jax.tools.plan import programs
 from bapo_jax.tools.plan.chips import GIB, Chip
 from bapo_jax.tools.plan.programs import Program
 from bapo_jax.training import budget, resolve
@@ -174,7 +174,8 @@ def run(config: Config, topology: str = 'v5p:2x2x4', workdir: str = '') -> int:
     spare = row.left(chip)
     if spare >= 0:
       verdicts[name] = f'fits, {spare:.1f} left'
-      print(f'  {name} compiled')
+      print(f'  {name} compiled; its largest arrays on a device:')
+      print(contents.described(row.executable.as_text()))
     else:
       print(f'  {name} does not fit; searching for a smaller batch')
       found = remedy(name, r, chip)
