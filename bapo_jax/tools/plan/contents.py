@@ -36,11 +36,12 @@ def arrays(shape: str) -> list[tuple[int, str]]:
 def largest(text: str, most: int = 4) -> list[tuple[int, str, str]]:
   """Returns (bytes per device, shape, source) of the largest arrays of a program.
 
-  The source is an argument's name or the operation in the code. An array inside a fused
-  kernel is never in memory and does not count; two of one shape and source count once.
+  The source is an argument's name or the operation in the code. Of arrays of one shape,
+  such as the caches of all layers, the first is listed. An array inside a fused kernel
+  is never in memory and does not count.
   """
   fused = set(FUSED.findall(text))
-  seen = set()
+  seen = dict[str, tuple[int, str, str]]()
   skipped = False
   for line in text.splitlines():
     if not line.startswith(' '):
@@ -52,8 +53,9 @@ def largest(text: str, most: int = 4) -> list[tuple[int, str, str]]:
     if source or step[3] != 'parameter':  # only the entry's parameters have a source
       # An argument's name is quoted, and a path of the code ends with its operation.
       name = source[1].replace("\\'", "'") if source else step[1]
-      seen.update((size, shape, name) for size, shape in arrays(step[2]))
-  return sorted(seen, reverse=True)[:most]
+      for size, shape in arrays(step[2]):
+        seen.setdefault(shape, (size, shape, name))
+  return sorted(seen.values(), reverse=True)[:most]
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:
