@@ -420,13 +420,12 @@ def saved_bytes(
   scores = 4 * H
   blocks = 1.0
   if spec.attention == 'plain':
-    # Blocks of queries see the keys up to their own end: `live` keys on average, and
+    # A query sees the keys up to the end of its block: `live` keys on average, and
     # `blocks` copies of a key over all blocks, see attention.blockwise.
     size = attention.query_block(length)
-    ends = [min(start + size, length) for start in range(0, length, size)]
-    rows_of = [b - a for a, b in itertools.pairwise([0, *ends])]
-    live = sum(n * end for n, end in zip(rows_of, ends, strict=True)) / length
-    blocks = sum(ends) / length
+    end_T = np.minimum(np.arange(length) // size * size + size, length)
+    live = float(end_T.mean())
+    blocks = float(np.unique(end_T).sum() / length)
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
 

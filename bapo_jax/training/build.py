@@ -380,7 +380,11 @@ def build(
     teacher = teacher_of(r, params, base)
   t = make_trainer(r, data, verifier, timer, base, teacher)
   if isinstance(t.sampler, RecordedSampler) and recomputes(t.config):
-    t = dataclasses.replace(t, sampler=_scored(t, t.sampler, t.weights(params)))
+    temperature = t.config.sampler.temperature
+    score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
+    score = functools.partial(sharding.under(t.mesh, score), t.weights(params))
+    with timer('score'):
+      t = dataclasses.replace(t, sampler=t.sampler.scored(score))
   tx = optimizer(t.config)
   layout = sharding.like(params, jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.spec)
@@ -407,15 +411,6 @@ def _recorded_sampler(
   )
   count = config.prompts.count
   return RecordedSampler(record, config.seed, count, empty, r.mesh, timer)
-
-
-def _scored(t: Trainer, sampler: RecordedSampler, weights: Tree) -> RecordedSampler:
-  """Returns a sampler of the record with the log-probabilities of these weights."""
-  temperature = t.config.sampler.temperature
-  score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
-  score = sharding.under(t.mesh, score)
-  with t.timer('score'):
-    return sampler.scored(lambda groups: score(weights, groups))
 
 
 def start(

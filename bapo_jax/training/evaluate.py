@@ -152,8 +152,8 @@ def summarize(
     parts, the same for each named part of the reward, 0 where a response lacks it.
   """
 
-  def column(name: str, kind: type | None = None) -> np.ndarray:
-    values = np.asarray([sample[name] for sample in samples], kind)
+  def column(name: str) -> np.ndarray:
+    values = np.asarray([sample[name] for sample in samples], float)
     return values.reshape(-1, group_size)
 
   decided = []  # the decided responses to each problem
@@ -166,8 +166,8 @@ def summarize(
   passed = {k: [pass_at(len(c), sum(c), k) for _, c in votes] for k in ks}
   voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
   names = (sample['parts'] for sample in samples)
-  accuracy = mean_of_decided(column('correct', float))
-  reward = mean_of_decided(column('reward', float))
+  accuracy = mean_of_decided(column('correct'))
+  reward = mean_of_decided(column('reward'))
   undecided = [sample for sample in samples if sample['correct'] is None]
   reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
@@ -221,7 +221,7 @@ def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
   Returns {} without custom reward functions: then the mean reward is the accuracy.
   """
-  if not (parts := result.get('parts')):  # old records have none
+  if not (parts := result['parts']):
     return {}
   reward = {'reward': (result['reward'], result['reward_stderr'])}
   if len(parts) == 1:  # of one function: the reward itself
