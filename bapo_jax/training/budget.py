@@ -9,6 +9,7 @@ only weights are counted. On a host, Python and compiled programs take about hal
 more. --mode=plan compiles instead.
 """
 
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -42,7 +43,6 @@ TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
 # see `choices`.
 DOTS = 0.3
 FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
-ALL = 1 << 30  # more than a layer has experts
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
 
 
@@ -250,32 +250,30 @@ def teacher_bytes(sizes: Sizes, spec: ModelSpec) -> int:
   return sizes.copied * itemsize(spec.dtype) * trained_
 
 
-def matrices(spec: ModelSpec, copies: int = ALL) -> int:
-  """Returns the number of weights in the matrix products of the layers.
-
-  Counts up to `copies` experts of a layer, all by default, but no router.
-  """
+def matrices(spec: ModelSpec) -> int:
+  """Returns the number of weights in the matrix products of the layers, no router's."""
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  ffn = (min(spec.experts, copies) or 1) * spec.ffn
+  ffn = (spec.experts or 1) * spec.ffn
   return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * ffn)
 
 
 def active_matrices(spec: ModelSpec) -> int:
   """Returns the number of weights that a token is multiplied by in the layers."""
-  return matrices(spec, spec.active) + spec.layers * spec.width * spec.experts
+  chosen = dataclasses.replace(spec, experts=min(spec.experts, spec.active))
+  return matrices(chosen) + spec.layers * spec.width * spec.experts
 
 
-def matrix_bytes(spec: ModelSpec, copies: int = ALL) -> int:
+def matrix_bytes(spec: ModelSpec) -> int:
   """Counts the bytes of an actor's weights in `matrices`.
 
   A quantised weight takes 1 byte, and the scale of an output 4.
   """
   if spec.actor_dtype == 'compute':
-    return itemsize(spec.compute) * matrices(spec, copies)
+    return itemsize(spec.compute) * matrices(spec)
   heads = spec.heads + 2 * spec.kv_heads
   outputs = heads * spec.head_width + spec.width
-  outputs += (min(spec.experts, copies) or 1) * (spec.width + 2 * spec.ffn)
-  return matrices(spec, copies) + 4 * outputs * spec.layers
+  outputs += (spec.experts or 1) * (spec.width + 2 * spec.ffn)
+  return matrices(spec) + 4 * outputs * spec.layers
 
 
 def actor_bytes(spec: ModelSpec) -> int:

@@ -169,12 +169,10 @@ def _is_method(module: ModuleType, path: str, variant: str) -> bool:
     return False
   if variant in METHODS:
     return True
-  methods = f'or a method as variant: {", ".join(METHODS)}'
-  if not takes_variant:
-    raise ValueError(
-      f'this file has no variants; give --config={path} alone, {methods}'
-    )
-  raise ValueError(f'no variant {variant!r}; choose one of {names}, {methods}')
+  raise ValueError(
+    f'no variant {variant!r}; give --config={path} alone, with a variant of this file '
+    f'({names or "it has none"}), or with a method: {", ".join(METHODS)}'
+  )
 
 
 def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:

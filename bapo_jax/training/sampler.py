@@ -304,7 +304,6 @@ class ThreadSampler:
     self._learners = learners
     self._timer = timer
     self._lane = Lane()
-    self._tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not fetched
     self.state = local.state
     self.restore = local.restore
     self.programs = local.programs
@@ -319,12 +318,7 @@ class ThreadSampler:
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Queues a submission, and does not wait for its groups."""
     sample = functools.partial(self._local.sample, prompts, actor, step)
-    self._tasks[step] = self._lane.submit(sample)
-    receive = functools.partial(self._receive, step)
-    return Arriving(receive, self._learners, self._timer)
-
-  def _receive(self, step: int) -> Sampled:
-    return self._tasks.pop(step).result()
+    return Arriving(self._lane.submit(sample).result, self._learners, self._timer)
 
   def elsewhere(self) -> Elsewhere:
     """Describes the thread."""
