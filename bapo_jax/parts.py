@@ -151,6 +151,11 @@ class OneOf:
     )
 
 
+def part_of(field: FieldInfo) -> OneOf | None:
+  """Returns the rules of a field of a section; None if the field is not a part."""
+  return next((x for x in field.metadata if isinstance(x, OneOf)), None)
+
+
 def parts(section: Section, name: str = '') -> Iterator[tuple[str, OneOf]]:
   """Yields (dotted name, rules) of each part in a section."""
   for path, _, value in knobs.fields_of(section, name):

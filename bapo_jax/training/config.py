@@ -27,7 +27,9 @@ from ml_collections import ConfigDict
 from pydantic.fields import FieldInfo
 
 from bapo_jax import custom_code, knobs
+from bapo_jax.knobs import Section
 from bapo_jax.methods import METHODS, Method
+from bapo_jax.parts import part_of
 from bapo_jax.training import foreign_names, needs, refusals
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
@@ -243,15 +245,33 @@ def unknown(name: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> s
   return foreign_names.translated(name, known) or f'the nearest are {", ".join(near)}'
 
 
-def known_knobs(values: Mapping[str, Any]) -> dict[str, FieldInfo]:
+def known_knobs(
+  values: Mapping[str, Any], section: type[Section] = Config, path: str = ''
+) -> dict[str, FieldInfo]:
   """Returns dotted name -> field of every knob that exists with these values.
 
   The values need not be valid: only rules and custom functions are read.
   """
-  named = traverse_util.flatten_dict(dict(values), sep='.')
-  choices = {name: value for name, value in named.items() if name in CHOICES}
-  config = knobs.validate(Config, traverse_util.unflatten_dict(choices, sep='.'))
-  return {name: field for name, field, _ in knobs.fields(config)}
+  known = {}
+  for key, field in section.described().items():
+    name = f'{path}{key}'
+    inner = values.get(key)
+    inner = inner if isinstance(inner, Mapping) else {}
+    kind = field.annotation
+    prefix = path
+    try:
+      if rules := part_of(field):
+        prefix = f'{name}.'
+        kind = rules.chosen(inner)
+      elif key == 'custom' and issubclass(section, custom_code.CustomSection):
+        kind = section.custom_type(values)
+    except ValueError as error:
+      raise ValueError(f'{prefix}{error}') from None
+    if isinstance(kind, type) and issubclass(kind, Section):
+      known |= known_knobs(inner, kind, f'{name}.')
+    else:
+      known[name] = field
+  return known
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -222,6 +222,13 @@ def test_changed_knobs_are_those_that_a_user_changed():
   assert config_lib.changed(derived).keys() == given.keys()
 
 
+def test_arguments_may_complete_the_values_of_a_file():
+  given = {'problems.source': 'a.jsonl', 'problems.test_source': 'b.jsonl'}
+  flags = [f'--config.{name}={x}' for name, x in given.items()]
+  assert config_lib.overrides(flags, plain(**dict.fromkeys(given))) == given
+  assert config_lib.overrides(flags[1:], plain(**{'problems.source': 'a.jsonl'}))
+
+
 def test_both_sources_may_be_another_function():
   given = [f'--config.{name}={CHAINS}' for name in config_lib.SOURCES]
   found = config_lib.overrides([*given, '--config.problems.custom.seed=2'], plain())
