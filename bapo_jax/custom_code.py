@@ -247,10 +247,10 @@ def load(path: str) -> UserFunction:
     ValueError: the file or the function does not exist, or the file raises an error.
   """
   name = path.rpartition(':')[2]
-  if is_registered(path):
-    return UserFunction(path, digest(path), function=_registered_at(path))
-  file = file_of(path)
   version = digest(path)
+  if is_registered(path):
+    return UserFunction(path, version, function=_registered_at(path))
+  file = file_of(path)
   try:
     module = _run_once(os.path.abspath(file), version)
   except (Exception, SystemExit) as error:  # a user's file may raise anything

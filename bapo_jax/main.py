@@ -310,7 +310,7 @@ def main(args: argparse.Namespace) -> None:
     # Raised by a library, a ValueError is a bug.
     if isinstance(error, ValueError) and package.startswith('bapo_jax'):
       # A check prints every refusal, a start the first.
-      refused = [x.text for x in getattr(error, 'refusals', [])] or [error]
+      refused = getattr(error, 'refusals', [error])
       fail(*refused[: None if args.mode == 'check' else 1])
     if len(hosts.run()) == 1:
       raise

@@ -309,7 +309,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
-def constrain_params(tree: AnyTree, layout: str = 'train') -> AnyTree:
+def constrain_params(tree: AnyTree) -> AnyTree:
   """Shards parameters or moments by their paths; a no-op without an ambient mesh.
 
   A program that returns parameters must call this: XLA's GPU compiler otherwise returns
@@ -318,7 +318,7 @@ def constrain_params(tree: AnyTree, layout: str = 'train') -> AnyTree:
   mesh = ambient()
   if mesh is None:
     return tree
-  return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, layout))
+  return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh))
 
 
 def constrain_state(params: AnyTree, opt: AnyTree) -> tuple[AnyTree, AnyTree]:

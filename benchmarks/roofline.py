@@ -1,5 +1,6 @@
 """Computes lower bounds on the time of a step from hand-counted FLOPs and bytes."""
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -243,7 +244,8 @@ def decode(
   """
   devices = math.prod(shape.values())
   flops = forward(spec, length).all * slots / devices
-  weights = matrix_bytes(spec, -(-slots * shape['tensor'] // devices) * spec.active)
+  used = -(-slots * shape['tensor'] // devices) * spec.active
+  weights = matrix_bytes(dataclasses.replace(spec, experts=min(spec.experts, used)))
   weights += itemsize(spec.compute) * spec.vocab * spec.width
   return Cost(flops, flops, weights / shape['tensor'] + cache)
 

@@ -176,7 +176,7 @@ def refusals() -> dict[str, str]:
       'loss': LossRule.rules.validate({'rule': rule, 'aggregate': aggregate}),
     }
     for refusal in refusals_lib.of_config(config.model_copy(update=parts)):
-      refused.setdefault('|'.join(values), refusal.text)
+      refused.setdefault('|'.join(values), refusal)
   return refused
 
 

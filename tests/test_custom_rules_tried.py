@@ -303,8 +303,7 @@ def sentences(tmp_path, slot, text):
     knobs['clip.rule'] = 'unclipped' if 'ignored' in text else 'fixed'
   try:
     config = tiny(**knobs)
-    found = *refusals.of_custom_rules(config), *refusals.of_prompts(config, 12)
-    return [refusal.text for refusal in found]
+    return [*refusals.of_custom_rules(config), *refusals.of_prompts(config, 12)]
   except ValueError as error:
     return [str(error)]
 

@@ -47,7 +47,7 @@ CASES = [  # flags, what the sentence must say
   ([GOOD, '--mode=exprt'], "invalid choice: 'exprt'"),
   (['eval', GOOD, '--processes=2'], 'bapo eval has no flag --processes'),
   ([GOOD, '--config.model.attention=splash'], 'splash needs a tpu'),
-  (['--config=configs/finetune.py:x'], 'has no variants; give --config=configs/finetu'),
+  (['--config=configs/finetune.py:x'], "no variant 'x'; give --config=configs/finetu"),
   (FINETUNE, '--config.model.path=models/nowhere (no config.json'),
   (FINETUNE, '--config.problems.source=none.jsonl'),
   (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
@@ -76,7 +76,7 @@ def test_the_variants_listed_are_those_a_config_has():
   for file, variants in listed:
     for variant in filter(None, variants.split('|:')):
       assert load(f'{file}:{variant}')['steps'] > 0
-    sentence = 'no variant ' if variants else 'has no variants; give'
+    sentence = 'no variant ' if variants else 'it has none'
     with pytest.raises(ValueError, match=sentence) as error:
       load(f'{file}:nope')
     names = set(filter(None, variants.split('|:')))

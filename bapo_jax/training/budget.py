@@ -9,6 +9,7 @@ only weights are counted. On a host, Python and compiled programs take about hal
 more. --mode=plan compiles instead.
 """
 
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -42,7 +43,6 @@ TILE_CPU, TILE_SHARE, TILE_SHORT = 4, 0.02, 64
 # see `choices`.
 DOTS = 0.3
 FLOPS_PER_BYTE = {'cpu': 0, 'tpu': 330, 'gpu': 620}
-ALL = 1 << 30  # more than a layer has experts
 SLACK = 1.2  # an estimate above SLACK times the memory is too large despite its error
 
 
@@ -250,32 +250,30 @@ def teacher_bytes(sizes: Sizes, spec: ModelSpec) -> int:
   return sizes.copied * itemsize(spec.dtype) * trained_
 
 
-def matrices(spec: ModelSpec, copies: int = ALL) -> int:
-  """Returns the number of weights in the matrix products of the layers.
-
-  Counts up to `copies` experts of a layer, all by default, but no router.
-  """
+def matrices(spec: ModelSpec) -> int:
+  """Returns the number of weights in the matrix products of the layers, no router's."""
   H, K, C = spec.heads, spec.kv_heads, spec.head_width
-  ffn = (min(spec.experts, copies) or 1) * spec.ffn
+  ffn = (spec.experts or 1) * spec.ffn
   return spec.layers * spec.width * (2 * H * C + 2 * K * C + 3 * ffn)
 
 
 def active_matrices(spec: ModelSpec) -> int:
   """Returns the number of weights that a token is multiplied by in the layers."""
-  return matrices(spec, spec.active) + spec.layers * spec.width * spec.experts
+  chosen = dataclasses.replace(spec, experts=min(spec.experts, spec.active))
+  return matrices(chosen) + spec.layers * spec.width * spec.experts
 
 
-def matrix_bytes(spec: ModelSpec, copies: int = ALL) -> int:
+def matrix_bytes(spec: ModelSpec) -> int:
   """Counts the bytes of an actor's weights in `matrices`.
 
   A quantised weight takes 1 byte, and the scale of an output 4.
   """
   if spec.actor_dtype == 'compute':
-    return itemsize(spec.compute) * matrices(spec, copies)
+    return itemsize(spec.compute) * matrices(spec)
   heads = spec.heads + 2 * spec.kv_heads
   outputs = heads * spec.head_width + spec.width
-  outputs += (min(spec.experts, copies) or 1) * (spec.width + 2 * spec.ffn)
-  return matrices(spec, copies) + 4 * outputs * spec.layers
+  outputs += (spec.experts or 1) * (spec.width + 2 * spec.ffn)
+  return matrices(spec) + 4 * outputs * spec.layers
 
 
 def actor_bytes(spec: ModelSpec) -> int:
@@ -420,13 +418,12 @@ def saved_bytes(
   scores = 4 * H
   blocks = 1.0
   if spec.attention == 'plain':
-    # Blocks of queries see the keys up to their own end: `live` keys on average, and
+    # A query sees the keys up to the end of its block: `live` keys on average, and
     # `blocks` copies of a key over all blocks, see attention.blockwise.
     size = attention.query_block(length)
-    ends = [min(start + size, length) for start in range(0, length, size)]
-    rows_of = [b - a for a, b in itertools.pairwise([0, *ends])]
-    live = sum(n * end for n, end in zip(rows_of, ends, strict=True)) / length
-    blocks = sum(ends) / length
+    end_T = np.minimum(np.arange(length) // size * size + size, length)
+    live = float(end_T.mean())
+    blocks = float(np.unique(end_T).sum() / length)
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
 

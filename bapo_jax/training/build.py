@@ -32,7 +32,7 @@ from bapo_jax.rollout.rollout import Verification
 from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer, log
-from bapo_jax.training import budget, policy, refusals
+from bapo_jax.training import policy, refusals
 from bapo_jax.training.config import Config
 from bapo_jax.training.recorded_sampler import RecordedSampler
 from bapo_jax.training.remote_sampler import Links, RemoteSampler
@@ -236,7 +236,13 @@ def abstract_trainer(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer
 ) -> tuple[Trainer, Tree, Tree]:
   """Builds the trainer for weights that are not loaded; returns (it, params, opt)."""
-  params, opt, base = abstract(r.config, r.spec, r.mesh)
+  weights = transformer.abstract(r.spec)
+  base, params = jax.eval_shape(functools.partial(policy.divide, r), weights)
+  opt = jax.eval_shape(optimizer(r.config).init, params)
+  # Placed as in training.
+  placed = sharding.shardings((params, base), r.mesh)
+  params, base = sharding.abstract((params, base), placed)
+  opt = sharding.abstract(opt, sharding.like(params, opt, r.mesh))
   teacher = teacher_of(r, params, base, abstract=True)
   return make_trainer(r, data, verifier, timer, base, teacher), params, opt
 
@@ -348,24 +354,6 @@ def empty_buffer(config: Config, spec: ModelSpec) -> ReplayBuffer:
   )
 
 
-def abstract(config: Config, spec: ModelSpec, mesh: Mesh) -> tuple[Tree, Tree, Tree]:
-  """Returns abstract (params, opt, base), placed as in training.
-
-  base holds the frozen weights, and is None if all weights are trained.
-  """
-  params = transformer.abstract(spec)
-  base = None
-  if config.lora.rank:
-    make = functools.partial(lora.init, spec, **config.lora.model_dump())
-    params, base = jax.eval_shape(make, jax.random.key(0)), params
-  elif budget.frozen_tower(config, spec):
-    base = {policy.TOWER: params.pop(policy.TOWER)}
-  opt = jax.eval_shape(optimizer(config).init, params)
-  placed = sharding.shardings((params, base), mesh)
-  params, base = sharding.abstract((params, base), placed)
-  return params, sharding.abstract(opt, sharding.like(params, opt, mesh)), base
-
-
 def build(
   r: Resolved, data: Material, verifier: Verifier, timer: PhaseTimer
 ) -> tuple[Trainer, TrainState]:
@@ -380,7 +368,11 @@ def build(
     teacher = teacher_of(r, params, base)
   t = make_trainer(r, data, verifier, timer, base, teacher)
   if isinstance(t.sampler, RecordedSampler) and recomputes(t.config):
-    t = dataclasses.replace(t, sampler=_scored(t, t.sampler, t.weights(params)))
+    temperature = t.config.sampler.temperature
+    score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
+    score = functools.partial(sharding.under(t.mesh, score), t.weights(params))
+    with timer('score'):
+      t = dataclasses.replace(t, sampler=t.sampler.scored(score))
   tx = optimizer(t.config)
   layout = sharding.like(params, jax.eval_shape(tx.init, params), t.mesh)
   make = functools.partial(empty_buffer, t.config, t.spec)
@@ -407,15 +399,6 @@ def _recorded_sampler(
   )
   count = config.prompts.count
   return RecordedSampler(record, config.seed, count, empty, r.mesh, timer)
-
-
-def _scored(t: Trainer, sampler: RecordedSampler, weights: Tree) -> RecordedSampler:
-  """Returns a sampler of the record with the log-probabilities of these weights."""
-  temperature = t.config.sampler.temperature
-  score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
-  score = sharding.under(t.mesh, score)
-  with t.timer('score'):
-    return sampler.scored(lambda groups: score(weights, groups))
 
 
 def start(

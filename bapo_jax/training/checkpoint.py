@@ -53,6 +53,12 @@ def manager(
   def rank(measured: Meta) -> float:
     return measured['accuracy'] + 2 * (measured.get('settings') in (None, settings))
 
+  # orbax calls `record` in process 0 after all files are written and before the
+  # directory is renamed, so every checkpoint with a final name has digests.
+  def record() -> None:
+    for path in glob.glob(f'{glob.escape(home(workdir))}/*{INCOMPLETE}'):
+      digests.write(path, os.path.basename(path).removesuffix(INCOMPLETE))
+
   with hosts.together():
     if hosts.is_first():
       _set_damaged_aside(workdir)
@@ -68,7 +74,7 @@ def manager(
     create=False,
     cleanup_tmp_directories=True,
     multiprocessing_options=_processes(),
-    async_options=_recording(home(workdir)),
+    async_options=ocp.AsyncOptions(post_finalization_callback=record),
   )
   return CheckpointManager(home(workdir), options=options)
 
@@ -80,20 +86,6 @@ def _processes() -> ocp.options.MultiprocessingOptions:
     active_processes=set(hosts.side()),
     barrier_sync_key_prefix=f'side{hosts.side()[0]}',
   )
-
-
-def _recording(directory: str) -> ocp.AsyncOptions:
-  """Returns options that make orbax record digests of all files that it saves.
-
-  orbax calls `record` in process 0 after all files are written and before the directory
-  is renamed, so every checkpoint with a final name has digests.
-  """
-
-  def record() -> None:
-    for path in glob.glob(f'{glob.escape(directory)}/*{INCOMPLETE}'):
-      digests.write(path, os.path.basename(path).removesuffix(INCOMPLETE))
-
-  return ocp.AsyncOptions(post_finalization_callback=record)
 
 
 def save(
@@ -116,8 +108,12 @@ def save(
   # JAX keeps the arrays that the background thread reads: a donated buffer is copied.
   # The thread would serialize `meta` later, so `meta` is copied here.
   meta = json.loads(json.dumps(meta))
+  leaves = _solid(arrays)
+  if len(hosts.run()) > 1 and len(hosts.side()) == 1:
+    # orbax cannot save a device array that belongs to only one of several processes.
+    leaves = jax.device_get(leaves)
   content = ocp.args.Composite(
-    arrays=ocp.args.StandardSave(_saveable(arrays)), meta=ocp.args.JsonSave(meta)
+    arrays=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(meta)
   )
   metrics = None if accuracy is None else {'accuracy': accuracy, 'settings': settings}
   with _refusing(checkpoints, step):
@@ -153,28 +149,25 @@ def closing(checkpoints: CheckpointManager) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing(checkpoints: CheckpointManager, step: int | None) -> Iterator[None]:
-  """Raises OSError if a write fails, and deletes the incomplete checkpoint."""
+  """Raises OSError if a write fails, and deletes the incomplete checkpoint.
+
+  Of tensorstore, a failed write is a ValueError whose message has the errno.
+  """
   directory = os.fspath(checkpoints.directory)
   try:
-    with _as_oserror(os.path.join(directory, str(step))):
-      yield
-  except OSError:
+    yield
+  except (OSError, ValueError) as error:
+    if isinstance(error, OSError):
+      number = error.errno
+      reason = error.strerror or str(error)
+    elif code := re.search(r"os_error_code='(\d+)'", str(error)):
+      number = int(code[1])
+      reason = os.strerror(number)
+    else:
+      raise
     for incomplete in glob.glob(f'{glob.escape(directory)}/*{INCOMPLETE}'):
       shutil.rmtree(incomplete, ignore_errors=True)
-    raise
-
-
-@contextlib.contextmanager
-def _as_oserror(path: str) -> Iterator[None]:
-  """Converts tensorstore's ValueError, whose message has the errno, to an OSError."""
-  try:
-    yield
-  except OSError as error:
-    raise OSError(error.errno, error.strerror or str(error), path) from error
-  except ValueError as error:
-    if number := re.search(r"os_error_code='(\d+)'", str(error)):
-      raise OSError(int(number[1]), os.strerror(int(number[1])), path) from error
-    raise
+    raise OSError(number, reason, os.path.join(directory, str(step))) from error
 
 
 def _read(
@@ -266,17 +259,6 @@ def _solid(tree: Tree) -> dict[str, Any]:
   """Returns a dict from path to leaf, without empty arrays: orbax cannot save them."""
   leaves = jax.tree.leaves_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves if leaf.size}
-
-
-def _saveable(tree: Tree) -> dict[str, Any]:
-  """Returns `_solid`, on the host if this process trains alone and others sample.
-
-  orbax cannot save a device array that belongs to only one of several processes.
-  """
-  leaves = _solid(tree)
-  return (
-    leaves if len(hosts.run()) == 1 or len(hosts.side()) > 1 else jax.device_get(leaves)
-  )
 
 
 def _set_damaged_aside(workdir: str) -> None:

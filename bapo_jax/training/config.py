@@ -9,6 +9,7 @@
 """
 
 import ast
+import difflib
 import functools
 import inspect
 import os
@@ -33,7 +34,6 @@ from bapo_jax.training import foreign_names, needs, refusals
 from bapo_jax.training.schema import CHOICES, PARTS, Config
 
 OVERRIDE = re.compile(r'--?(no)?config\.([^=]*)(?:=(.*))?', re.DOTALL)
-LONGEST = 10_000  # characters of a tuple
 SOURCES = ('problems.source', 'problems.test_source')
 NO_CONFIGS = (
   'no folder configs/ is here; run in the folder of the repository, or give a config '
@@ -171,12 +171,10 @@ def _is_method(module: ModuleType, path: str, variant: str) -> bool:
     return False
   if variant in METHODS:
     return True
-  methods = f'or a method as variant: {", ".join(METHODS)}'
-  if not takes_variant:
-    raise ValueError(
-      f'this file has no variants; give --config={path} alone, {methods}'
-    )
-  raise ValueError(f'no variant {variant!r}; choose one of {names}, {methods}')
+  raise ValueError(
+    f'no variant {variant!r}; give --config={path} alone, with a variant of this file '
+    f'({names or "it has none"}), or with a method: {", ".join(METHODS)}'
+  )
 
 
 def _with_method(values: dict[str, Any], method: Method) -> dict[str, Any]:
@@ -243,7 +241,8 @@ def unknown(name: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> s
       section = functools.reduce(lambda x, key: x.get(key, {}), path.split('.'), values)
       rule = section.get('rule', rules.default)
       return f'{path}.{rules.advice(rule, name.removeprefix(f"{path}."))}'
-  return foreign_names.advice(name, known)
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+  return foreign_names.translated(name, known) or f'the nearest are {", ".join(near)}'
 
 
 def known_knobs(
@@ -333,8 +332,6 @@ def _from_text(kind: Any, text: str | None) -> Any:
     return text
   if text.isidentifier():  # a string without its quotes
     return (text,)
-  if len(text) > LONGEST:
-    raise ValueError(f'{len(text)} characters')
   with warnings.catch_warnings():
     warnings.simplefilter('error')  # Python only warns of '1if'; make it an error
     value = ast.literal_eval(text)

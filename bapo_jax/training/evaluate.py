@@ -152,22 +152,20 @@ def summarize(
     parts, the same for each named part of the reward, 0 where a response lacks it.
   """
 
-  def column(name: str, kind: type | None = None) -> np.ndarray:
-    values = np.asarray([sample[name] for sample in samples], kind)
+  def column(name: str) -> np.ndarray:
+    values = np.asarray([sample[name] for sample in samples], float)
     return values.reshape(-1, group_size)
 
   decided = []  # the decided responses to each problem
-  votes = []  # their answers, and whether they are right
   for i in range(0, len(samples), group_size):
-    responses = [x for x in samples[i : i + group_size] if x['correct'] is not None]
-    decided.append(responses)
-    answers = [x['extracted'] for x in responses]
-    votes.append((answers, [x['correct'] for x in responses]))
-  passed = {k: [pass_at(len(c), sum(c), k) for _, c in votes] for k in ks}
-  voted = {k: [majority(*of_problem, k) for of_problem in votes] for k in ks}
+    responses = samples[i : i + group_size]
+    decided.append([x for x in responses if x['correct'] is not None])
+  counts = [(len(x), sum(sample['correct'] for sample in x)) for x in decided]
+  passed = {k: [pass_at(n, right, k) for n, right in counts] for k in ks}
+  voted = {k: [majority(responses, k) for responses in decided] for k in ks}
   names = (sample['parts'] for sample in samples)
-  accuracy = mean_of_decided(column('correct', float))
-  reward = mean_of_decided(column('reward', float))
+  accuracy = mean_of_decided(column('correct'))
+  reward = mean_of_decided(column('reward'))
   undecided = [sample for sample in samples if sample['correct'] is None]
   reasons = collections.Counter(sample['reason'] for sample in undecided)
   return {
@@ -221,7 +219,7 @@ def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
   Returns {} without custom reward functions: then the mean reward is the accuracy.
   """
-  if not (parts := result.get('parts')):  # old records have none
+  if not (parts := result['parts']):
     return {}
   reward = {'reward': (result['reward'], result['reward_stderr'])}
   if len(parts) == 1:  # of one function: the reward itself
@@ -239,17 +237,18 @@ def pass_at(n: int, c: int, k: int) -> float:
   return (ways - math.comb(n - c, k)) / ways if ways else math.nan
 
 
-def majority(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
+def majority(responses: Sequence[dict[str, Any]], k: int) -> float:
   """Returns maj@k: the share of n // k blocks of k responses whose majority is right.
 
   A response votes for its exact answer string; without an answer it does not vote.
   A tie counts as the share of right answers among the tied answers, as in a fair draw;
   a block without votes is wrong. nan for fewer than k responses.
   """
+  answers = [response['extracted'] for response in responses]
+  right = {x['extracted'] for x in responses if x['correct']}
   shares = []
   for i in range(0, len(answers) - k + 1, k):
     votes = collections.Counter(s for s in answers[i : i + k] if s is not None)
-    right = {s for s, c in zip(answers, correct, strict=True) if c}
     most = max(votes.values(), default=0)
     first = [s for s, n in votes.items() if n == most]
     shares.append(sum(s in right for s in first) / max(len(first), 1))

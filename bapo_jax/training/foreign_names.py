@@ -165,18 +165,6 @@ KNOBS, ABSENT = (
 )
 
 
-def advice(name: str, known: Iterable[str]) -> str:
-  """Returns what to use in place of an unknown knob, as the end of a sentence.
-
-  Args:
-    name: the unknown knob, dotted or not.
-    known: the names of all knobs.
-  """
-  known = list(known)
-  near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-  return translated(name, known) or f'the nearest are {", ".join(near)}'
-
-
 def translated(name: str, known: Iterable[str]) -> str:
   """Returns the advice for a foreign name, or for a knob's name without its section.
 

@@ -103,12 +103,11 @@ def open_teacher(config: Config, policy: Model) -> Model | None:
 
   Raises ValueError if a file is missing, or the model does not fit the policy.
   """
-  path = config.teacher.path
-  if not path:
-    return None
-  directory = hf_directory.find(path, 'teacher.path')
   spec = teacher_spec(config)
-  assert spec
+  if spec is None:
+    return None
+  path = config.teacher.path
+  directory = hf_directory.find(path, 'teacher.path')
   name = f'teacher.path={path}'
   tokenizer = tokenizer_lib.load(directory, '{problem}')
   if tokenizer.backend.get_vocab() != policy.tokenizer.backend.get_vocab():

@@ -6,7 +6,7 @@ of all tokens is -1, and mu is the recorded one.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -18,15 +18,15 @@ from bapo_jax import sharding
 from bapo_jax.data.records import Group, Record
 from bapo_jax.rollout.rollout import EMPTY_SEAT, Rollout
 from bapo_jax.runtime import exchange
-from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.lane import at_once
 from bapo_jax.runtime.progress import PhaseTimer
+from bapo_jax.training.sampler import Sampler
 from bapo_jax.training.submission import Actor, Round, Sampled
-from bapo_jax.types import Groups, Tree
+from bapo_jax.types import Groups
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedSampler:
+class RecordedSampler(Sampler):
   """Returns recorded groups.
 
   Args:
@@ -42,10 +42,6 @@ class RecordedSampler:
   empty: Callable[[int], Groups]
   mesh: Mesh
   timer: PhaseTimer
-
-  def place(self, actor: Tree) -> Tree:
-    """Returns the actor, which only evaluates."""
-    return actor
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Reads the groups of a round at once."""
@@ -98,22 +94,3 @@ class RecordedSampler:
         ]
         groups.append(group._replace(responses=responses))
     return dataclasses.replace(self, record=self.record._replace(groups=groups))
-
-  def remaining(self, actor: Actor, step: int) -> None:
-    """Returns None: every group is trained on in its step."""
-
-  def state(self) -> None:
-    """Returns None: no response is partial."""
-
-  def restore(self, state: Tree) -> None:
-    """Does nothing."""
-
-  def programs(self, weights: Tree = None) -> Iterator[Call]:
-    """Returns nothing: no program samples."""
-    return iter(())
-
-  def elsewhere(self) -> None:
-    """Returns None: no device samples."""
-
-  def close(self, status: int | None = None) -> None:
-    """Does nothing: no thread runs."""

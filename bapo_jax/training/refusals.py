@@ -13,7 +13,7 @@ import functools
 import importlib.util
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,44 +37,35 @@ from bapo_jax.training.schema import PARTS, Config
 from bapo_jax.types import Bounds, History, agree, empty_groups, take
 
 
-class Refusal(NamedTuple):
-  """A reason why a config cannot work."""
-
-  knobs: tuple[str, ...]  # which it is about
-  text: str  # one sentence, with the way out
-
-
 class Refused(ValueError):
   """The refusals of a run; as a string, the first of them."""
 
-  def __init__(self, refusals: list[Refusal]):
-    super().__init__(refusals[0].text)
+  def __init__(self, refusals: list[str]):
+    super().__init__(refusals[0])
     self.refusals = refusals
 
 
-def judge(refusals: Iterator[Refusal]) -> None:
+def judge(refusals: Iterator[str]) -> None:
   """Raises Refused if there is a refusal."""
   if refused := [*refusals]:
     raise Refused(refused)
 
 
-def of_config(config: Config) -> Iterator[Refusal]:
+def of_config(config: Config) -> Iterator[str]:
   """Yields a refusal for each reason why a config cannot work on any machine.
 
-  A function of JUDGES waits until the program has decided all knobs that it is about.
+  Where a knob is None, its reader yields nothing: the config is judged again once the
+  program has decided it.
   """
   # Enough to try an optimiser, whose state is counted when sizes are chosen.
   early = {'learning_rate': lambda count: 1e-3}
   for part in PARTS:
     rule = operator.attrgetter(part)(config)
-    for text in rule.refuses(config):
-      yield Refusal((f'{part}.rule',), text)
+    yield from rule.refuses(config)
     if rule.custom and early.keys() >= {*rule.arguments}:
       yield from _tried(part, rule, early)
-  undecided = config.undecided
-  for find, names in JUDGES.items():
-    if not set(names) & set(undecided):
-      yield from (Refusal(names, text) for text in find(config))
+  for judge in JUDGES:
+    yield from judge(config)
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -98,10 +89,6 @@ def _sampling(config: Config) -> Iterator[str]:
       f'mesh.rollout={config.mesh.rollout} devices and the others would wait for each '
       'other with rollout.depth=0; set rollout.depth=1 or more, or mesh.rollout=0'
     )
-
-
-def _stop(config: Config) -> Iterator[str]:
-  """Yields a sentence if dispatches would run ahead of the search for stop strings."""
   if config.sampler.stop and config.sampler.done_check_lag:
     yield (
       f'sampler.done_check_lag={config.sampler.done_check_lag} decodes ahead of the '
@@ -120,13 +107,16 @@ def _packages(config: Config) -> Iterator[str]:
 def _sizes(config: Config) -> Iterator[str]:
   """Yields a sentence for each size that does not fit the prompts of a step."""
   count = config.prompts.count
+  minibatches = config.learner.minibatches
+  if count is None or minibatches is None:
+    return
   seats = config.seats
   replayed = seats - count
-  if seats % config.learner.minibatches:
+  if seats % minibatches:
     beside = f' and {replayed} replayed' if replayed else ''
     yield (
       f'prompts.count={count}{beside} groups do not divide into learner.minibatches='
-      f'{config.learner.minibatches} equal parts; give a divisor of {seats}'
+      f'{minibatches} equal parts; give a divisor of {seats}'
     )
 
 
@@ -191,19 +181,10 @@ OF_SAMPLING = {
   'rollout.max_off_policy_steps': 0,
   'mesh.rollout': 0,
 }
-# What judges the knobs, and the knobs that it is about.
-JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
-  _sampling: ('rollout.depth', 'sampler.actor_dtype', 'mesh.rollout'),
-  _stop: ('sampler.stop', 'sampler.done_check_lag'),
-  _packages: ('metrics.tensorboard', 'metrics.wandb'),
-  _sizes: ('prompts.count', 'learner.minibatches'),
-  _teacher: ('teacher.path', 'teacher.weight'),
-  _given: ('rollout.given', 'sampler.group_size'),
-  _records: ('rollout.records',),
-}
+JUDGES = (_sampling, _packages, _sizes, _teacher, _given, _records)
 
 
-def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
+def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   """Yields a refusal for each reason why a config does not fit its files."""
   directory, tokenizer, spec = inputs.model
   # JAX would clamp a token id beyond the embedding.
@@ -212,36 +193,32 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[Refusal]:
   worst = max([*tokenizer.eos, ids.get(last, 0)])
   if worst >= spec.vocab:
     what = f'token {last[:40]!r}' if worst == ids.get(last) else 'an end token'
-    yield Refusal(
-      ('tokenizer.path', 'model.path'),
+    yield (
       f'tokenizer.path={tokenizer.backend.name_or_path}: {what} has the id {worst}, '
       f'but the model has {spec.vocab} tokens, 0 to {spec.vocab - 1}; give the '
       f'tokenizer of model.path={config.model.path}, or remove that token from the '
-      'files of the tokenizer',
+      'files of the tokenizer'
     )
   prompt = config.prompts.max_prompt_tokens
   new = config.sampler.max_new_tokens
   if config.row_length > spec.positions:
-    yield Refusal(
-      ('prompts.max_prompt_tokens', 'sampler.max_new_tokens'),
+    yield (
       f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
       f"{prompt} + response {new} tokens exceed the model's {spec.positions} "
-      'positions; lower one of the two knobs',
+      'positions; lower one of the two knobs'
     )
   if sft.has_weights(directory):
-    yield from _raised('model.path', hf_weights.check, directory, spec)
+    yield from _raised(hf_weights.check, directory, spec)
   else:
-    yield from _raised(
-      'problems.source', sources.imitated, config.problems, inputs.data
-    )
-  yield from _raised('sampler.stop', _check_stop, tokenizer, config.sampler.stop)
+    yield from _raised(sources.imitated, config.problems, inputs.data)
+  yield from _raised(_check_stop, tokenizer, config.sampler.stop)
   if config.rollout.given:
-    yield from _raised('rollout.given', _check_given, config, inputs)
+    yield from _raised(_check_given, config, inputs)
   if config.rollout.environment:
     role = config.rollout.custom.role
-    yield from _raised('rollout.environment', conversation.between, tokenizer, role)
-  yield from _raised('teacher.path', open_teacher, config, inputs.model)
-  yield from _raised('rewards.rule', _check_rows, config, inputs)
+    yield from _raised(conversation.between, tokenizer, role)
+  yield from _raised(open_teacher, config, inputs.model)
+  yield from _raised(_check_rows, config, inputs)
   yield from of_custom_rules(config)
 
 
@@ -284,17 +261,15 @@ def _check_rows(config: Config, inputs: Inputs) -> None:
   sources.check(config.problems, inputs.data, check_row)
 
 
-def _raised(
-  knob: str, function: Callable[..., Any], *arguments: Any
-) -> Iterator[Refusal]:
+def _raised(function: Callable[..., Any], *arguments: Any) -> Iterator[str]:
   """Calls a function; yields the ValueError that it raises, if any, as a refusal."""
   try:
     function(*arguments)
   except ValueError as error:
-    yield Refusal((knob,), str(error))
+    yield str(error)
 
 
-def of_custom_rules(config: Config) -> Iterator[Refusal]:
+def of_custom_rules(config: Config) -> Iterator[str]:
   """Calls every custom rule as a step does, on two groups of short responses.
 
   Yields a refusal for each rule that raises an error, that returns another type, shape
@@ -307,7 +282,7 @@ def of_custom_rules(config: Config) -> Iterator[Refusal]:
       yield from _tried(part, rule, example(config))
 
 
-def of_prompts(config: Config, problems: int) -> Iterator[Refusal]:
+def of_prompts(config: Config, problems: int) -> Iterator[str]:
   """Calls a custom rule that chooses prompts, on as many problems as the run has.
 
   The rule chooses the first prompts, and those after a step in which every other
@@ -329,11 +304,10 @@ def of_prompts(config: Config, problems: int) -> Iterator[Refusal]:
       return
 
 
-def _tried(part: str, rule: Any, values: dict[str, Any]) -> Iterator[Refusal]:
+def _tried(part: str, rule: Any, values: dict[str, Any]) -> Iterator[str]:
   """Calls a custom rule with these values; yields what is wrong with it, if so."""
-  knob = f'{part}.rule'
   if fault := _fault(rule, values):
-    yield Refusal((knob,), f'{knob}={rule.rule} {fault}')
+    yield f'{part}.rule={rule.rule} {fault}'
 
 
 def example(config: Config) -> dict[str, Any]:

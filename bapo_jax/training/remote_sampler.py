@@ -18,12 +18,11 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.runtime import ahead
-from bapo_jax.runtime.ahead import Call
 from bapo_jax.runtime.lane import Lane
 from bapo_jax.runtime.link import Link
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.signals import Stop
-from bapo_jax.training.sampler import Arriving, Elsewhere, LocalSampler
+from bapo_jax.training.sampler import Arriving, Elsewhere, LocalSampler, Sampler
 from bapo_jax.training.submission import Actor, Round, Sampled
 from bapo_jax.types import Tree
 
@@ -51,10 +50,11 @@ class Collected(NamedTuple):
   sampler: Elsewhere
 
 
-class RemoteSampler:
-  """Makes other processes sample.
+class RemoteSampler(Sampler):
+  """Makes other processes sample, which compile their programs at their start.
 
-  Every process that trains calls all methods, in the same order.
+  Every process that trains calls all methods, in the same order. A submission sends the
+  actor. No group remains: extra rounds need rollout.depth=0, other processes more.
 
   Args:
     learners: the devices of the learner.
@@ -70,10 +70,6 @@ class RemoteSampler:
 
   def _order(self, kind: str, value: Any = None) -> None:
     self._links.there.send(Order(kind, value))
-
-  def place(self, actor: Tree) -> Tree:
-    """Returns the actor: its first submission sends it."""
-    return actor
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Sends a submission, and does not wait for its groups."""
@@ -94,9 +90,6 @@ class RemoteSampler:
     sampled = Sampled.restored(answer.groups, answer.described)
     return sampled._replace(span=(begin + offset, end + offset))
 
-  def remaining(self, actor: Actor, step: int) -> None:
-    """Returns None: extra rounds need rollout.depth=0, other processes more."""
-
   def state(self) -> Tree:
     """Returns the partial rollouts of the other side, as `PartialRollouts.state`."""
     self._order('state')
@@ -105,10 +98,6 @@ class RemoteSampler:
   def restore(self, state: Tree) -> None:
     """Restores the partial rollouts of the other side."""
     self._order('restore', state)
-
-  def programs(self, weights: Tree = None) -> Iterator[Call]:
-    """Returns nothing: the other side compiles what samples, at its start."""
-    return iter(())
 
   def elsewhere(self) -> Elsewhere:
     """Describes the other side, as it was when groups were last fetched."""

@@ -45,11 +45,15 @@ class Elsewhere(NamedTuple):
 
 
 class Sampler(Protocol):
-  """Samples responses to submitted prompts, on some devices."""
+  """Samples responses to submitted prompts, on some devices.
+
+  A subclass must submit. It inherits what suits a sampler without devices, threads,
+  programs and partial rollouts.
+  """
 
   def place(self, actor: Tree) -> Tree:
     """Copies an actor to the devices of this process that only sample, if any."""
-    ...
+    return actor
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Submits prompts; returns the groups on which learner step `step` trains.
@@ -64,32 +68,34 @@ class Sampler(Protocol):
 
     Only extra rounds leave such groups, and they need rollouts of the current step.
     """
-    ...
+    return None
 
   def state(self) -> Tree:
     """Returns the partial rollouts for a checkpoint; None if there are none."""
-    ...
+    return None
 
   def restore(self, state: Tree) -> None:
     """Continues with the partial rollouts of a checkpoint."""
+    return
 
   def programs(self, weights: Tree = None) -> Iterator[Call]:
     """Yields the programs that sample in this process.
 
     `weights` are the learner's, if they score responses; they may be abstract.
     """
-    ...
+    return iter(())
 
   def elsewhere(self) -> Elsewhere | None:
     """Describes the devices that sample beside the learner; None if there are none."""
-    ...
+    return None
 
   def close(self, status: int | None = None) -> None:
     """Ends threads, and with a status other processes too; does not wait."""
+    return
 
 
 @dataclasses.dataclass
-class LocalSampler:
+class LocalSampler(Sampler):
   """Samples in the calling thread, at once.
 
   Args:
@@ -114,10 +120,6 @@ class LocalSampler:
     """The devices that sample."""
     assert self.engine.mesh is not None
     return self.engine.mesh
-
-  def place(self, actor: Tree) -> Tree:
-    """Returns the actor: it is on the engine's devices."""
-    return actor
 
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Samples at once."""
@@ -260,12 +262,6 @@ class LocalSampler:
       given=self.count * self.knobs.given,
     )
 
-  def elsewhere(self) -> None:
-    """Returns None: the caller waits while its own devices sample."""
-
-  def close(self, status: int | None = None) -> None:
-    """Does nothing: no thread runs."""
-
 
 class Arriving(Future[Sampled]):
   """The groups of a submission to other devices; `result` fetches them once.
@@ -308,7 +304,6 @@ class ThreadSampler:
     self._learners = learners
     self._timer = timer
     self._lane = Lane()
-    self._tasks: dict[int, Future[Sampled]] = {}  # step -> groups, not fetched
     self.state = local.state
     self.restore = local.restore
     self.programs = local.programs
@@ -323,12 +318,7 @@ class ThreadSampler:
   def submit(self, prompts: Round, actor: Actor, step: int) -> Future[Sampled]:
     """Queues a submission, and does not wait for its groups."""
     sample = functools.partial(self._local.sample, prompts, actor, step)
-    self._tasks[step] = self._lane.submit(sample)
-    receive = functools.partial(self._receive, step)
-    return Arriving(receive, self._learners, self._timer)
-
-  def _receive(self, step: int) -> Sampled:
-    return self._tasks.pop(step).result()
+    return Arriving(self._lane.submit(sample).result, self._learners, self._timer)
 
   def elsewhere(self) -> Elsewhere:
     """Describes the thread."""

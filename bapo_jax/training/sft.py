@@ -9,7 +9,6 @@
 From then on the directory is like that of a published model.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import fcntl
@@ -18,7 +17,6 @@ import itertools
 import math
 import os
 import pathlib
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 
@@ -208,9 +206,8 @@ def directory(config: Config) -> str:
   name = fingerprint(config)
   if (SHIPPED / name).is_dir():
     return str(SHIPPED / name)
-  path = os.path.join(
-    cache.home(config.cache) or _unshared(), 'policies', name, 'model'
-  )
+  home = cache.home(config.cache) or _unshared().name
+  path = os.path.join(home, 'policies', name, 'model')
   if not is_described(path):
     describe(config, path)
   return path
@@ -237,11 +234,9 @@ def fingerprint(config: Config) -> str:
 
 
 @functools.cache
-def _unshared() -> str:
+def _unshared() -> tempfile.TemporaryDirectory[str]:
   """Returns a folder that is removed with this process, for runs without a cache."""
-  folder = tempfile.mkdtemp()
-  atexit.register(shutil.rmtree, folder, ignore_errors=True)
-  return folder
+  return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,11 @@ class Trainer:
     return jax.tree.map(jnp.copy, params) if self.config.lora.rank else None
 
 
+def _number() -> Any:
+  """Makes a field for a number on the host, which is no leaf of the tree."""
+  return struct.field(pytree_node=False, default=0)
+
+
 class TrainState(struct.PyTreeNode):
   """Everything that changes in a run, except for partial rollouts in the sampler."""
 
@@ -103,12 +108,12 @@ class TrainState(struct.PyTreeNode):
   # Host arrays; counted only if the prompt rule reads them.
   history: History = struct.field(pytree_node=False)
   actor_adapters: Tree = None  # the adapters that are merged into the actor
-  step: int = struct.field(pytree_node=False, default=0)  # learner steps done
-  actor_version: int = struct.field(pytree_node=False, default=0)  # learner step
-  prompt_round: int = struct.field(pytree_node=False, default=0)  # rounds sampled
-  responses: int = struct.field(pytree_node=False, default=0)  # sampled in training
-  updates: int = struct.field(pytree_node=False, default=0)  # applied
-  consecutive_skips: int = struct.field(pytree_node=False, default=0)  # not finite
-  idle_steps: int = struct.field(pytree_node=False, default=0)  # without an advantage
+  step: int = _number()  # learner steps done
+  actor_version: int = _number()  # learner step
+  prompt_round: int = _number()  # rounds sampled
+  responses: int = _number()  # sampled in training
+  updates: int = _number()  # applied
+  consecutive_skips: int = _number()  # not finite
+  idle_steps: int = _number()  # without an advantage
   # Submissions of the next rollout.depth steps, the next step first.
   queue: tuple[InFlight, ...] = struct.field(pytree_node=False, default=())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bapo_jax.algorithms import diagnostics
+from bapo_jax.algorithms.diagnostics import mean_or_nan
 from bapo_jax.learner.learner import Updated, settled
 from bapo_jax.models import experts
 from bapo_jax.models.transformer import ModelSpec
@@ -173,12 +173,12 @@ def _step_metrics(
   metrics = {
     'rollout/tokens': sampled,
     # nan, not 0, without responses: a 0 would lower the mean over steps.
-    'rollout/reward': diagnostics.mean_or_nan(fresh.reward_PG, judged_PG),
-    'rollout/accuracy': diagnostics.mean_or_nan(right_PG, judged_PG),
-    'rollout/length': diagnostics.mean_or_nan(length_PG, filled_PG),
-    'rollout/length_right': diagnostics.mean_or_nan(length_PG, right_PG),
-    'rollout/length_wrong': diagnostics.mean_or_nan(length_PG, wrong_PG),
-    'rollout/truncated': diagnostics.mean_or_nan(~ended_PG, filled_PG),
+    'rollout/reward': mean_or_nan(fresh.reward_PG, judged_PG),
+    'rollout/accuracy': mean_or_nan(right_PG, judged_PG),
+    'rollout/length': mean_or_nan(length_PG, filled_PG),
+    'rollout/length_right': mean_or_nan(length_PG, right_PG),
+    'rollout/length_wrong': mean_or_nan(length_PG, wrong_PG),
+    'rollout/truncated': mean_or_nan(~ended_PG, filled_PG),
     'rollout/age': masked_mean(age_PGT, sampled_PGT),
     'rollout/age_max': age_PGT.max(),
     'batch/filled': (source_P >= 0).mean(),
@@ -196,5 +196,5 @@ def _step_metrics(
   for i, source in enumerate(SOURCES):
     own_PGT = trained_PGT & (source_P == i)[:, None, None]
     metrics[f'batch/{source}'] = (source_P == i).mean()
-    metrics[f'batch/age_{source}'] = diagnostics.mean_or_nan(old_PGT, own_PGT)
+    metrics[f'batch/age_{source}'] = mean_or_nan(old_PGT, own_PGT)
   return metrics

@@ -76,9 +76,8 @@ class Sampled(NamedTuple):
     for of_kind, known in zip(groups, described, strict=True):
       n = of_kind.correct_PG.size
       diff = known['logp_diff'] and LogpDiff(*map(jnp.asarray, known['logp_diff']))
-      rollout = Rollout(of_kind, [''] * n, [EMPTY_SEAT] * n, parts=known['parts'])
-      counts = {name: known[name] for name in ('undecided', 'failed')}
-      rollouts.append(rollout._replace(**counts, logp_diff=diff))
+      fields = known | {'logp_diff': diff}
+      rollouts.append(Rollout(of_kind, [''] * n, [EMPTY_SEAT] * n, **fields))
     fresh, reevaluated = rollouts
     return cls(fresh, reevaluated)
 

@@ -142,8 +142,7 @@ def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
     sizes = {'sft.tower.layers': layers, 'prompts.max_prompt_tokens': 29}
     names = {'problems.source': source, 'problems.test_source': source}
     config = tiny(**sizes, **names)
-    found = refusals.of_inputs(config, inputs.read(config))
-    return ' '.join(refusal.text for refusal in found)
+    return ' '.join(refusals.of_inputs(config, inputs.read(config)))
 
   for source_, place in ((source, 'line 1: '), (DRAWN, 'row 1: ')):
     assert refused(source_, 1) == ''

@@ -89,7 +89,7 @@ def rules_of(values):
 
 def refused(values):
   config = Config().model_copy(update=rules_of(values))
-  return next((refusal.text for refusal in refusals.of_config(config)), '')
+  return next(refusals.of_config(config), '')
 
 
 def drawn_position(rng, knob):

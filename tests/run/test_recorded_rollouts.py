@@ -308,7 +308,7 @@ OF_SAMPLING = [
 def test_knobs_of_sampling_are_refused(knobs, words):
   with pytest.raises(ValueError) as error:
     tiny(**knobs, **{'rollout.records': 'a.jsonl'})
-  assert any(words in refusal.text for refusal in error.value.refusals)
+  assert any(words in sentence for sentence in error.value.refusals)
 
 
 def test_shaping_has_no_effect_on_recorded_rewards():

@@ -188,9 +188,11 @@ VOTES = [  # answers, right, k, share
 
 @pytest.mark.parametrize(('answers', 'right', 'k', 'share'), VOTES)
 def test_the_majority_by_hand(answers, right, k, share):
-  answers = [None if s == '-' else s for s in answers.split()]
-  correct = [r == '1' for r in right.split()]
-  assert evaluate.majority(answers, correct, k) == pytest.approx(share)
+  responses = [
+    {'extracted': None if s == '-' else s, 'correct': r == '1'}
+    for s, r in zip(answers.split(), right.split(), strict=True)
+  ]
+  assert evaluate.majority(responses, k) == pytest.approx(share)
 
 
 # --- means and their standard errors --------------------------------------------------
