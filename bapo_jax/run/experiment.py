@@ -347,7 +347,13 @@ class Run:
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
-    workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
+    mesh = dict(self.t.mesh.shape)
+    before = self.spent.get('mesh', mesh)
+    if before != mesh:
+      log(
+        f'The run resumes on another mesh ({before} before, {mesh} now): sums are '
+        'rounded differently, so it equals an uninterrupted run only up to rounding.'
+      )
     if finished(self.t, s):
       log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)
