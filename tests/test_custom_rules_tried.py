@@ -12,6 +12,7 @@ from runs import tiny
 from bapo_jax import custom_code
 from bapo_jax.data import sources
 from bapo_jax.data.prompts import Problems
+from bapo_jax.data.row import Row
 from bapo_jax.rewards.knobs import Environment, Verification
 from bapo_jax.rewards.rewards import Verifier
 from bapo_jax.run import experiment
@@ -379,7 +380,7 @@ def test_rewards_and_environments_are_called_once(slot, function, message):
   rule = Verification(rule=path if slot == 'rewards' else 'exact')
   environment = Environment(rule=path) if slot == 'environment' else None
   numbers = np.zeros(1, np.int32)
-  problems = Problems(numbers, numbers[None], numbers, ['1+1='], ['2'])
+  problems = Problems(numbers, numbers[None], numbers, [Row('1+1=', '2')])
   with contextlib.closing(Verifier(rule, environment)) as verifier:
     if not message:
       experiment.try_custom(verifier, Material(problems, problems))

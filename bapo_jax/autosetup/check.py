@@ -163,7 +163,7 @@ def described(r: Resolved, known: Facts, material: Material, workdir: str) -> st
   verified = known.verified(config.rewards.rule)
   lines = [
     f'prompt {i + 1}, {found.length_N[i]} tokens, right answer '
-    f'{found.answer[i][:40]!r}:\n{quoted(text)}\n'
+    f'{found.rows[i].answer[:40]!r}:\n{quoted(text)}\n'
     for i, text in enumerate(prompt_texts(r, material, SHOWN))
   ]
   answers = 'not verified, because the rule needs a response'
@@ -203,9 +203,10 @@ def shown_responses(t: Trainer, rollout: Rollout, sampled: Sampled) -> str:
     verdict = verdicts[i]
     text = conversation.script(rollout.conversations.get(i, ())[1:]) or rollout.texts[i]
     text = text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
+    row = t.problems.rows[ids[i]]
     lines.append(
-      f'response to {t.problems.text[ids[i]][:60]!r}, right answer '
-      f'{t.problems.answer[ids[i]][:40]!r}: {WORDS[verdict.right]} ({verdict.reason})\n'
+      f'response to {row.problem[:60]!r}, right answer '
+      f'{row.answer[:40]!r}: {WORDS[verdict.right]} ({verdict.reason})\n'
       f'{quoted(text)}\n'
     )
   accuracy = mean_of_decided(sampled.correct_PG)

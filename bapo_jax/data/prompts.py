@@ -14,7 +14,7 @@ from bapo_jax.data import tokenizer as tokenizer_lib
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.pictures import Grid
 from bapo_jax.data.prompt_rules import PromptRule
-from bapo_jax.data.row import Row, Solution, Solver
+from bapo_jax.data.row import Row
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.vision.spec import VisionSpec
@@ -23,21 +23,13 @@ from bapo_jax.types import Prompts
 
 
 class Problems(NamedTuple):
-  """A data set of N problems, column by column."""
+  """A data set of N tokenized problems."""
 
   id_N: Int32[np.ndarray, ' N']  # 0..N-1, the row number
   tokens_NT: Int32[np.ndarray, 'N T']  # the prompt from column 0, then padding
   length_N: Int32[np.ndarray, ' N']  # tokens in the prompt
-  text: Sequence[str]  # as the data set states the problem
-  answer: Sequence[str]
-  verifier: Sequence[str] = ()  # rule of each problem; '' or (): rewards.rule
-  system: Sequence[str] = ()  # system message of each problem; '' or (): none
-  fields: Sequence[str] = ()  # all fields of each row as JSON; '' or (): not kept
-  pictures: Sequence[tuple[bytes, ...]] = ()  # image files of each problem; (): none
+  rows: Sequence[Row]
   grids: Sequence[tuple[Grid, ...]] = ()  # height and width of each picture, in patches
-  history: Sequence[tuple[tuple[str, str], ...]] = ()  # earlier turns, see `Row`
-  solutions: Sequence[tuple[Solution, ...] | Solver] = ()  # see `Row`; (): not given
-  set: Sequence[str] = ()  # held-out set of each problem; '' or (): no names
 
 
 class EncodedPrompt(NamedTuple):
@@ -126,28 +118,28 @@ def tabulate(
       )
     rows = [rows[i] for i in fits]
     encoded = [encoded[i] for i in fits]
-  tokens_NT = np.zeros((len(rows), max_prompt_tokens), np.int32)
-  for i, (tokens, _) in enumerate(encoded):
+  for row, (tokens, _) in zip(rows, encoded, strict=True):
     if len(tokens) > max_prompt_tokens:
       raise ValueError(
         f'prompts.max_prompt_tokens={max_prompt_tokens} is too small: the prompt of '
-        f'{rows[i].problem[:60]!r} has {len(tokens)} tokens; raise the limit'
+        f'{row.problem[:60]!r} has {len(tokens)} tokens; raise the limit'
       )
-    tokens_NT[i, : len(tokens)] = tokens
+  return padded(rows, encoded, max_prompt_tokens)
+
+
+def padded(
+  rows: Sequence[Row], encoded: Sequence[EncodedPrompt], length: int
+) -> Problems:
+  """Returns the problems of encoded prompts, padded to T = `length` tokens."""
+  tokens_NT = np.zeros((len(rows), length), np.int32)
+  for tokens_T, prompt in zip(tokens_NT, encoded, strict=True):
+    tokens_T[: len(prompt.tokens)] = prompt.tokens
   return Problems(
     id_N=np.arange(len(rows), dtype=np.int32),
     tokens_NT=tokens_NT,
     length_N=np.asarray([len(x.tokens) for x in encoded], np.int32),
-    text=[row.problem for row in rows],
+    rows=rows,
     grids=[x.grids for x in encoded],
-    answer=[row.answer for row in rows],
-    verifier=[row.verifier for row in rows],
-    system=[row.system for row in rows],
-    fields=[row.fields for row in rows],
-    pictures=[row.pictures for row in rows],
-    history=[row.history for row in rows],
-    solutions=[row.solutions for row in rows],
-    set=[row.set for row in rows],
   )
 
 
@@ -191,13 +183,21 @@ def fingerprint(problems: Problems) -> str:
   System messages, earlier turns, pictures, names of sets and given solutions enter only
   if present, so older digests stay valid.
   """
-  verifier = problems.verifier or [''] * len(problems.text)
-  columns = [problems.id_N.tolist(), problems.text, problems.answer, verifier]
-  digests = [pictures.digests(files) for files in problems.pictures]
-  given = ['' if callable(x) else x for x in problems.solutions]
-  # Own functions may read the fields.
-  own = problems.system, problems.fields, digests, problems.history, problems.set, given
-  columns += filter(any, own)
+  rows = problems.rows
+  basic = [(row.problem, row.answer, row.verifier) for row in rows]
+  optional = [
+    (
+      row.system,
+      row.fields,  # custom functions may read them
+      pictures.digests(row.pictures),
+      row.history,
+      row.set,
+      '' if callable(row.solutions) else row.solutions,
+    )
+    for row in rows
+  ]
+  columns = [problems.id_N.tolist(), *zip(*basic, strict=True)]
+  columns += filter(any, zip(*optional, strict=True))
   return _digest(zip(*columns, strict=True))
 
 

@@ -28,7 +28,8 @@ import numpy as np
 
 from bapo_jax.data import prompt_rules
 from bapo_jax.data import tokenizer as tokenizer_lib
-from bapo_jax.data.prompts import Problems
+from bapo_jax.data.prompts import EncodedPrompt, Problems, padded
+from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.runtime.files import Object, first_line
 from bapo_jax.runtime.progress import log
@@ -81,10 +82,9 @@ def read(
   vocab: int,
   scored: bool,
 ) -> Record:
-  """Reads the groups of all files.
+  """Reads the groups of all files that `records`, rollout.records, names.
 
   Args:
-    records: rollout.records.
     count: maximum number of groups of a step.
     length: T, the maximum number of tokens of prompt and response.
     vocab: number of tokens that the model knows.
@@ -123,7 +123,9 @@ def read(
         'have as many'
       )
     groups.append(Group(ids[prompt], row.get('step'), prompt, gathered[name]))
-  table = _table(problems, tokenizer, length)
+  encoded = [EncodedPrompt(list(prompt), ()) for prompt in problems]
+  texts = tokenizer.decode([prompt.tokens for prompt in encoded])
+  table = padded([*map(Row, texts, problems.values())], encoded, length)
   record = Record(groups, _steps(groups, count), table, digest.hexdigest()[:16])
   log(
     f'rollout.records={records}: {len(groups)} groups with {len(problems)} prompts, '
@@ -260,20 +262,3 @@ def _steps(groups: Sequence[Group], count: int) -> list[int]:
       f'prompts.count={size}'
     )
   return sorted({*steps})
-
-
-def _table(
-  answers: dict[tuple[int, ...], str], tokenizer: Tokenizer, length: int
-) -> Problems:
-  """Returns the prompts as problems, whose numbers replay and records use."""
-  tokens_NT = np.zeros((len(answers), length), np.int32)
-  for row_T, prompt in zip(tokens_NT, answers, strict=True):
-    row_T[: len(prompt)] = prompt
-  length_N = np.asarray([*map(len, answers)], np.int32)
-  return Problems(
-    id_N=np.arange(len(answers), dtype=np.int32),
-    tokens_NT=tokens_NT,
-    length_N=length_N,
-    text=tokenizer_lib.decode_prompts(tokenizer, tokens_NT, length_N),
-    answer=[*answers.values()],
-  )

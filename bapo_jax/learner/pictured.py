@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from bapo_jax import sharding
 from bapo_jax.data.gallery import Gallery, capacity
 from bapo_jax.data.prompts import Problems
-from bapo_jax.data.row import Row
 from bapo_jax.models import packing
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.packing import Packed
@@ -51,11 +50,7 @@ def galleries(
   room = capacity(grids, spec.vision)
 
   def of(problems: Problems) -> Gallery:
-    rows = [
-      Row(text, '', pictures=files)
-      for text, files in zip(problems.text, problems.pictures, strict=True)
-    ]
-    return Gallery(rows, tower.vision_of(spec), room)
+    return Gallery(problems.rows, tower.vision_of(spec), room)
 
   return of(training), of(held_out)
 

@@ -135,8 +135,6 @@ def read(text: str, commas_group: bool) -> Answer:
     return Answer('matrix', cells)
   if commas_group and not re.search(r'[(\[\x02]', text):
     text = COMMA.sub(lambda match: match[0].replace(',', spelling.THOUSANDS), text)
-  if not text:
-    raise ValueError('an empty expression')
   parts, marks = spelling.split(text, ',;')
   return Answer('list', tuple(map(_signs, parts))) if marks else _signs(text)
 

@@ -184,8 +184,8 @@ class Scorer:
         raise ValueError
       right = None if verdict.right is None else bool(verdict.right)
       verdict = verdict._replace(right=right, reason=str(verdict.reason))
-      reward = _finite({'': verdict.earned})['']
-      parts = verdict.parts and _finite(verdict.parts)
+      reward = _finite(verdict.earned)
+      parts = {str(name): _finite(x) for name, x in (verdict.parts or {}).items()}
     except (TypeError, ValueError, OverflowError, AttributeError):
       return Verdict.failed(f'{rule} returned {value!r:.80}, not a finite number')
     unit = self._calls[rule].unit if rule in self._calls else ''
@@ -198,7 +198,9 @@ class Scorer:
       reason = f'{rule} returned steps={steps!r:.80}, which cannot be used: {error}'
       return Verdict.failed(reason[:200])
     abstains = right is None
-    return verdict._replace(reward=reward, parts=parts, steps=steps, abstains=abstains)
+    return verdict._replace(
+      reward=reward, parts=parts or None, steps=steps, abstains=abstains
+    )
 
   def _normal(self, rule, value) -> Verdict:
     """Returns the verdict of a number, of named numbers, of None, or the value."""
@@ -208,7 +210,7 @@ class Scorer:
       return Verdict(None, f'{rule} returned None', None)
     named = dict(value) if isinstance(value, Mapping) else {'': value}
     steps = named.pop('steps', None)
-    reward = math.fsum(_finite(named).values())
+    reward = math.fsum(map(_finite, named.values()))
     parts = named if isinstance(value, Mapping) else None
     right = reward >= self._k.right_from
     return Verdict(right, f'{reward:.4g}', None, reward, parts, steps)
@@ -294,12 +296,12 @@ def _by_token(steps, unit: str, sample: Sample):
     if not 0 < operator.index(end) <= longest:
       raise ValueError(f'a step ends at {end} of {longest} {unit}')
     token = bisect.bisect_left(lengths, end) + 1
-    counted.append((token, *_finite({'': reward}).values()))
+    counted.append((token, _finite(reward)))
   return counted
 
 
-def _finite(numbers: Mapping[str, Any]):
-  """Converts Python and NumPy numbers; raises an error if not finite in float32."""
-  if not all(math.isfinite(x) and abs(x) < 3.4e38 for x in numbers.values()):
+def _finite(number):
+  """Converts a Python or NumPy number; raises an error if not finite in float32."""
+  if not math.isfinite(number) or abs(number) >= 3.4e38:
     raise ValueError('not a finite number')
-  return {str(name): float(x) for name, x in numbers.items()}
+  return float(number)

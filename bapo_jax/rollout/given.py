@@ -61,7 +61,7 @@ def responses(
   """
   given: list[Given | None] = []
   for problem in prompts.id_P.tolist():
-    solutions = problems.solutions[problem] if problem >= 0 else ()
+    solutions = problems.rows[problem].solutions if problem >= 0 else ()
     rng = np.random.default_rng((*purpose, max(problem, 0)))
     if callable(solutions):
       drawn = [solutions(rng, 0.0, 0.0) for _ in range(seats)]

@@ -79,11 +79,10 @@ class Verification:
       )
       parts = [[text] for text in texts]
     reads = self.verifier.custom or environment
-    problems = self.problems
     samples = []
     for turn, texts in zip(turns, parts, strict=True):
       ids = turn.tokens_T[turn.mask_T].tolist() if reads else []
-      i = turn.problem
+      row = self.problems.rows[turn.problem]
       ends = ()
       if self.verifier.steps:
         earlier = sum(map(len, texts[:-1:2]))
@@ -91,17 +90,12 @@ class Verification:
       samples.append(
         Sample(
           response=texts[-1],
-          answer=problems.answer[i],
-          rule=problems.verifier[i] if problems.verifier else '',
-          prompt=problems.text[i],
+          answer=row.answer,
+          rule=row.verifier,
+          prompt=row.problem,
           tokens=tuple(ids),
-          row=problems.fields[i] if problems.fields else '',
-          messages=messages(
-            problems.text[i],
-            texts,
-            self.between.role,
-            problems.history[i] if problems.history else (),
-          )
+          row=row.fields,
+          messages=messages(row.problem, texts, self.between.role, row.history)
           if reads
           else (),
           ends=ends,
@@ -320,11 +314,10 @@ class PendingVerifications:
   def __init__(self, verification: Verification, rollouts: PartialRollouts):
     self._verification = verification
     self._rollouts = rollouts
-    problems = verification.problems
-    self._rules = problems.verifier or [''] * len(problems.answer)
+    rows = verification.problems.rows
     ids = rollouts.id_W[rollouts.submitted_W >= 0]
     self._early = verification.verifier.starts_early(
-      {self._rules[i] for i in ids if i >= 0}
+      {rows[i].verifier for i in ids if i >= 0}
     )
     # Output row -> (its pending verdicts, its index in them).
     self._requested: dict[int, tuple[PendingVerdicts, int]] = {}

@@ -233,16 +233,20 @@ def try_custom(verifier: Verifier, material: Material) -> None:
     try_custom(verifier.environment, material)
   if not verifier.custom:
     return
-  problems = material.problems
-  answer = problems.answer[0]
   # The first problem stands for all: a function that misreads the rows fails here, in a
   # second, and not after the programs are compiled.
-  text = problems.text[0]
-  row = problems.fields[0] if problems.fields else ''
-  trial = answer or 'a trial response'
-  history = problems.history[0] if problems.history else ()
-  chat = conversation.messages(text, [trial], 'user', history)
-  sample = Sample(trial, answer, '', text, (1, 2, 3), row, chat, (1, 2, len(trial)))
+  row = material.problems.rows[0]
+  trial = row.answer or 'a trial response'
+  chat = conversation.messages(row.problem, [trial], 'user', row.history)
+  sample = Sample(
+    response=trial,
+    answer=row.answer,
+    prompt=row.problem,
+    tokens=(1, 2, 3),
+    row=row.fields,
+    messages=chat,
+    ends=(1, 2, len(trial)),
+  )
   result = verifier.submit([sample]).one(0)
   rule = f'{verifier.k.named}={verifier.k.rule}'
   if result.failure:
@@ -347,7 +351,13 @@ class Run:
           f'{self.workdir}/metrics.jsonl lacks {len(lost)} of the steps 0 to '
           f'{s.step} (first {lost[0]}, last {lost[-1]}). The report omits these steps.'
         )
-    workdirs.log_mesh_change(self.spent.get('mesh'), dict(self.t.mesh.shape))
+    mesh = dict(self.t.mesh.shape)
+    before = self.spent.get('mesh', mesh)
+    if before != mesh:
+      log(
+        f'The run resumes on another mesh ({before} before, {mesh} now): sums are '
+        'rounded differently, so it equals an uninterrupted run only up to rounding.'
+      )
     if finished(self.t, s):
       log(completed(self.t.config, s))
       evaluate_again_if_lost(self.t, self.workdir, s)

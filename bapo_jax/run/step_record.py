@@ -76,7 +76,7 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     row = {
       'step': record.step + 1,
       'id': problem,
-      'answer': t.problems.answer[problem],
+      'answer': t.problems.rows[problem].answer,
       'source': SOURCES[source_P[p]],
       'completed_step': int(group.completed_step_P),
       'prompt': text,
@@ -86,8 +86,9 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
       'low': low,
       'high': high,
     }
-    if any(t.problems.pictures):
-      row['pictures'] = files.write_pictures(workdir, t.problems.pictures[problem])
+    if any(t.problems.grids):
+      pictures = t.problems.rows[problem].pictures
+      row['pictures'] = files.write_pictures(workdir, pictures)
     lines.append(json.dumps(row | {'responses': responses}, allow_nan=False))
     if budget <= 0:
       break

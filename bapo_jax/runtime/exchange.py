@@ -24,8 +24,7 @@ def total(values: np.ndarray | Sequence) -> np.ndarray:
 
 def agree(values: Sequence[int]) -> list[int]:
   """Returns the maximum over processes of each value, so that all processes agree."""
-  rows = everyones([int(value) for value in values])
-  return [max(column) for column in zip(*rows, strict=True)]
+  return np.max(everyones([int(value) for value in values]), axis=0).tolist()
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:

@@ -55,11 +55,6 @@ def first(value_U: np.ndarray) -> float:
   return value_U[0] if len(value_U) else np.nan
 
 
-def total(value_U: np.ndarray) -> float:
-  """Returns the sum; 0 without updates."""
-  return value_U.sum()
-
-
 # ruff: noqa: E501
 OF_UPDATES = {
   'rollout/logp_diff': Metric(
@@ -205,15 +200,15 @@ OF_UPDATES = {
   ),
   'learner/skipped': Metric(
     'Updates of the step that were skipped because the loss or the gradient was not finite.',
-    total,
+    np.sum,
   ),
   'learner/tokens': Metric(
     'Tokens trained on in the step, once per visit; updates without any are in no mean over the updates.',
-    total,
+    np.sum,
   ),
   'learner/tokens_computed': Metric(
     'Tokens trained on in the step that were also computed: those of responses with an advantage, or all tokens where loss.kl, loss.entropy or loss.reference is above 0. Metrics of computed tokens are nan without any, and such an update is in no mean over the updates.',
-    total,
+    np.sum,
   ),
 }
 OF_STEPS = {

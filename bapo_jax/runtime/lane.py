@@ -26,9 +26,9 @@ class Lane:
 
   def __init__(self):
     self._tasks: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
-    self._lock = threading.Lock()  # guards the two below
-    self._busy = 0.0  # seconds of the functions that have ended
-    self._began: float | None = None  # when the running function began
+    # Seconds of the functions that have ended, and when the running one began. Another
+    # thread reads this pair, so it is replaced as a whole.
+    self._ran: tuple[float, float | None] = (0.0, None)
     threading.Thread(target=self._run, daemon=True).start()
 
   def submit(self, function: Callable[[], Result]) -> Future[Result]:
@@ -39,9 +39,8 @@ class Lane:
 
   def busy(self) -> float:
     """Returns the total seconds that functions have run so far."""
-    with self._lock:
-      running = 0.0 if self._began is None else time.perf_counter() - self._began
-      return self._busy + running
+    ended, began = self._ran
+    return ended if began is None else ended + time.perf_counter() - began
 
   def close(self) -> None:
     """Lets the thread end after the functions in the queue; does not wait for it.
@@ -53,13 +52,11 @@ class Lane:
   def _run(self):
     while task := self._tasks.get():
       function, ready = task
+      ended, _ = self._ran
       began = time.perf_counter()
-      with self._lock:
-        self._began = began
+      self._ran = (ended, began)
       try:
         ready.set_result(function())
       except BaseException as error:
         ready.set_exception(error)
-      with self._lock:
-        self._busy = self._busy + time.perf_counter() - began
-        self._began = None
+      self._ran = (ended + time.perf_counter() - began, None)

@@ -227,15 +227,6 @@ def writable(workdir: str) -> Iterator[None]:
     ) from error
 
 
-def log_mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> None:
-  """Logs a change of the mesh since the checkpoint; a mesh maps axes to sizes."""
-  if before and before != now:
-    log(
-      f'The run resumes on another mesh ({before} before, {now} now): sums are rounded '
-      'differently, so it equals an uninterrupted run only up to rounding.'
-    )
-
-
 def checkpoint_steps(workdir: str) -> list[int]:
   """Returns the steps of the complete checkpoints, ascending; changes nothing."""
   path = os.path.join(workdir, 'checkpoints')

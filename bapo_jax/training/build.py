@@ -77,7 +77,8 @@ def tabulate(r: Resolved) -> Material:
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )
   if not config.rollout.given:
-    problems = problems._replace(solutions=())
+    rows = [row._replace(solutions=()) for row in problems.rows]
+    problems = problems._replace(rows=rows)
   refusals.judge(refusals.of_prompts(config, len(problems.id_N)))
   return Material(problems, held_out, record)
 

@@ -83,12 +83,13 @@ def evaluate(
   read = exchange.merged(read)
   samples = [read[str(uid)] | counted[str(uid)] for uid in uids]
   result = summarize(samples, G, ks)
-  if any(problems.set):
+  names = [row.set for row in problems.rows]
+  if any(names):
     for sample in samples:
-      sample['set'] = problems.set[sample['id']]
+      sample['set'] = names[sample['id']]
     result['sets'] = {
       name: summarize([x for x in samples if x['set'] == name], G, ks)
-      for name in dict.fromkeys(problems.set)
+      for name in dict.fromkeys(names)
     }
   return result, samples
 
@@ -98,15 +99,16 @@ def _sample(
 ) -> dict[str, Any]:
   """Describes a response; `rule` is the verifier of problems without a verifier."""
   p = uid // G
+  row = problems.rows[p]
   verdict = sampled.verdicts[uid]
   said = sampled.conversations.get(uid, ())
   turns = {'messages': [dict(x) for x in said]} if len(said) > 2 else {}
   return {
     'id': int(problems.id_N[p]),
     'uid': uid,
-    'problem': problems.text[p],
-    'answer': problems.answer[p],
-    'verifier': (problems.verifier[p] if problems.verifier else '') or rule,
+    'problem': row.problem,
+    'answer': row.answer,
+    'verifier': row.verifier or rule,
     'response': sampled.texts[uid],
     'extracted': verdict.answer,
     'verdict': WORDS[verdict.right],
@@ -286,8 +288,8 @@ def record(
   """
   path = os.path.join(workdir, 'eval', f'{step}.json')
   os.makedirs(os.path.dirname(path), exist_ok=True)
-  if any(problems.pictures):
-    names = [files.write_pictures(workdir, each) for each in problems.pictures]
+  if any(problems.grids):
+    names = [files.write_pictures(workdir, row.pictures) for row in problems.rows]
     samples = [sample | {'pictures': names[sample['id']]} for sample in samples]
   files.write_json(path, {'result': result, 'samples': samples})
 

@@ -127,10 +127,9 @@ def write_problems(t: Any, path: str) -> None:
       key = config.seed, step
       id_N = prompt_rules.shuffled(len(problems.id_N), key, count)
       for i in id_N[:count].tolist():
-        rule = (
-          problems.verifier[i] if problems.verifier else ''
-        ) or config.rewards.rule
-        row = {'problem': problems.text[i], 'answer': problems.answer[i], 'rule': rule}
+        x = problems.rows[i]
+        rule = x.verifier or config.rewards.rule
+        row = {'problem': x.problem, 'answer': x.answer, 'rule': rule}
         file.write(json.dumps(row) + '\n')
 
 

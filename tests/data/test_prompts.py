@@ -23,7 +23,7 @@ def problems():
   tokens_NT = np.where(inside_NT, np.arange(1, N + 1)[:, None], 0).astype(np.int32)
   names = [str(i) for i in range(N)]
   ids = np.arange(N, dtype=np.int32)
-  return prompts.Problems(ids, tokens_NT, length_N, names, names)
+  return prompts.Problems(ids, tokens_NT, length_N, [*map(Row, names, names)])
 
 
 def epoch(problems, steps, seed=0, count=3):
@@ -68,31 +68,27 @@ def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
 
 
 def test_the_fingerprint_changes_with_any_value(problems):
-  swapped = [*problems.text[:-2], problems.text[-1], problems.text[-2]]
-  changes = [
+  first, *others = problems.rows
+  changes = [  # of the first problem
     {},
-    {'id_N': problems.id_N[::-1]},
-    {'answer': swapped},
-    {'verifier': ['math', *[''] * (N - 1)]},
+    {'answer': '1'},
+    {'verifier': 'math'},
     # A character that moves from one column to the next.
-    {'text': ['00', *problems.text[1:]], 'answer': ['', *problems.answer[1:]]},
-    {'system': ['a'] + [''] * (N - 1)},
-    *({'pictures': [(file,)] + [()] * (N - 1)} for file in (b'a', b'b')),
-    *({'history': [((x, 'a'),)] + [()] * (N - 1)} for x in ('user', 'assistant')),
-    *({'set': [x] * N} for x in ('aime24', 'aime25')),
-    {'solutions': [('a',)] * N},
+    {'problem': '00', 'answer': ''},
+    {'system': 'a'},
+    *({'pictures': (file,)} for file in (b'a', b'b')),
+    *({'history': ((x, 'a'),)} for x in ('user', 'assistant')),
+    *({'set': x} for x in ('aime24', 'aime25')),
+    {'solutions': ('a',)},
   ]
-  found = [prompts.fingerprint(problems._replace(**change)) for change in changes]
+  tables = [
+    problems._replace(rows=[first._replace(**change), *others]) for change in changes
+  ]
+  tables.append(problems._replace(id_N=problems.id_N[::-1]))
+  found = [*map(prompts.fingerprint, tables)]
   assert len(set(found)) == len(found) and len(found[0]) == 16
-  # No values, and empty ones for each problem, mean the same.
-  none = (
-    {'pictures': [()] * N},
-    {'history': [()] * N},
-    {'set': [''] * N},
-    {'solutions': [()] * N},
-  )
-  for empty in ({'verifier': [''] * N}, {'system': [''] * N}, *none):
-    assert prompts.fingerprint(problems._replace(**empty)) == found[0]
+  # Recorded before problems had optional columns: empty ones change nothing.
+  assert found[0] == '3d63149da817513a'
 
 
 def test_the_fingerprint_of_prompts_is_that_of_their_tokens(problems):
@@ -104,7 +100,7 @@ def test_the_fingerprint_of_prompts_is_that_of_their_tokens(problems):
     {},
     {'tokens_NT': tokens_NT},
     {'length_N': problems.length_N[::-1]},
-    {'tokens_NT': padded_NT, 'text': problems.text[::-1]},
+    {'tokens_NT': padded_NT, 'rows': problems.rows[::-1]},
   ]
   found = [problems._replace(**change) for change in changes]
   first, other, shorter, padded = map(prompts.prompt_fingerprint, found)
@@ -145,15 +141,18 @@ def load(tmp_path, capsys):
   return call
 
 
+def texts(problems):
+  return [row.problem for row in problems.rows]
+
+
 def test_rows_that_are_dropped_are_logged(load):
   training, held_out, lines = load()
-  assert training.text == ['1+1', '2+2', '3+3']
-  assert training.answer == ['2', '4', '6'] and training.verifier == [''] * 3
-  assert held_out.text == ['2+2', '5+5'] and held_out.answer == ['4', '10']
+  assert training.rows == [Row('1+1', '2'), Row('2+2', '4'), Row('3+3', '6')]
+  assert held_out.rows == [Row('2+2', '4'), Row('5+5', '10')]
   for found in (training, held_out):
-    assert found.id_N.tolist() == list(range(len(found.text)))
-    assert found.length_N.tolist() == [4] * len(found.text)
-    assert found.tokens_NT.shape == (len(found.text), 6)
+    assert found.id_N.tolist() == list(range(len(found.rows)))
+    assert found.length_N.tolist() == [4] * len(found.rows)
+    assert found.tokens_NT.shape == (len(found.rows), 6)
     assert found.tokens_NT.dtype == found.length_N.dtype == np.int32
   repeats, conflict, both, long = lines
   assert 'source.jsonl: 5 rows contain 4 different problems' in repeats
@@ -164,17 +163,18 @@ def test_rows_that_are_dropped_are_logged(load):
 
 def test_every_choice_can_be_made_otherwise(load):
   training, held_out, lines = load(duplicates='keep', overlap='drop')
-  assert training.text == ['1+1', '1+1', '3+3'] and held_out.text[1:] == ['5+5', '5+5']
+  assert texts(training) == ['1+1', '1+1', '3+3']
+  assert texts(held_out)[1:] == ['5+5', '5+5']
   assert "'2+2'" in lines[2] and lines[2].endswith('dropped from the training problems')
   with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(overlong='refuse')
   with pytest.raises(ValueError, match=r"prompt_tokens=6 is too small: .* '10.*has 12"):
     load(test=TRAIN)  # no held-out problem is dropped for its length
-  assert load(overlong='refuse', width=12)[0].text[-1] == '10+100+1000'
+  assert texts(load(overlong='refuse', width=12)[0])[-1] == '10+100+1000'
 
 
 def test_too_few_problems_are_refused_when_they_are_loaded(load):
-  assert len(load(count=3)[0].text) == 3
+  assert len(load(count=3)[0].rows) == 3
   with pytest.raises(ValueError, match=r'prompts\.count=4 .* only 3 problems'):
     load(count=4)
   with pytest.raises(ValueError, match=r'prompts\.count=1 .* only 0 problems'):
@@ -190,13 +190,13 @@ def test_problems_with_pictures_are_loaded_as_texts_are(load):
   test = [(*SAME, 1), ('5', '4')]
   knobs = {'vision': ONE_LAYER, 'overlap': 'drop'}
   training, held_out, _ = load(train, test, width=9, **knobs)
-  assert training.text == ['<image>1', '2'] and training.answer == ['3', '4']
-  assert training.pictures == [(png(56, 56, 0),), ()]
+  pictured = Row('<image>1', '3', pictures=(png(56, 56, 0),))
+  assert training.rows == [pictured, Row('2', '4')]
   assert training.grids == [((4, 4),), ()]
   # Four merged patches of a picture, then '1' and a newline.
   assert training.length_N.tolist() == [6, 2]
   assert training.tokens_NT[0].tolist() == [ONE_LAYER.image_token] * 4 + [7, 4, 0, 0, 0]
-  assert held_out.pictures == [(png(56, 56, 1),), ()]
+  assert [row.pictures for row in held_out.rows] == [(png(56, 56, 1),), ()]
 
 
 V = SEEING.vision

@@ -665,7 +665,9 @@ def test_the_environment_reads_what_was_said():
 
 def test_what_was_said_begins_with_the_earlier_turns_of_the_prompt():
   history = ('user', '1+1'), ('assistant', '2')
-  earlier = problems()._replace(history=[history] * 3)
+  earlier = problems()
+  rows = [row._replace(history=history) for row in earlier.rows]
+  earlier = earlier._replace(rows=rows)
   verifier = verifier_of(echo)
   v = rollout.Verification(earlier, TOKENIZER, verifier, PhaseTimer())
   tokens_T = earlier.tokens_NT[0]

@@ -29,7 +29,9 @@ SOLUTIONS = [
 
 
 def drawn(ids, purpose=(0, 0)):
-  table = problems()._replace(solutions=SOLUTIONS)
+  table = problems()
+  rows = zip(table.rows, SOLUTIONS, strict=True)
+  table = table._replace(rows=[row._replace(solutions=x) for row, x in rows])
   return given.responses(
     table,
     prompts.prompts_by_id(table, ids),

@@ -290,7 +290,7 @@ def test_replayed_groups_and_groups_without_tokens_are_left_out(tmp_path, capsys
   rows = [line('fresh', [7]), line('reused', [8]), line('fresh', None)]
   record = read(tmp_path / '1.jsonl', rows)
   assert [x.responses[0].tokens.tolist() for x in record.groups] == [[7]]
-  assert record.problems.answer == ['3'] and record.steps == [1]
+  assert record.problems.rows[0].answer == '3' and record.steps == [1]
   assert '2 groups are left out' in capsys.readouterr().out
 
 

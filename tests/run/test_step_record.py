@@ -11,6 +11,7 @@ import pytest
 
 from bapo_jax.algorithms import clip, diagnostics, loss
 from bapo_jax.data import tokenizer
+from bapo_jax.data.row import Row
 from bapo_jax.learner.learner import Updated
 from bapo_jax.run import step_record
 from bapo_jax.training.config import Config
@@ -21,7 +22,7 @@ P, G, T = 5, 2, 6
 TEXT = tokenizer.load(tokenizer.EMBEDDED, '{problem}\n')
 
 
-def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
+def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=((),) * P):
   """Returns (trainer, record) of 5 seats: 2 tokens of prompt, then 3, 4, 5, end."""
   groups = making.groups(range(P), [1, 2, 1, 1, 0], [7] * P, G, T)
   row = np.asarray([*tokenizer.encode(TEXT, ['1+345'])[0], TEXT.eos[0]])
@@ -55,7 +56,8 @@ def held_step(source=(0, 0, -1, 2, 0), updates=((0, 4), (3, 1)), pictures=()):
     tokenizer=TEXT,
     spec=making.SPEC,
     problems=python_types.SimpleNamespace(
-      answer=[f'answer {i}' for i in range(P)], pictures=pictures
+      rows=[Row('', f'answer {i}', pictures=x) for i, x in enumerate(pictures)],
+      grids=[((1, 1),) * len(x) for x in pictures],
     ),
   )
   return t, record

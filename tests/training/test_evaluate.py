@@ -13,6 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from three_problems import ACTOR, ENGINE, GROUP, NEW, PROBLEMS, TOKENIZER, problems
 
+from bapo_jax.data.prompts import Problems
+from bapo_jax.data.row import Row
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.verifiers import Verdict
@@ -88,9 +90,8 @@ def test_equal_answers_and_responses_have_the_verdicts_of_their_own_verifiers(
     return [r'\boxed{042}'] * len(tokens_BT)
 
   monkeypatch.setattr(rollout_lib.tokenizer_lib, 'decode_responses', read)
-  same = problems()._replace(
-    text=['1+1='] * 3, answer=['42'] * 3, verifier=['aime', 'exact', 'aime']
-  )
+  rows = [Row('1+1=', '42', rule) for rule in ('aime', 'exact', 'aime')]
+  same = problems()._replace(rows=rows)
   _, samples = evaluated(rewards.Verifier(Verification()), asked=same)
   assert [s['correct'] for s in samples] == [*[True] * 4, *[False] * 4, *[True] * 4]
   verifiers = [s['verifier'] for s in samples[::GROUP]]
@@ -107,7 +108,9 @@ def test_a_named_set_has_its_own_number_and_error():
       pending = super().submit(samples)
       return pending._replace(verdicts=[Verdict(x, 'slow', '3') for x in verdicts])
 
-  named = problems()._replace(set=['aime24', 'aime24', 'b'])
+  named = problems()
+  names = zip(named.rows, ('aime24', 'aime24', 'b'), strict=True)
+  named = named._replace(rows=[row._replace(set=name) for row, name in names])
   result, samples = evaluated(Fixed(), group_size=2, asked=named)
   assert [s['set'] for s in samples] == ['aime24'] * 4 + ['b'] * 2
   first, second = result['sets']['aime24'], result['sets']['b']
@@ -142,8 +145,7 @@ def test_graded_rewards_and_their_parts_by_hand():
       verdicts = [Verdict(r and r > 0.4, 'slow', None, r, p or None) for r, p in graded]
       return pending._replace(verdicts=verdicts)
 
-  asked = jax.tree.map(lambda x: x[:2], problems())
-  asked = asked._replace(text=PROBLEMS[:2], answer=['2', '32'])
+  asked = Problems(*(x[:2] for x in problems()))
   result, samples = evaluated(Graded(), group_size=2, asked=asked)
   assert [(s['reward'], s['parts']) for s in samples] == [
     (reward, parts) for reward, parts in graded

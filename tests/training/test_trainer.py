@@ -15,6 +15,7 @@ from bapo_jax import types
 from bapo_jax.algorithms import replay_buffer
 from bapo_jax.data import prompt_rules
 from bapo_jax.data.prompts import Problems
+from bapo_jax.data.row import Row
 from bapo_jax.rollout.rollout import Rollout, Verification
 from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.runtime.progress import PhaseTimer
@@ -31,7 +32,10 @@ EMPTY = MADE | {'learner/tokens': jnp.float32(0)}
 EXTRA = {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 2}
 HARD = {'batch.rule': 'adapted', 'buffer.reeval_interval': 1}
 PROBLEMS = Problems(
-  np.arange(N, dtype=np.int32), np.ones((N, 2), np.int32), np.full(N, 2), '1' * N, ''
+  np.arange(N, dtype=np.int32),
+  np.ones((N, 2), np.int32),
+  np.full(N, 2),
+  [Row('1', '')] * N,
 )
 
 
@@ -304,7 +308,7 @@ WINDOW = {'prompts.rule': 'by_difficulty', 'prompts.low': 0.25, 'prompts.high': 
 @pytest.fixture
 def few(monkeypatch):
   monkeypatch.setattr(prompt_rules, 'shuffled', order)
-  few = Problems(*(x[:4] for x in PROBLEMS[:3]), '1111', '')
+  few = Problems(*(x[:4] for x in PROBLEMS[:4]))
   monkeypatch.setitem(globals(), 'PROBLEMS', few)
 
 

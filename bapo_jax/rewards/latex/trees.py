@@ -62,8 +62,6 @@ def _numeral(text):
 @functools.lru_cache(1024)  # the responses to a problem share its right answer
 def parse(text: str) -> Tree | None:
   """Parses an expression; returns None for text outside the grammar."""
-  if re.fullmatch('[0-9]{1,9}', text):
-    return ('num', Fraction(text))
   tokens = []
   for match in TOKEN.finditer(text.strip()):
     kind = match.lastgroup or 'other'

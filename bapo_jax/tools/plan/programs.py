@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.data.prompts import Problems
+from bapo_jax.data.row import Row
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.models.hf import directory as hf_directory
 from bapo_jax.models.layers import Schedule
@@ -96,7 +97,7 @@ def trainer_of(r: Resolved) -> tuple[Trainer, Tree, Tree]:
     merged = min(v.most_pixels // (v.merge * v.patch) ** 2, room)
     high = math.isqrt(merged)
     grids = ((high * v.merge, -(-merged // high) * v.merge),)
-  problems = Problems(none, none, none, [''], [''], pictures=[()], grids=[grids])
+  problems = Problems(none, none, none, [Row('', '')], [grids])
   steps = r.config.rewards.custom.steps
   verifier: Any = SimpleNamespace(steps=steps, environment=r.config.environment)
   data = build.Material(problems, problems)
