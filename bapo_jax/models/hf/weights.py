@@ -225,7 +225,11 @@ def _load_parameter(
       tensor = index[name]
       cuts = slice(top, min(top + tops.step, stop)), *columns
       rows = safetensors_io.read(tensor, sizes, cuts).astype(dtype)
-      _check_finite(rows, name, tensor.file)
+      if not finite(rows):  # after the cast: a large float32 is infinite in bfloat16
+        raise ValueError(
+          f'{tensor.file}: {name} contains NaN or infinity in {dtype}; '
+          'download the file again, or choose another model'
+        )
       piece = rows.transpose(np.argsort(order))[(None,) * stacked]
       corner = np.zeros(len(shape), np.int32)
       corner[:stacked] = [i - first for i, (first, _) in zip(at, spans, strict=False)]
@@ -240,15 +244,6 @@ def _load_parameter(
       # Without waiting, blocks would pile up in host memory.
       jax.block_until_ready(list(shards.values()))
   return jax.make_array_from_single_device_arrays(shape, layout, list(shards.values()))
-
-
-def _check_finite(rows, name, file):
-  # Checked after the cast: a large float32 is infinite in bfloat16.
-  if not finite(rows):
-    raise ValueError(
-      f'{file}: {name} contains NaN or infinity in {rows.dtype}; '
-      'download the file again, or choose another model'
-    )
 
 
 def finite(array: np.ndarray) -> bool:
