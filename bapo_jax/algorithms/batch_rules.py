@@ -38,6 +38,7 @@ from bapo_jax.types import (
   take,
 )
 
+Seated = tuple[Groups, Array]  # the groups in the seats, and source_P
 FRESH, REEVALUATED, REUSED = range(len(SOURCES))
 
 
@@ -83,7 +84,7 @@ class BatchRule(Part):
     now: int | Array,
     key: Array,
     seats: int,
-  ) -> tuple[Groups, Array]:
+  ) -> Seated:
     """Returns `seats` groups and source_P, their indices into SOURCES (-1 if empty)."""
     raise NotImplementedError
 
@@ -141,7 +142,7 @@ class FreshOnly(BatchRule):
     now: int | Array,
     key: Array,
     seats: int,
-  ) -> tuple[Groups, Array]:
+  ) -> Seated:
     return fresh, jnp.where(fresh.completed_step_P >= 0, FRESH, -1)
 
 
@@ -165,7 +166,7 @@ class LearnableOnly(BatchRule):
     now: int | Array,
     key: Array,
     seats: int,
-  ) -> tuple[Groups, Array]:
+  ) -> Seated:
     # Extra rounds may sample a problem again: two groups of it would weigh it twice.
     earned_N = first_of(fresh.id_P, learnable(fresh))
     return _seated(fresh, earned_N, jnp.zeros_like(fresh.id_P), 0.0, seats)
@@ -193,8 +194,7 @@ class Replay(BatchRule):
     now: int | Array,
     key: Array,
     seats: int,
-  ) -> tuple[Groups, Array]:
-    assert seats == self.seats(len(fresh.id_P))
+  ) -> Seated:
     reusable = buffer.reusable
     candidates = concat(fresh, reusable)
     source_N = _sources(jnp.asarray([FRESH, REUSED]), fresh, reusable)
@@ -245,7 +245,7 @@ class Adapted(BatchRule):
     now: int | Array,
     key: Array,
     seats: int,
-  ) -> tuple[Groups, Array]:
+  ) -> Seated:
     candidates = concat(fresh, reevaluated, buffer.reusable)
     source_N = _sources(jnp.arange(len(SOURCES)), fresh, reevaluated, buffer.reusable)
     thresholds = buffer.thresholds
@@ -294,7 +294,7 @@ def _seated(
   source_N: Array,
   luck_N: Array | float,
   seats: int,
-) -> tuple[Groups, Array]:
+) -> Seated:
   """Returns (groups, source_P): the candidates of earned_N, by source, then luck_N."""
   # One stable argsort sorts by priority of the source (integer part), by the random
   # draw among reused groups (fraction), and by order of arrival (stability).

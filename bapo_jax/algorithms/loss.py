@@ -37,6 +37,7 @@ from bapo_jax.types import (
   Weigh,
 )
 
+Gain = tuple[Array, Bounds]  # objective of each token [B, T], and the bounds used
 Aggregate = Literal['token', 'sequence', 'constant']
 Factor = Annotated[float, Interval(gt=0, le=100)]
 KlDirection = Literal['behavior_policy', 'policy_behavior', 'squared']
@@ -149,9 +150,7 @@ class LossRule(Part):
     """
     return self.reference if self.reference_estimator == 'k1_reward' else 0.0
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     """Returns (gain_BT, bounds): the objective of each token, and the bounds used.
 
     Args:
@@ -217,9 +216,7 @@ class Clipped(LossRule):
     infinite=True,
   )
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     if self.limit < math.inf:
       log_r_BT = jnp.clip(log_r_BT, -self.limit, self.limit)
@@ -252,9 +249,7 @@ class Decoupled(LossRule):
     needs='capped',
   )
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     # The clip compares with prox, not mu: the trust region is around the weights of the
     # step's start, and prox / mu alone corrects for the age of the data.
     log_r_BT = log_ratio(logp_BT, batch.prox_BT, batch.loss_mask_BT)
@@ -281,9 +276,7 @@ class SequenceRatio(LossRule):
 
   rule: Literal['sequence'] = 'sequence'
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     # The value of s with the gradient of the token: so a token-wise advantage keeps its
     # own tokens, as in GSPO-token.
@@ -309,9 +302,7 @@ class Gmpo(LossRule):
 
   rule: Literal['gmpo'] = 'gmpo'
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     up_BT = batch.adv_BT > 0
@@ -345,9 +336,7 @@ class Cispo(LossRule):
 
   rule: Literal['cispo'] = 'cispo'
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     # The weight is clipped and the token kept: rare words that PPO cuts go on learning.
@@ -369,9 +358,7 @@ class Tis(LossRule):
   rule: Literal['tis'] = 'tis'
   cap: float = _cap(2.0, 'pi / mu')
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     ratio_BT = ratio(logp_BT, batch)
     return _reinforce(jnp.minimum(ratio_BT, self.cap), logp_BT, batch), find(ratio_BT)
 
@@ -387,9 +374,7 @@ class Reinforce(LossRule):
 
   rule: Literal['reinforce'] = 'reinforce'
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     ratio_BT = ratio(logp_BT, batch)
     return _reinforce(jnp.ones_like(ratio_BT), logp_BT, batch), find(ratio_BT)
 
@@ -412,9 +397,7 @@ class Sapo(LossRule):
     1.05, 'Temperature of the gate of tokens with A <= 0.', least=1e-3, most=1e3
   )
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     # Limited where the gate is saturated: slope 0 times an infinite r would be nan.
     ratio_BT = jnp.exp(jnp.minimum(log_r_BT, 20))
@@ -446,9 +429,7 @@ class Vespo(LossRule):
     'Power of pi(y) / mu(y) and rate of its decay for responses with A < 0.',
   )
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     # Clamped by token, then by response, in the order of the public code: the two
     # clamps do not commute.
@@ -474,9 +455,7 @@ class Aspo(LossRule):
   rule: Literal['aspo'] = 'aspo'
   cap: float = _cap(3.0, 'the ratio (A < 0) or its inverse (A > 0)')
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     cut_BT, edge_BT = _crossed(log_r_BT, batch, bounds)
@@ -515,9 +494,7 @@ class Fipo(LossRule):
     infinite=True,
   )
 
-  def __call__(
-    self, logp_BT: Array, batch: Batch, find: FindBounds
-  ) -> tuple[Array, Bounds]:
+  def __call__(self, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
     log_r_BT = log_r(logp_BT, batch)
     bounds = find(jnp.exp(log_r_BT))
     fixed_BT = jax.lax.stop_gradient(log_r_BT)
@@ -682,9 +659,7 @@ def _high(batch: Batch, bounds: Bounds) -> Array:
   return jnp.where(reused_B1, jnp.minimum(bounds.high, bounds.cap), bounds.high)
 
 
-def gain(
-  rule: LossFunction, logp_BT: Array, batch: Batch, find: FindBounds
-) -> tuple[Array, Bounds]:
+def gain(rule: LossFunction, logp_BT: Array, batch: Batch, find: FindBounds) -> Gain:
   """Applies a loss rule, then the mask of the bounds: (gain_BT, bounds).
 
   A masked token has gain 0 and no gradient, under every loss rule.
@@ -731,16 +706,6 @@ def masked(bounds: Bounds, keep_BT: Array | None) -> Bounds:
   return bounds._replace(keep_BT=both_BT)
 
 
-def without_masked(batch: Batch, keep_BT: Array | None) -> Batch:
-  """Returns the batch without the masked tokens, for a search of bounds.
-
-  Not for a loss rule: the ratio of a response counts its masked tokens too.
-  """
-  if keep_BT is None:
-    return batch
-  return batch._replace(loss_mask_BT=batch.loss_mask_BT & keep_BT)
-
-
 def finder(
   rules: tuple[LossFunction, ClipFunction, MaskFunction],
   logp_BT: Array,
@@ -757,7 +722,9 @@ def finder(
   loss_rule, clip_rule, mask_rule = rules
   logp_BT = jax.lax.stop_gradient(logp_BT)
   keep_BT = mask_rule(logp_BT, batch)
-  others = without_masked(batch, keep_BT)
+  others = batch  # not for the loss rule: a response's ratio counts its masked tokens
+  if keep_BT is not None:
+    others = batch._replace(loss_mask_BT=batch.loss_mask_BT & keep_BT)
   weigh = weigher(loss_rule, logp_BT, batch, scale_B)
 
   def find(ratio_BT: Array) -> Bounds:

@@ -11,7 +11,6 @@ A row is empty if completed_step_P is -1; empty rows come last.
 With hard_order='fifo' the hard problems are in order of entry, the newest first.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
@@ -293,7 +292,7 @@ def init(
   )
 
 
-@functools.partial(jax.jit, static_argnames='rows')
+@jax.jit(static_argnames='rows')
 def draw(stored: Groups, rows: int) -> Groups:
   """Returns the `rows` least recently tried rows of `stored`, empty rows last."""
   # Empty rows have step -1 and would come first.
@@ -305,8 +304,7 @@ def draw(stored: Groups, rows: int) -> Groups:
   return drawn._replace(id_P=jnp.where(drawn.completed_step_P < 0, -1, drawn.id_P))
 
 
-@functools.partial(
-  jax.jit,
+@jax.jit(
   static_argnames=('thresholds', 'max_off_policy_steps', 'max_reuse', 'hard_order'),
 )
 def insert(

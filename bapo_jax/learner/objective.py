@@ -203,10 +203,6 @@ class MicroBatches(NamedTuple):
     stats_RT = self.objective.token_stats(weights, self.packed.cells(n), patch_XD)
     return jax.tree.map(lambda x_RT: self.packed.unpack(x_RT, n), stats_RT)
 
-  def mine(self, n: Array | int) -> Array:
-    """Returns a mask [B, 1] of the rows of micro-batch n."""
-    return self.packed.mine(n)[:, None]
-
 
 def micro_batches(
   batch: Batch,
@@ -302,7 +298,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scales: Scales) -> Resu
   def value_of(trained, n):
     stats = parts.stats(trained, n)
     # Masked, not sliced: all micro-batches then run one program on arrays [B, T].
-    part = parts.batch.only(parts.mine(n))
+    part = parts.batch.only(parts.packed.mine(n))
     search = o.search(stats.logp_BT, part, scale_B)
 
     # If only one micro-batch is filled, its search covers the whole minibatch. With
@@ -321,7 +317,7 @@ def _one_by_one(trained: Variables, parts: MicroBatches, scales: Scales) -> Resu
   # Statistics of micro-batches are disjoint, so they add up. Bounds of one search are
   # equal in all of them; with a search each, the rows of the micro-batch take its own.
   def merge(n, so_far, new):
-    of_rows = True if o.together else parts.mine(n)
+    of_rows = True if o.together else parts.packed.mine(n)
     bounds = jax.tree.map(lambda a, b: jnp.where(of_rows, b, a), so_far[1], new[1])
     return jax.tree.map(jnp.add, so_far[0], new[0]), bounds
 

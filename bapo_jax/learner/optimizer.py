@@ -192,15 +192,15 @@ Optimizer = Annotated[OptimizerRule, OneOf('Optimiser.', AdamW, Muon)]
 def rate(k: OptimizerRule, updates: int) -> optax.ScalarOrSchedule:
   """Returns the rate of each of the updates of a run; a number if it never changes."""
   assert k.lr is not None
+  if k.schedule == 'constant' and not k.warmup:
+    return k.lr
+  rising = optax.linear_schedule(k.lr / (k.warmup + 1), k.lr, k.warmup)
+  if k.schedule == 'constant':
+    return rising
   if k.schedule == 'linear':
     after = optax.linear_schedule(k.lr, k.floor * k.lr, updates - k.warmup)
-  elif k.schedule == 'cosine':
-    after = optax.cosine_decay_schedule(k.lr, max(updates - k.warmup, 1), k.floor)
-  elif not k.warmup:
-    return k.lr
   else:
-    return optax.linear_schedule(k.lr / (k.warmup + 1), k.lr, k.warmup)
-  rising = optax.linear_schedule(k.lr / (k.warmup + 1), k.lr, k.warmup)
+    after = optax.cosine_decay_schedule(k.lr, max(updates - k.warmup, 1), k.floor)
   return optax.join_schedules([rising, after], [k.warmup])
 
 
@@ -233,7 +233,7 @@ def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   """
 
   def wide(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return optax.tree.cast(tree, jnp.float32)
 
   def init(params) -> Mastered:
     return Mastered(wide(params), tx.init(wide(params)))
@@ -241,8 +241,7 @@ def mastered(tx: optax.GradientTransformation) -> optax.GradientTransformation:
   def update(grads, state, params) -> tuple[Tree, Mastered]:
     updates, inner = tx.update(wide(grads), state.inner, state.master)
     master = optax.apply_updates(state.master, updates)
-    rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), master, params)
-    moves = jax.tree.map(jnp.subtract, wide(rounded), wide(params))
-    return moves, Mastered(master, inner)
+    rounded = optax.tree.cast_like(master, params)
+    return optax.tree.sub(wide(rounded), wide(params)), Mastered(master, inner)
 
   return optax.GradientTransformation(init, update)  # pyrefly: ignore

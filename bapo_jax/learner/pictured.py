@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.sharding import Mesh
 
@@ -100,11 +101,14 @@ class Embedder:
 
   def abstract(self, prompts: int) -> Seen:
     """Returns the shapes of the pictures of `prompts` problems, placed on the mesh."""
-    seen = jax.eval_shape(lambda: self._gallery.empty(prompts))
-    if self._tower is not None:
-      embed = functools.partial(_embedded, **self._knobs)
-      seen = jax.eval_shape(embed, self._tower, seen)
-    return sharding.abstract(seen, sharding.layout_of_rows(seen, self._mesh))
+
+    def seen() -> Seen:
+      pixels = self._gallery.empty(prompts)
+      if self._tower is None:
+        return pixels
+      return _embedded(self._tower, pixels, **self._knobs)
+
+    return sharding.abstract_rows(seen, self._mesh)
 
   def programs(self) -> Iterator[Call]:
     """Yields the program that embeds pictures, if they are embedded here."""
@@ -191,8 +195,7 @@ def variables(
   def gradients(grads):
     assert grads.merged_PMD is not None
     (vision,) = pull(grads.merged_PMD.astype(merged_PMD.dtype))
-    vision = jax.tree.map(lambda x: x.astype(jnp.float32), vision)
-    return grads.params | {'vision': vision}
+    return grads.params | {'vision': optax.tree.cast(vision, jnp.float32)}
 
   embedded = EmbeddedPictures(merged_PMD, pictures.grid_PI2)
   return Variables(params, merged_PMD), embedded, gradients

@@ -142,26 +142,16 @@ class Prefilled(NamedTuple):
 
 
 def prefill(
-  actor: Tree, tokens_RT: Array, spec: ModelSpec, routes_RTX: Array | None = None
-) -> Prefilled:
-  """Computes keys and values of every layer for R prompts.
-
-  Uses the recorded routes, if any.
-  """
-  column_RT = jnp.broadcast_to(jnp.arange(tokens_RT.shape[1]), tokens_RT.shape)
-  turn_RTc = layers.rotations(column_RT, spec)
-  x_RTD = layers.embed_rows(actor, tokens_RT, spec)
-  return prefill_embedded(actor, x_RTD, turn_RTc, spec, routes_RTX)
-
-
-def prefill_embedded(
   actor: Tree,
   x_RTD: Array,
   turn_RTc: layers.Turn,
   spec: ModelSpec,
   routes_RTX: Array | None = None,
 ) -> Prefilled:
-  """Prefills embedded prompts; `turn_RTc` are the rotations of their positions."""
+  """Computes keys and values of every layer for R embedded prompts.
+
+  `turn_RTc` are the rotations of their positions. Uses the recorded routes, if any.
+  """
   x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
   prefilled = []
   used = []

@@ -193,11 +193,6 @@ def _native(multiply: Callable, x_RI: Array, w_EIO: Array, size_E: Array) -> Arr
   return jnp.where(jnp.arange(len(y_RO))[:, None] < size_E.sum(), y_RO, 0)
 
 
-def _ragged(*arrays: Array) -> Array:
-  """Multiplies with `lax.ragged_dot`, which a TPU runs natively."""
-  return _native(lax.ragged_dot, *arrays)
-
-
 def _tokamax(*arrays: Array) -> Array:
   """Multiplies with the kernels of tokamax, for a GPU."""
   import tokamax  # pyrefly: ignore[missing-import]
@@ -222,7 +217,11 @@ def _expert(size_E: Array, rows: int) -> Array:
 
 
 # All but `blocks`, whose rows are in blocks.
-KERNELS = {'ragged': _ragged, 'tokamax': _tokamax, 'dense': _dense}
+KERNELS = {
+  'ragged': functools.partial(_native, lax.ragged_dot),  # which a TPU runs natively
+  'tokamax': _tokamax,
+  'dense': _dense,
+}
 
 
 def resolve(kind: str | None, platform: str) -> str:
@@ -312,8 +311,3 @@ def load(routes_BTX: Array, spec: ModelSpec) -> Array:
   flat_LC = by_layer(routes_BTX, spec).reshape(spec.layers, -1)
   count_LE = jax.vmap(lambda x: jnp.bincount(x, length=spec.experts))(flat_LC)
   return (count_LE.max(1) / count_LE.mean(1)).mean()
-
-
-def agrees(recorded: Array, live: Array) -> Array:
-  """Returns whether both lists [..., K] have the same experts, in any order."""
-  return (jnp.sort(recorded) == jnp.sort(live)).all(-1)

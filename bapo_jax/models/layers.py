@@ -289,7 +289,8 @@ def through(
     x_BTD, chosen = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
     agree_BT = None
     if chosen and recorded_BTK is not None:
-      agree_BT = experts.agrees(recorded_BTK, chosen.live)
+      # Whether both have the same experts, in any order.
+      agree_BT = (jnp.sort(recorded_BTK) == jnp.sort(chosen.live)).all(-1)
     return split(x_BTD, schedule), agree_BT
 
   x_BTD = split(x_BTD, schedule)

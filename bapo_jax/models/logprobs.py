@@ -132,8 +132,12 @@ def packed_stats(
     columns=wanted_SX.sum(1, dtype=jnp.int32).max(),
   )
   back_SX = jnp.argsort(order_SX, axis=1)
-  packed = (jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T) for x_SX in stats[:3])
-  scored = TokenStats(*(jnp.where(cells.wanted_RT, x_RT, 0) for x_RT in packed))
+
+  def moved_back(x_SX):
+    x_RT = jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T)
+    return jnp.where(cells.wanted_RT, x_RT, 0)
+
+  scored = jax.tree.map(moved_back, stats)
   if agree_RT is None:
     return scored
   return scored._replace(agree_BT=jnp.where(cells.wanted_RT, agree_RT, 0))

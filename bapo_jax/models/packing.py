@@ -59,8 +59,9 @@ class Packed(struct.PyTreeNode):
   routes_BTX: UInt[Array, 'B T X'] | None = None  # see types.Batch
 
   def mine(self, n: Array | int) -> Array:
-    """Returns a mask [B] of the rows that belong to micro-batch n."""
-    return (self.bin_B >= 0) & (self.bin_B // self.shape.bins == n)
+    """Returns a mask [B, 1] of the rows that belong to micro-batch n."""
+    mine_B = (self.bin_B >= 0) & (self.bin_B // self.shape.bins == n)
+    return mine_B[:, None]
 
   def cells(self, n: Array | int) -> Cells:
     """Gathers the cells of micro-batch n."""

@@ -148,7 +148,7 @@ def flatten(tree: Tree) -> dict[str, Any]:
   return traverse_util.flatten_dict(tree, sep='/')
 
 
-@functools.partial(jax.jit, static_argnames='spec')  # eager: one compile per shape
+@jax.jit(static_argnames='spec')  # eager: one compile per shape
 def init(spec: ModelSpec, key: Array) -> Tree:
   """Returns random parameters, initialised as in `describe`."""
   flat: dict[str, Array] = {}

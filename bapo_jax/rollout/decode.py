@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
@@ -69,9 +68,15 @@ class Rows(NamedTuple):
     """Returns the mask of what the policy sampled, end tokens included."""
     return self.policy_version_BT >= 0
 
+  def empty(self) -> 'Rows':
+    """Returns the number in each array that stands for no token."""
+    routes_BTX = self.routes_BTX
+    none = None if routes_BTX is None else jnp.iinfo(routes_BTX.dtype).max
+    return Rows._make((0, 0.0, -1, none))
+
 
 class Entering(NamedTuple):
-  """The A rows that enter slots; each field is i32."""
+  """The A rows that enter slots; fields are i32, stacked for one copy to the device."""
 
   slot_A: Any  # free slots; entries equal to S are padding, and are dropped
   row_A: Any  # output rows
@@ -79,10 +84,6 @@ class Entering(NamedTuple):
   prompt_A: Any  # tokens of each prompt
   position_A: Any  # column of the next token
   limit_A: Any  # column at which the response is cut off
-
-  def packed(self) -> np.ndarray:
-    """Returns all fields as one array, for one copy to the device."""
-    return np.stack(self)
 
 
 def empty(spec: ModelSpec, slots: int, length: int, parts: int = 1) -> Slots:
@@ -148,13 +149,9 @@ def _syncs(spec: ModelSpec, mesh: Mesh) -> tuple[Wrapped, Wrapped]:
 
 def slot_shardings(like: Slots, mesh: Mesh | AbstractMesh) -> Slots:
   """Returns the shardings of `Slots`: split by slot, and the cache also by head."""
-  rows = sharding.over_rows(mesh)
   heads = sharding.over_cache(mesh, like.cache[0][0][0].shape[1])
   cache = jax.tree.map(lambda _: heads, like.cache)
-  layout = jax.tree.map(lambda _: rows, like._replace(cache=()))._replace(cache=cache)
-  if like.routes_STX is None:
-    return layout
-  return layout._replace(routes_STX=sharding.over_routes(mesh, like.routes_STX.shape))
+  return sharding.layout_of_rows(like._replace(cache=()), mesh)._replace(cache=cache)
 
 
 def _constrain(slots: Slots) -> Slots:
@@ -165,7 +162,7 @@ def _constrain(slots: Slots) -> Slots:
   return jax.lax.with_sharding_constraint(slots, slot_shardings(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnames='spec', donate_argnames='slots')
+@jax.jit(static_argnames='spec', donate_argnames='slots')
 def admit(
   params: Tree,
   slots: Slots,
@@ -194,17 +191,15 @@ def admit(
   slots = slots._replace(
     tokens_ST=slots.tokens_ST.at[head].set(tokens_RT[from_A], mode='drop')
   )
-  slots = _prefilled(
+  return _prefilled(
     params,
     slots,
     entering.slot_A,
     tokens_RT=tokens_RT,
-    routes_RTX=None,
     pictures=pictures,
     spec=spec,
     from_A=from_A,
   )
-  return _constrain(slots)
 
 
 def _occupied(slots: Slots, entering: Entering) -> Slots:
@@ -228,37 +223,31 @@ def _prefilled(
   slots: Slots,
   slot_A: Array,
   tokens_RT: Array,
-  routes_RTX: Array | None,
   pictures: Pictures | None,
   spec: ModelSpec,
+  routes_RTX: Array | None = None,
   from_A: Array | None = None,
 ) -> Slots:
   """Prefills rows, with pictures or with recorded routes.
 
   Cache, shift and routes of row from_A[a], by default a, go to slot slot_A[a].
   """
-  if pictures is None:
-    shift_R = jnp.zeros(tokens_RT.shape[0], jnp.int32)
-    prefilled = decoder.prefill(params, tokens_RT, spec, routes_RTX)
-  else:
-    prefilled, shift_R = sequence.prefill(params, tokens_RT, pictures, spec)
+  prefilled, shift_R = sequence.prefill(params, tokens_RT, pictures, spec, routes_RTX)
   from_A = jnp.arange(slot_A.shape[0]) if from_A is None else from_A
   cache = decoder.store(slots.cache, prefilled.cache, slot_A, from_A)
   slots = slots._replace(cache=cache)
   if slots.shift_S is not None:
     shift_S = slots.shift_S.at[slot_A].set(shift_R[from_A], mode='drop')
     slots = slots._replace(shift_S=shift_S)
-  if slots.routes_STX is None or prefilled.routes_RTX is None:
-    return slots
-  head = slot_A, slice(0, tokens_RT.shape[1])
-  routes_AtX = prefilled.routes_RTX[from_A]
-  routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
-  return slots._replace(routes_STX=routes_STX)
+  if slots.routes_STX is not None and prefilled.routes_RTX is not None:
+    head = slot_A, slice(0, tokens_RT.shape[1])
+    routes_AtX = prefilled.routes_RTX[from_A]
+    routes_STX = slots.routes_STX.at[head].set(routes_AtX, mode='drop')
+    slots = slots._replace(routes_STX=routes_STX)
+  return _constrain(slots)
 
 
-@functools.partial(
-  jax.jit, static_argnames=('spec', 'columns'), donate_argnames='slots'
-)
+@jax.jit(static_argnames=('spec', 'columns'), donate_argnames='slots')
 def refresh(
   params: Tree,
   slots: Slots,
@@ -282,16 +271,15 @@ def refresh(
   if slots.routes_STX is not None:
     # The newest token has not been read yet.
     routes_AtX = _read(slots.routes_STX[at_A, :columns], slots.position_S[at_A] - 1)
-  slots = _prefilled(
+  return _prefilled(
     params,
     slots,
     slot_A,
     tokens_RT=slots.tokens_ST[at_A, :columns],
-    routes_RTX=routes_AtX,
     pictures=pictures,
     spec=spec,
+    routes_RTX=routes_AtX,
   )
-  return _constrain(slots)
 
 
 def _read(routes_BTX: Array, end_B: Array) -> Array:
@@ -302,9 +290,7 @@ def _read(routes_BTX: Array, end_B: Array) -> Array:
   return jnp.where(is_read_BT[..., None], routes_BTX, none)
 
 
-@functools.partial(
-  jax.jit, static_argnames=('spec', 'columns'), donate_argnames='slots'
-)
+@jax.jit(static_argnames=('spec', 'columns'), donate_argnames='slots')
 def resume(
   params: Tree,
   slots: Slots,
@@ -343,21 +329,18 @@ def resume(
   routes_AtX = None
   if rows.routes_BTX is not None:
     routes_AtX = rows.routes_BTX[row_A, :columns]
-  slots = _prefilled(
+  return _prefilled(
     params,
     slots,
     entering.slot_A,
     tokens_RT=tokens_AT[:, :columns],
-    routes_RTX=routes_AtX,
     pictures=pictures,
     spec=spec,
+    routes_RTX=routes_AtX,
   )
-  return _constrain(slots)
 
 
-@functools.partial(
-  jax.jit, static_argnames=('spec', 'eos', 'live', 'sampling'), donate_argnames='slots'
-)
+@jax.jit(static_argnames=('spec', 'eos', 'live', 'sampling'), donate_argnames='slots')
 def run(
   params: Tree,
   slots: Slots,
@@ -461,7 +444,7 @@ def _step(
   )
 
 
-@functools.partial(jax.jit, static_argnames='width')
+@jax.jit(static_argnames='width')
 def recent(slots: Slots, first_S: Array, *, width: int) -> Array:
   """Returns `width` tokens of every slot from a column on, on all devices."""
   column_SW = first_S[:, None] + jnp.arange(width)[None]
@@ -469,7 +452,7 @@ def recent(slots: Slots, first_S: Array, *, width: int) -> Array:
   return sharding.constrain(tokens_SW, None)
 
 
-@functools.partial(jax.jit, donate_argnames=('slots', 'rows'))
+@jax.jit(donate_argnames=('slots', 'rows'))
 def harvest(slots: Slots, rows: Rows, end_S: Array | None = None) -> tuple[Slots, Rows]:
   """Copies finished rows to the output and frees their slots.
 
@@ -488,23 +471,27 @@ def harvest(slots: Slots, rows: Rows, end_S: Array | None = None) -> tuple[Slots
   # Slots without a finished row write past the last output row, which drops the write.
   to_S = jnp.where(ready_S, slots.row_S, rows.tokens_BT.shape[0])
 
-  def put(x_BT: Array, value_ST: Array) -> Array:
-    return x_BT.at[to_S].set(value_ST, mode='drop')
-
-  routes_BTX = rows.routes_BTX
-  if routes_BTX is not None and slots.routes_STX is not None:
+  routes_STX = slots.routes_STX
+  if routes_STX is not None:
     # The last token has been sampled, and not read.
-    routes_BTX = put(routes_BTX, _read(slots.routes_STX, slots.position_S - 1))
-  rows = Rows(
-    put(rows.tokens_BT, jnp.where(written_ST, slots.tokens_ST, 0)),
-    put(rows.logp_BT, jnp.where(response_mask_ST, slots.logp_ST, 0)),
-    put(
-      rows.policy_version_BT, jnp.where(response_mask_ST, slots.policy_version_ST, -1)
-    ),
-    routes_BTX,
+    routes_STX = _read(routes_STX, slots.position_S - 1)
+  finished = Rows(
+    jnp.where(written_ST, slots.tokens_ST, 0),
+    jnp.where(response_mask_ST, slots.logp_ST, 0),
+    jnp.where(response_mask_ST, slots.policy_version_ST, -1),
+    routes_STX,
   )
   slots = slots._replace(row_S=jnp.where(ready_S, -1, slots.row_S))
-  return _constrain(slots), sharding.constrain_rows(rows)
+  return _constrain(slots), _written(rows, to_S, finished)
+
+
+def _written(rows: Rows, to_N: Array, new: Rows) -> Rows:
+  """Writes new rows into output rows; rows past the last are dropped."""
+
+  def put(x_BT: Array, value_NT: Array | int) -> Array:
+    return x_BT.at[to_N].set(value_NT, mode='drop')
+
+  return sharding.constrain_rows(jax.tree.map(put, rows, new))
 
 
 @jax.jit
@@ -516,23 +503,12 @@ def give(rows: Rows, row_N: Array, tokens_NT: Array, sampled_NT: Array) -> Rows:
     sampled_NT: True where a policy would have sampled the token, False in prompts and
       in messages.
   """
-
-  def put(x_BT: Array, value: Array | int) -> Array:
-    return x_BT.at[row_N].set(value, mode='drop')
-
-  routes_BTX = rows.routes_BTX
-  if routes_BTX is not None:
-    routes_BTX = put(routes_BTX, jnp.iinfo(routes_BTX.dtype).max)
-  given = Rows(
-    put(rows.tokens_BT, tokens_NT),
-    put(rows.logp_BT, 0),
-    put(rows.policy_version_BT, jnp.where(sampled_NT, GIVEN, -1)),
-    routes_BTX,
-  )
-  return sharding.constrain_rows(given)
+  version_NT = jnp.where(sampled_NT, GIVEN, -1)
+  given = rows.empty()._replace(tokens_BT=tokens_NT, policy_version_BT=version_NT)
+  return _written(rows, row_N, given)
 
 
-@functools.partial(jax.jit, static_argnames='group')
+@jax.jit(static_argnames='group')
 def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows:
   """Returns the groups [P, G, T] with these indices; empty where filled_P is False."""
 
@@ -541,7 +517,4 @@ def take_groups(rows: Rows, place_P: Array, filled_P: Array, group: int) -> Rows
     x_PGT = jnp.where(filled_P.reshape(-1, *[1] * x_BT.ndim), x_PGT, empty_value)
     return sharding.constrain(x_PGT, sharding.ROWS)
 
-  groups = Rows(*map(gather, rows[:3], (0, 0.0, -1)))
-  if (routes_BTX := rows.routes_BTX) is None:
-    return groups
-  return groups._replace(routes_BTX=gather(routes_BTX, jnp.iinfo(routes_BTX.dtype).max))
+  return jax.tree.map(gather, rows, rows.empty())

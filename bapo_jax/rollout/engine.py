@@ -172,7 +172,7 @@ class RolloutEngine:
       slots,
       tokens_RT,
       from_A,
-      entering.packed(),
+      np.stack(entering),
       self.pictures(id_R),
       spec=self.spec,
     )
@@ -221,7 +221,7 @@ class RolloutEngine:
       params,
       slots,
       rows,
-      entering.packed(),
+      np.stack(entering),
       message_AT,
       self.pictures(id_A),
       spec=self.spec,
@@ -254,8 +254,7 @@ class RolloutEngine:
 
   def harvest(self, slots: Slots, rows: Rows, end_S: np.ndarray) -> Call:
     """Collects finished rows, by `decode.harvest`; end_S is used with stop strings."""
-    ends = (end_S,) if self.stop else ()
-    return Call(None, decode.harvest, slots, rows, *ends)
+    return Call(None, decode.harvest, slots, rows, end_S if self.stop else None)
 
   def give(
     self, rows: Rows, to_N: np.ndarray, tokens_NT: np.ndarray, sampled_NT: np.ndarray

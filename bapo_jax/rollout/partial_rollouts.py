@@ -45,8 +45,15 @@ class PartialRollouts:
 
   # Host arrays in a checkpoint; `restore` derives all other host arrays.
   SAVED = (
-    *('submitted_W', 'id_W', 'length_W', 'prompt_WT'),
-    *('uid_B', 'limit_B', 'done_B', 'turns_B', 'end_B'),
+    'submitted_W',
+    'id_W',
+    'length_W',
+    'prompt_WT',
+    'uid_B',
+    'limit_B',
+    'done_B',
+    'turns_B',
+    'end_B',
   )
 
   def __init__(self, engine: RolloutEngine, places: int):
@@ -78,6 +85,7 @@ class PartialRollouts:
     self.cache_lost = False  # True after `restore`: checkpoints have no cache
     # (dispatch, position_S) of dispatches whose done flags are not read yet.
     self._pending: collections.deque[tuple[int, Array]] = collections.deque()
+    self._environment: Environment | None = None  # see `decode`
     self._read: Read | None = None  # see `decode`
     self._unreported: list[int] = []  # finished rows, not yet given to `on_finished`
 
@@ -190,14 +198,15 @@ class PartialRollouts:
       # A later dispatch would end rows that were not searched.
       assert not self.engine.done_check_lag
     self._read = read
+    self._environment = environment
     # Asked before a restart, or by a call that was interrupted.
     if environment and self.queue.asked:
       environment.ask(self.turns(sorted(self.queue.asked)))
     if self.engine.stop:  # an interrupted call left a dispatch
-      self._collect(environment, 0)
+      self._collect(0)
     while self.unfinished:
       idle = not (self.busy or self.queue.waiting or self.queue.answered)
-      self._hear(environment, len(self.queue.asked) if awaits else int(idle))
+      self._hear(len(self.queue.asked) if awaits else int(idle))
       self._fill(params)
       due = due_W is not None and (~self.done_B).reshape(len(due_W), -1)[due_W].any()
       if spent >= max_tokens and not due:
@@ -206,10 +215,10 @@ class PartialRollouts:
       if self.busy:
         self._dispatch(params, key, n, policy_version)
         spent += n
-      self._collect(environment, self.engine.done_check_lag)
+      self._collect(self.engine.done_check_lag)
       self._report(on_finished)
-    self._collect(environment, 0)
-    self._hear(environment, len(self.queue.asked))
+    self._collect(0)
+    self._hear(len(self.queue.asked))
     self._report(on_finished)
 
   def _fill(self, params: Tree) -> None:
@@ -314,13 +323,14 @@ class PartialRollouts:
     reached_S = np.minimum(self.reach_S + n, self.limit_S)
     longest = reached_S[self.row_S >= 0].max(initial=1)
     live = shapes.segments_reached(self.engine.segment_sizes, longest)
-    run = self.engine.run(params, self.slots, key, n, version, live)
-    self.slots, position_S = run()
+    self.slots, position_S = self.engine.run(
+      params, self.slots, key, n, version, live
+    )()
     self.reach_S = reached_S
     self._pending.append((self.dispatched, position_S))
     self.dispatched += 1
 
-  def _collect(self, environment: Environment | None, lag: int) -> None:
+  def _collect(self, lag: int) -> None:
     """Collects turns that have ended, without waiting for the last `lag` dispatches."""
     while len(self._pending) > lag:
       number, position_S = self._pending[0]
@@ -334,13 +344,12 @@ class PartialRollouts:
       if ready_S.any():
         # Harvests every slot that is done by now, even if it ended in a later dispatch;
         # such a slot is free on the device before the host reads its flag.
-        harvest = self.engine.harvest(self.slots, self.rows, end_S)
-        self.slots, self.rows = harvest()
+        self.slots, self.rows = self.engine.harvest(self.slots, self.rows, end_S)()
         rows = self.row_S[ready_S]
         self.row_S[ready_S] = -1
         self.end_B[rows] = -position_S[ready_S]
         self.turns_B[rows] += 1
-        self._end_turns(rows, environment)
+        self._end_turns(rows)
       self.searched_S[decoded_S] = abs(position_S[decoded_S])
       self._pending.popleft()
 
@@ -366,10 +375,10 @@ class PartialRollouts:
       end_S[s] = (first_S[s] + count) * (count > 0)
     return end_S
 
-  def _end_turns(self, rows: np.ndarray, environment: Environment | None) -> None:
+  def _end_turns(self, rows: np.ndarray) -> None:
     """Ends the responses in these rows, or asks the environment about their turns."""
     asks = np.zeros(len(rows), bool)
-    if environment:
+    if environment := self._environment:
       more = [self.left(row) > 1 for row in rows]  # a message, and a token after it
       asks = np.logical_and(more, self.turns_B[rows] < environment.max_turns)
       self.queue.asked.update(rows[asks].tolist())
@@ -405,10 +414,10 @@ class PartialRollouts:
       for row, tokens_T, version_T in zip(rows, tokens_BT, version_BT, strict=True)
     ]
 
-  def _hear(self, environment: Environment | None, at_least: int) -> None:
+  def _hear(self, at_least: int) -> None:
     """Takes the answers that have arrived; waits for `at_least` of them."""
-    if environment:
-      ended = self.queue.hear(environment, at_least)
+    if self._environment:
+      ended = self.queue.hear(self._environment, at_least)
       self._end(np.asarray(ended, int))
 
   def _report(self, on_finished: OnFinished) -> None:
@@ -449,8 +458,7 @@ class PartialRollouts:
         live = shapes.segments_reached(self.engine.segment_sizes, reached)
         slot_A = self._padded(block, self.engine.max_num_seqs)
         id_A = self._padded(self.id_W[self.row_S[block] // self.engine.group_size], -1)
-        refresh = self.engine.refresh(params, self.slots, id_A, slot_A, live)
-        self.slots = refresh()
+        self.slots = self.engine.refresh(params, self.slots, id_A, slot_A, live)()
 
   def state(self) -> dict[str, dict]:
     """Returns the content of a checkpoint: all arrays except the cache."""

@@ -360,28 +360,30 @@ class PendingVerifications:
     texts = [''] * (P * G)
     verdicts = [EMPTY_SEAT] * (P * G)
     conversations = {}
+    told_4B = np.zeros((4, P * G), np.int32)
     for seat in own:
       pending, i = self._requested[int(row_B[seat])]
       texts[seat] = pending.samples[i].response
       conversations[int(seat)] = pending.samples[i].messages
-      verdicts[seat] = pending.one(i)
+      verdict = verdicts[seat] = pending.one(i)
+      bits = np.float32(verdict.earned).view(np.int32)
+      right = verdict.right
+      told_4B[:, seat] = right is True, right is None, verdict.formatted, bits
     # One collective sums all: right, undecided and formatted responses, and the bits of
     # rewards. All are 0 for responses that another process verifies.
-    counts = [[verdict.right is kind for verdict in verdicts] for kind in (True, None)]
-    counts.append([verdict.formatted for verdict in verdicts])
-    earned_B = np.asarray([verdict.earned for verdict in verdicts], np.float32)
-    right_B, undecided_B, formatted_B, bits_B = exchange.total(
-      [*counts, earned_B.view(np.int32)]
-    )
+    right_B, undecided_B, formatted_B, bits_B = exchange.total(told_4B)
     reward_B = bits_B.view(np.float32)
-    assert right_B.max(initial=0) <= 1, 'two processes verified the same response'
     groups = _fold(rows, id_P, right_B > 0, undecided_B == 0, reward_B, step)
     if self._verification.verifier.steps:
       groups = groups._replace(**_steps(rows, verdicts))
     groups = self._verification.shape(groups, formatted_B > 0)
     parts = {}
-    if self._verification.verifier.custom:
-      parts = _part_sums([verdicts[seat] for seat in own])
+    if self._verification.verifier.custom:  # in every process
+      decided = sum(verdicts[seat].right is not None for seat in own)
+      sums = collections.Counter({COUNT: decided})
+      for seat in own:
+        sums.update(verdicts[seat].parts or {})
+      parts = exchange.summed(sums)
     undecided = int(undecided_B.sum())
     return Rollout(groups, texts, verdicts, conversations, own, undecided, parts=parts)
 
@@ -401,14 +403,6 @@ def _steps(rows: Rows, verdicts: Sequence[Verdict]) -> dict[str, Array]:
   # The product gives both the layout of the tokens.
   fields = {'step_reward_PGT': reward_PGT, 'step_end_PGT': end_PGT}
   return {name: rows.response_mask_BT * x for name, x in fields.items()}
-
-
-def _part_sums(verdicts: Sequence[Verdict]) -> dict[str, float]:
-  """Returns `Rollout.parts`; every process must call it."""
-  sums = collections.Counter({COUNT: sum(x.right is not None for x in verdicts)})
-  for verdict in verdicts:
-    sums.update(verdict.parts or {})
-  return exchange.summed(sums)
 
 
 @jax.jit

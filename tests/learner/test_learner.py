@@ -111,7 +111,7 @@ def test_micro_batches_may_search_by_themselves(params):
   batch = rows(params, noise=0.4)
   knobs = dict(grad_accum_steps=2, bounds_scope='micro_batch')
   chosen = making.objective(RULES['balanced'], **knobs)
-  first_B = objective_lib.micro_batches(batch, chosen).mine(0)[:, 0]
+  first_B = objective_lib.micro_batches(batch, chosen).packed.mine(0)[:, 0]
   adv_B = jnp.where(first_B, jnp.float32(0.2), -1)
   batch = batch._replace(adv_BT=jnp.broadcast_to(adv_B[:, None], batch.tokens_BT.shape))
   _, grads, (_, bounds) = gradient(**knobs)(params, batch)

@@ -14,6 +14,7 @@ from bapo_jax.learner import learner, scoring
 from bapo_jax.models import decoder, experts
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, Routes
 
 SIZES = {'vocab': 11, 'heads': 2, 'kv_heads': 1, 'head_width': 8}
@@ -173,8 +174,8 @@ def test_routes_of_more_than_255_experts_are_wider():
   wide = dataclasses.replace(SPEC, experts=256)
   assert wide.routes == Routes(4, 'uint16')
   params = making.params(wide)
-  prefilled = decoder.prefill(
-    decoder.actor(params, wide), jnp.ones((1, 3), jnp.int32), wide
+  prefilled, _ = sequence.prefill(
+    decoder.actor(params, wide), jnp.ones((1, 3), jnp.int32), None, wide
   )
   assert prefilled.routes_RTX.dtype == jnp.uint16
   assert (prefilled.routes_RTX < 256).all()

@@ -39,7 +39,7 @@ def packed_of(tokens_BT, wanted_BT, micro_batches):
   for n in range(packed.shape.micro_batches):
     cells = packed.cells(n)
     said_RT = jnp.where(cells.wanted_RT, cells.target_RT + 1, 0)
-    parts.append((packed.mine(n), cells, packed.unpack(said_RT, n)))
+    parts.append((packed.mine(n)[:, 0], cells, packed.unpack(said_RT, n)))
   return packed.used, parts
 
 

@@ -11,6 +11,7 @@ from making import QWEN2, QWEN3
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, layers, transformer
+from bapo_jax.models.vision import sequence
 
 LLAMA = dataclasses.replace(QWEN2, qkv_bias=False, tied=False, kv_heads=1)
 YARN = dataclasses.replace(
@@ -41,7 +42,7 @@ def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   def step_by_step(actor, tokens_BT):
     cache = decoder.empty_cache(spec, 3, [5, T - 5])
     if prompt:
-      prefilled = decoder.prefill(actor, tokens_BT[:, :prompt], spec)
+      prefilled, _ = sequence.prefill(actor, tokens_BT[:, :prompt], None, spec)
       each = jnp.arange(3)
       cache = decoder.store(cache, prefilled.cache, each, each)
     # As in the sampler, the prompt's last token is read once more.

@@ -12,6 +12,7 @@ import pytest
 from bapo_jax import sharding
 from bapo_jax.models import decoder, experts, layers
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.vision import sequence
 from bapo_jax.rollout import decode
 from bapo_jax.rollout.engine import RolloutEngine
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
@@ -145,7 +146,7 @@ def test_routes_are_replayed_when_a_cache_is_recomputed():
   tokens_RT = jnp.asarray(rows().tokens_BT[:2])
   routes_RTX = jnp.asarray(rows().routes_BTX[:2])
   live, replayed, other = (
-    decoder.prefill(actor(9), tokens_RT, SPEC, routes)
+    sequence.prefill(actor(9), tokens_RT, None, SPEC, routes)[0]
     for routes in (None, routes_RTX, 7 - jnp.minimum(routes_RTX, 7))
   )
   read = np.asarray(routes_RTX != NONE)

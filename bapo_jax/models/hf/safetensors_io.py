@@ -1,4 +1,4 @@
-"""Reads safetensors files by rows and writes them array by array.
+"""Reads parts of safetensors files and writes them array by array.
 
 A file consists of the header's length n (eight bytes), n bytes of JSON {name: {dtype,
 shape, data_offsets}}, and the data. The safetensors library checks headers, but does
@@ -116,24 +116,11 @@ def _header(path):
   return tensors
 
 
-def read(
-  tensor: Tensor, start: int, stop: int, columns: tuple[int, int] | None = None
-) -> np.ndarray:
-  """Reads rows start to stop - 1 of a tensor, along axis 0, as a flat array.
-
-  If columns are given, only columns[0]..columns[1]-1 of each row are read.
-  """
-  row = math.prod(tensor.shape[1:])
-  left, right = columns or (0, row)
-  size = tensor.dtype.itemsize
-  offset = tensor.start + start * row * size
-  if right - left == row:
-    return np.fromfile(tensor.file, tensor.dtype, (stop - start) * row, offset=offset)
-  parts = np.empty((stop - start, (right - left) * size), np.uint8)
-  with open(tensor.file, 'rb', buffering=0) as file:
-    for i, part in enumerate(parts):
-      os.preadv(file.fileno(), [part.data], offset + (i * row + left) * size)
-  return parts.view(tensor.dtype).ravel()
+def read(tensor: Tensor, shape: tuple[int, ...], cuts: tuple[slice, ...]) -> np.ndarray:
+  """Reads a part of a tensor; `shape` may divide axes of the file's tensor."""
+  # Mapped, only the pages of this part are read.
+  array = np.memmap(tensor.file, tensor.dtype, 'r', tensor.start, shape)
+  return np.array(array[cuts])
 
 
 def write(

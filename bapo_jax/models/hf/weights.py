@@ -5,7 +5,6 @@ device holds a second copy of a parameter. NaN and infinity raise an error. Savi
 writes parameter by parameter, in files of bounded size.
 """
 
-import functools
 import itertools
 import math
 import os
@@ -202,49 +201,40 @@ def _load_parameter(
 ):
   shape = like.shape
   dtype = like.dtype
-  stack, tail = split(parameter, shape)
-  names = np.reshape(_names(parameter, stack), stack)
-  axes = _file_axes(parameter, tail)
-  order = list(itertools.chain(*axes))
+  _, tail = _tensors(parameter, shape)
+  stacked = len(shape) - len(tail)
+  order = list(itertools.chain(*_file_axes(parameter, tail)))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
-  # The part of the stack's last axis, and of every axis of a tensor in the file, that
-  # each device of this process holds.
-  lengths = list(zip((-1, *order), (stack[-1], *sizes), strict=True))
-  spans: dict[jax.Device, list[Span]] = {
-    device: [
-      (slice(None), *cuts)[axis - len(tail)].indices(length)[:2]
-      for axis, length in lengths
-    ]
-    for device, cuts in layout.addressable_devices_indices_map(shape).items()
-    if cuts is not None
-  }
+  # The part of each axis that devices of this process hold: devices with the same part
+  # share every block that is read.
+  holders: dict[tuple[Span, ...], list[jax.Device]] = {}
+  for device, part in layout.addressable_devices_indices_map(shape).items():
+    assert part is not None
+    spans = (cut.indices(n)[:2] for cut, n in zip(part, shape, strict=True))
+    holders.setdefault(tuple(spans), []).append(device)
   shard_shape = layout.shard_shape(shape)
   shards: dict[jax.Device, jax.Array] = {}
-  # Devices that hold the same rows of the same tensors share every block that is read.
-  for rows_of in sorted({tuple(span[:2]) for span in spans.values()}):
-    group = {d: span for d, span in spans.items() if tuple(span[:2]) == rows_of}
-    (first, last), span_of_rows = rows_of
-    tensors = [(name, index[name]) for name in names[..., first:last].flat]
-    # For every axis but the first, the span that covers all of these devices.
-    parts = list(group.values())
-    hull = np.stack([np.min(parts, 0)[2:, 0], np.max(parts, 0)[2:, 1]], 1).tolist()
-    widths = [right - left for left, right in hull]
-    row_bytes = math.prod(widths) * dtype.itemsize
-    for block, top, bottom in _blocks(
-      len(tensors), last - first, span_of_rows, row_bytes
-    ):
-      rows = np.empty((len(block), bottom - top, *widths), dtype)
-      for i, (name, tensor) in enumerate(tensors[block.start : block.stop]):
-        rows[i] = _read_rows(tensor, top, bottom, sizes, hull, len(axes[0]))
-        _check_finite(rows[i], name, tensor.file)
-      for device, span in group.items():
-        piece = _part(rows, span[2:], hull).transpose(0, *(np.argsort(order) + 1))
-        corner = np.zeros(piece.ndim + 1, np.int32)
-        corner[:2] = divmod(block.start, last - first)
-        corner[2 + order[0]] = top - span_of_rows[0]
-        # Without the axes that a parameter does not have.
-        piece = piece.reshape((1, *piece.shape)[-len(shape) :])
-        corner = corner[-len(shape) :]
+  for spans, devices in holders.items():
+    (start, stop), *others = (spans[stacked + axis] for axis in order)
+    columns = tuple(slice(*span) for span in others)
+    row_bytes = math.prod(right - left for left, right in others) * dtype.itemsize
+    tops = range(start, stop, max(BLOCK // row_bytes, 1))
+    stack = (range(*span) for span in spans[:stacked])
+    for *at, top in itertools.product(*stack, tops):
+      name = NAMES[parameter].format(*at)
+      tensor = index[name]
+      cuts = slice(top, min(top + tops.step, stop)), *columns
+      rows = safetensors_io.read(tensor, sizes, cuts).astype(dtype)
+      if not finite(rows):  # after the cast: a large float32 is infinite in bfloat16
+        raise ValueError(
+          f'{tensor.file}: {name} contains NaN or infinity in {dtype}; '
+          'download the file again, or choose another model'
+        )
+      piece = rows.transpose(np.argsort(order))[(None,) * stacked]
+      corner = np.zeros(len(shape), np.int32)
+      corner[:stacked] = [i - first for i, (first, _) in zip(at, spans, strict=False)]
+      corner[stacked + order[0]] = top - start
+      for device in devices:
         if piece.shape == shard_shape:
           shards[device] = jax.device_put(piece, device)
           continue
@@ -253,64 +243,7 @@ def _load_parameter(
         shards[device] = _update(shards[device], piece, tuple(corner))
       # Without waiting, blocks would pile up in host memory.
       jax.block_until_ready(list(shards.values()))
-  return jax.make_array_from_single_device_arrays(
-    shape, layout, [shards[device] for device in spans]
-  )
-
-
-def _part(block, spans, hull):
-  """Returns a device's part of a block, with the axes of the file."""
-  cuts = zip(spans, hull, strict=True)
-  window = [slice(x - low, y - low) for (x, y), (low, _) in cuts]
-  return block[(slice(None), slice(None), *window)]
-
-
-def _check_finite(rows, name, file):
-  # Checked after the cast: a large float32 is infinite in bfloat16.
-  if not finite(rows):
-    raise ValueError(
-      f'{file}: {name} contains NaN or infinity in {rows.dtype}; '
-      'download the file again, or choose another model'
-    )
-
-
-def _blocks(tensors, stacked, span: Span, row_bytes):
-  """Yields blocks (tensors, start, stop): small tensors whole, large ones in parts.
-
-  A block is within a run of `stacked` tensors, the experts of a layer or all layers.
-  """
-  start, stop = span
-  together = max(BLOCK // ((stop - start) * row_bytes), 1)
-  rows = max(BLOCK // row_bytes, 1)
-  for first in range(0, tensors, stacked):
-    last = first + stacked
-    for i in range(first, last, together):
-      for top in range(start, stop, rows):
-        yield range(i, min(i + together, last)), top, min(top + rows, stop)
-
-
-def _read_rows(
-  tensor: safetensors_io.Tensor,
-  start,
-  stop,
-  sizes: Shape,
-  hull: list[Span],
-  lead,
-):
-  """Reads indices start to stop - 1 of the first axis and spans `hull` of the others.
-
-  The axes have these `sizes`; in the file, the first `lead` of them are one axis.
-  """
-  # At most the first axis of a row is split. Only the span of this axis is read.
-  cut = hull[lead - 1 : lead]
-  inner = math.prod(sizes[lead + 1 :])
-  columns = (cut[0][0] * inner, cut[0][1] * inner) if cut else None
-  fine = tensor.shape[0] // sizes[0]  # rows of the file per index of our first axis
-  rows = safetensors_io.read(tensor, start * fine, stop * fine, columns)
-  # Axes merged with the first axis are read whole, then cut.
-  widths = [right - left for left, right in hull[lead - 1 :]]
-  rows = rows.reshape(stop - start, *sizes[1:lead], *widths)
-  return rows[(slice(None), *(slice(*span) for span in hull[: lead - 1]))]
+  return jax.make_array_from_single_device_arrays(shape, layout, list(shards.values()))
 
 
 def finite(array: np.ndarray) -> bool:
@@ -323,7 +256,7 @@ def finite(array: np.ndarray) -> bool:
   return bool(largest < infinity)
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # in place
+@jax.jit(donate_argnums=0)  # in place
 def _update(shard: jax.Array, piece: jax.Array, corner):
   # As bits: XLA's CPU backend converts a whole bfloat16 shard to float32 and back (22
   # ms instead of 3 for 123 MB, in every block).
@@ -351,10 +284,10 @@ def save(
   def tensors():
     for parameter, (shape, _) in transformer.describe(spec).items():
       array = get(parameter)
-      stack, tail = split(parameter, shape)
+      names, tail = _tensors(parameter, shape)
       order = list(itertools.chain(*_file_axes(parameter, tail)))
       rows = array.reshape(-1, *tail)
-      for i, name in enumerate(_names(parameter, stack)):
+      for i, name in enumerate(names):
         tensor = np.asarray(rows[i]).transpose(order).astype(kind)
         yield tensor.reshape(shapes[name])
       del array, rows, tensor  # before the next parameter is read
@@ -382,24 +315,20 @@ def stored(spec: ModelSpec) -> dict[str, Shape]:
   """Lists every tensor of a checkpoint of this model: name -> shape in the file."""
   shapes = {}
   for parameter, (shape, _) in transformer.describe(spec).items():
-    stack, tail = split(parameter, shape)
+    names, tail = _tensors(parameter, shape)
     merged = [math.prod(tail[i] for i in axes) for axes in _file_axes(parameter, tail)]
-    shapes |= dict.fromkeys(_names(parameter, stack), tuple(merged))
+    shapes |= dict.fromkeys(names, tuple(merged))
   return shapes
 
 
-def split(parameter: str, shape: Shape) -> tuple[Shape, Shape]:
-  """Returns the axes of a parameter's tensors, and those of a tensor, in our order.
+def _tensors(parameter, shape: Shape) -> tuple[list[str], Shape]:
+  """Returns the names of a parameter's tensors, and the axes of each, in our order.
 
-  The first are (1,), (layers,) or (layers, experts).
+  The axes before these are those of the layers, and of the experts of a layer.
   """
   stacked = NAMES[parameter].count('{}')
-  return shape[:stacked] or (1,), shape[stacked:]
-
-
-def _names(parameter, stack: Shape) -> list[str]:
-  """Returns the names of a parameter's tensors, experts of a layer together."""
-  return [NAMES[parameter].format(*at) for at in np.ndindex(*stack)]
+  stack = np.ndindex(*shape[:stacked])
+  return [NAMES[parameter].format(*at) for at in stack], shape[stacked:]
 
 
 def _file_axes(parameter, tail):

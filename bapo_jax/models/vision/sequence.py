@@ -1,4 +1,4 @@
-"""Runs the language model over tokens with pictures.
+"""Runs the language model over tokens, with or without pictures.
 
 Every token has three positions: time, row and column. The three are equal for text and
 locate the patch within a picture (mrope of Qwen2-VL, Wang et al., 2024,
@@ -95,20 +95,29 @@ def place_responses(
 
 
 def prefill(
-  actor: Tree, tokens_RT: Array, pictures: Pictures, spec: ModelSpec
+  actor: Tree,
+  tokens_RT: Array,
+  pictures: Pictures | None,
+  spec: ModelSpec,
+  routes_RTX: Array | None = None,
 ) -> tuple[decoder.Prefilled, Array]:
-  """Prefills prompts with pictures; returns (`decoder.prefill`'s result, shift_R).
+  """Prefills prompts; returns (`decoder.prefill`'s result, shift_R).
 
   The position of a token decoded after a prompt is its column plus shift_R.
   """
   x_RTD, turn, shift_R = embed(actor, tokens_RT, pictures, spec)
-  return decoder.prefill_embedded(actor, x_RTD, turn, spec), shift_R
+  return decoder.prefill(actor, x_RTD, turn, spec, routes_RTX), shift_R
 
 
 def embed(
-  params: Tree, tokens_BT: Array, pictures: Pictures, spec: ModelSpec
+  params: Tree, tokens_BT: Array, pictures: Pictures | None, spec: ModelSpec
 ) -> tuple[Array, layers.Turn, Array]:
-  """Embeds rows with pictures; returns (x_BTD, rotations of the positions, shift_B)."""
+  """Embeds rows; returns (x_BTD, rotations of the positions, shift_B)."""
+  if pictures is None:
+    shift_B = jnp.zeros(tokens_BT.shape[0], jnp.int32)
+    column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    turn = layers.rotations(column_BT, spec)
+    return layers.embed_rows(params, tokens_BT, spec), turn, shift_B
   at, shift_B = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   # Nothing is differentiated here, so nothing is recomputed.
   merged_BMD, _ = embedded(params, pictures, spec, Schedule(remat='none'))
