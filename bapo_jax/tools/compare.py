@@ -58,7 +58,7 @@ def read(workdirs: Sequence[str]) -> list[RunFiles]:
   runs = []
   skipped = []
   for path, target in zip(workdirs, absolute, strict=True):
-    if not os.path.isdir(path) or not metrics.read(path):
+    if not metrics.read(path):
       skipped.append(path)
       continue
     name = os.path.relpath(target, common)

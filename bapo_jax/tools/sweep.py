@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from bapo_jax.run import document
 from bapo_jax.run.series import of_sets, series
@@ -139,7 +138,7 @@ def launch(
   command: Sequence[str],
   output: str,
   core: int,
-  environment: Mapping[str, str] = MappingProxyType({}),
+  environment: Mapping[str, str],
 ) -> subprocess.Popen:
   """Starts a process on one core, or with an `environment`, and logs to a file.
 
