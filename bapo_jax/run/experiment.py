@@ -112,8 +112,17 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   """
   user = user or config
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
-  free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
-  free += ['metrics', 'checkpoint', 'evaluate']
+  free = (
+    'title',
+    'steps',
+    'responses',
+    'cache',
+    'mesh',
+    problems,
+    'metrics',
+    'checkpoint',
+    'evaluate',
+  )
   given = user.model_dump()
   values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)

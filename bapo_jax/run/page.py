@@ -171,9 +171,8 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   panels = []
   for panel in PANELS:
     if not panel.optional or recorded.keys() & panel.labels:
-      names = [*panel.labels][: panel.compared if len(runs) > 1 else None]
-      labels = {name: panel.labels[name] for name in names}
-      panels.append(panel._replace(labels=labels)._asdict())
+      labels = [*panel.labels.items()][: panel.compared if len(runs) > 1 else None]
+      panels.append(panel._replace(labels=dict(labels))._asdict())
     if 'eval/accuracy' in panel.labels:
       panels += [
         panel._replace(title=f'Accuracy on {x.split("/")[1]}', labels={x: ''})._asdict()
@@ -188,12 +187,14 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   def columns(rows: Sequence[Row]):
     """Returns metric -> value of each row, with six digits; None if it is missing."""
     kept = [x for i, x in enumerate(rows) if i % every == 0 or 'eval/accuracy' in x]
-    found = {}
+    by_name = {}
     for name in ('step', *sorted(names)):
       values = [row.get(name, math.nan) for row in kept]
       if any(map(math.isfinite, values)):
-        found[name] = [float(f'{x:.6g}') if math.isfinite(x) else None for x in values]
-    return found
+        by_name[name] = [
+          float(f'{x:.6g}') if math.isfinite(x) else None for x in values
+        ]
+    return by_name
 
   return {
     'panels': panels,

@@ -15,8 +15,15 @@ from bapo_jax.types import Groups, empty_groups
 
 Spent = files.Object  # cost of a run so far, from its checkpoint
 
-SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'updates')
-SCALARS += ('consecutive_skips', 'idle_steps')
+SCALARS = (
+  'step',
+  'actor_version',
+  'prompt_round',
+  'responses',
+  'updates',
+  'consecutive_skips',
+  'idle_steps',
+)
 
 
 def arrays(t: Trainer, s: TrainState) -> files.Object:

@@ -28,8 +28,15 @@ from bapo_jax.types import GIVEN, SOURCES, Groups, ended, take
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
 MOST_TOKENS = 2**15  # per file with per-token fields, about 40 bytes each
-OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
-OF_TOKENS += ('advantages',)  # only if they differ within the response
+OF_TOKENS = (
+  'ids',
+  'pieces',
+  'sampler_logp',
+  'learner_logp',
+  'ratio',
+  'cut',
+  'advantages',  # only if they differ within the response
+)
 
 _advantages = jax.jit(
   advantages, static_argnames=('advantage_rule', 'weights', 'teacher')
