@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from lab import figures
 from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, relation
 from lab.experiments import Result
 from lab.outcomes import FEWEST, OUTCOMES, sign_flip
@@ -35,9 +36,11 @@ SHOWN = {
       Compared('adapted', CELLS, 'newly_solved'),
     ),
     {
-      'main': Drawn('curves', ('adapted', *OTHERS)),
-      'main-differences': Drawn('differences', ('adapted', *OTHERS), 'newly_solved'),
-      'main-cells': Drawn('curves', ('both', 'adapted', 'balanced', 'grpo')),
+      'main': Drawn(figures.curves, ('adapted', *OTHERS)),
+      'main-differences': Drawn(
+        figures.differences, ('adapted', *OTHERS), 'newly_solved'
+      ),
+      'main-cells': Drawn(figures.curves, ('both', 'adapted', 'balanced', 'grpo')),
     },
   ),
   'hardness': Shown(
@@ -46,12 +49,12 @@ SHOWN = {
       Compared('adapted', ('grpo',), 'final'),
       Compared('adapted', ('grpo',), 'newly_solved'),
     ),
-    {'hardness': Drawn('panels', ('adapted', 'grpo'))},
+    {'hardness': Drawn(figures.panels, ('adapted', 'grpo'))},
   ),
   'delay': Shown(
     (LEARNING, COST),
     (Compared('adapted', ('grpo',), 'final'),),
-    {'delay': Drawn('slopes', ('adapted', 'grpo'), 'final')},
+    {'delay': Drawn(figures.slopes, ('adapted', 'grpo'), 'final')},
   ),
   'tuning': Shown((LEARNING,)),
   'countdown_tuning': Shown((LEARNING,)),
@@ -62,9 +65,9 @@ SHOWN = {
       Compared('adapted', (*ABLATED, 'dapo_more'), 'final'),
     ),
     {
-      'countdown': Drawn('curves', ('adapted', *ABLATED, 'dapo_more')),
+      'countdown': Drawn(figures.curves, ('adapted', *ABLATED, 'dapo_more')),
       'countdown-differences': Drawn(
-        'differences', ('adapted', *ABLATED, 'dapo_more'), 'newly_solved'
+        figures.differences, ('adapted', *ABLATED, 'dapo_more'), 'newly_solved'
       ),
     },
     whole=True,
