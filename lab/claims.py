@@ -92,6 +92,8 @@ def section(results: Mapping[str, Result], planned: int, shown: Shown) -> str:
   for arm, others, outcome, tested in shown.compared:
     pairs = evidence.differences_of(results, arm, others, outcome)
     parts.append(evidence.difference_table(pairs, outcome, tested))
+  if shown.ordered:
+    parts.append(evidence.order_table(results, shown.ordered))
   if shown.further:
     parts.append(shown.further(results))
   return '\n\n'.join(part for part in parts if part)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from bapo_jax.runtime import markdown
 from bapo_jax.training.evaluate import mean_and_error
@@ -35,6 +36,7 @@ from lab.outcomes import (
   contrast,
   friedman,
   holm,
+  kendall,
   sign_flip,
   t_interval,
 )
@@ -58,7 +60,7 @@ class Compared(NamedTuple):
 class Drawn(NamedTuple):
   """A figure of a page."""
 
-  draw: Callable[[Mapping[str, Result], 'Drawn'], Any]  # a function of figures.py
+  kind: str  # a key of figures.DRAWN
   arms: tuple[str, ...]
   outcome: str = 'area'  # only for kinds that draw one outcome
 
@@ -72,6 +74,7 @@ class Shown(NamedTuple):
   whole: bool = False  # True: nothing is shown before all runs are done
   # results of the experiment -> tables of its own protocol, below the others
   further: Callable[[Mapping[str, Result]], str] | None = None
+  ordered: str = ''  # outcome by which the arms are ranked at every level of a factor
 
 
 class Part(NamedTuple):
@@ -146,7 +149,7 @@ def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
 
 
 def difference_table(
-  pairs: Mapping[str, np.ndarray], outcome: str, tested: bool
+  pairs: Mapping[str, np.ndarray], outcome: str, tested: bool = False
 ) -> str:
   """Returns a table of differences with 95 % t intervals; '' without pairs.
 
@@ -187,6 +190,66 @@ def differences_of(
       where = ', '.join(levels) if len(combinations) > 1 else ''
       pairs[' at '.join(filter(None, [f'{arm} minus {other}', where]))] = difference_S
   return pairs
+
+
+def by_step_table(
+  results: Mapping[str, Result], arm: str, others: Sequence[str]
+) -> str:
+  """Returns a table of one arm less others at every evaluation, with their p-values.
+
+  The arms have no levels. The last row is Friedman's p that the others are alike.
+  """
+  of_arms = {cell[0]: of_seeds for cell, of_seeds in cells(results).items()}
+  curves = {
+    name: np.asarray([[row[1] for row in x['evaluations']] for x in of_seeds.values()])
+    for name, of_seeds in of_arms.items()
+  }
+  steps = [row[0] for row in next(iter(of_arms[arm].values()))['evaluations']]
+  after = range(1, len(steps))
+  rows = []
+  for other in others:
+    gap_SN = curves[arm] - curves[other]
+    texts = [
+      f'{gap_SN[:, i].mean():+.3f} (p {relation(sign_flip(gap_SN[:, i]))})'
+      for i in after
+    ]
+    rows.append([f'{arm} minus {other}', *texts])
+  alike = [
+    stats.friedmanchisquare(*(curves[x][:, i] for x in others)).pvalue for i in after
+  ]
+  rows.append(['the others are alike (Friedman)', *(f'p {relation(p)}' for p in alike)])
+  return _table(
+    rows, ['difference in accuracy', *(f'step {steps[i]:g}' for i in after)]
+  )
+
+
+def order_table(results: Mapping[str, Result], outcome: str) -> str:
+  """Returns a table of the arms' order at every level of the only factor.
+
+  Kendall's tau compares an order with that of the first level. The last row compares
+  halves of the seeds at the first level, as the same order looks with so few.
+  """
+  heading, compute = OUTCOMES[outcome]
+
+  def means_at(level: str, halves: tuple[int, ...] = (0, 1)) -> dict[str, float]:
+    """Returns arm -> mean over the even seeds, the odd seeds or both."""
+    return {
+      arm: float(np.mean([compute(r) for seed, r in x.items() if seed % 2 in halves]))
+      for (arm, of), x in cells(results).items()
+      if of == level
+    }
+
+  first, *others = dict.fromkeys(level for _, level in cells(results))
+  rows = []
+  for level in (first, *others):
+    means_of = means_at(level)
+    order = sorted(means_of, key=lambda arm: -means_of[arm])
+    tau = '' if level == first else f'{kendall(means_at(first), means_of):.2f}'
+    rows.append([level, ', '.join(order), tau])
+  tau = kendall(means_at(first, (0,)), means_at(first, (1,)))
+  rows.append([f'{first}, even and odd seeds', '', f'{tau:.2f}'])
+  header = ['', f'order by {heading}', f"Kendall's tau with {first}"]
+  return markdown.table(rows, header, 'llr')
 
 
 def judge(

@@ -1,13 +1,13 @@
 """Draws the figures of a page of papers/ from the results of its experiments.
 
-A page names the function that draws a figure (evidence.Drawn). An arm has the same
-colour in all figures, that of COLOURS, and an unknown arm is grey; levels of a factor
-differ in the line style.
+The kinds of figures are the keys of DRAWN. An
+arm has the same colour in all of them, that of COLOURS, and an unknown arm is grey;
+levels of a factor differ in the line style.
 """
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,11 +40,7 @@ METRICS = (
   'clip/share',
   'clip/fraction',
 )
-TITLES = {
-  name: ', '.join(filter(None, (panel.title, label)))
-  for panel in PANELS
-  for name, label in panel.labels.items()
-}
+TITLES = {name: panel.caption(name) for panel in PANELS for name in panel.labels}
 TITLES['loss/entropy'] += ', nats per token'
 TITLES['learner/grad_norm'] += ': median and quartiles'
 DPI = 90
@@ -111,7 +107,7 @@ def write(
   """Draws the figures of all experiments with results as PNG files; see claims.page."""
   for name, shown in module.SHOWN.items():
     for title, drawn in shown.figures.items() if results[name] else ():
-      figure = drawn.draw(results[name], drawn)
+      figure = DRAWN[drawn.kind](results[name], drawn)
       plots.save(figure, f'{folder}/figures/{title}.png', DPI)
 
 
@@ -304,3 +300,14 @@ def _points(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray]:
 def _axes(rows: int, columns: int, size: tuple[float, float]) -> list[Any]:
   """Returns the axes of a new figure, row by row."""
   return [*plots.new_figure(*size, DPI).subplots(rows, columns, squeeze=False).flat]
+
+
+Draw = Callable[[Mapping[str, Result], Drawn], 'Figure']
+DRAWN: dict[str, Draw] = {
+  'curves': curves,
+  'differences': differences,
+  'levels': levels,
+  'panels': panels,
+  'searches': searches,
+  'slopes': slopes,
+}

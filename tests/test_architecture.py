@@ -120,11 +120,6 @@ def test_the_package_does_without_the_lab_and_its_figures():
   ]
 
 
-def test_the_lab_knows_no_page():
-  files = (ROOT / 'lab').glob('*.py')
-  assert not [file for file in files if 'papers' in imports(file)[1]]
-
-
 def test_an_import_against_the_flow_is_found(tmp_path):
   path = tmp_path / 'module.py'
   path.write_text('def f():\n  from bapo_jax.learner import learner\n')

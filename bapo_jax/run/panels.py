@@ -15,6 +15,10 @@ class Panel(NamedTuple):
   spiky: bool = False  # a spike would flatten the other values on a linear axis
   optional: bool = False  # drawn only if it is recorded
 
+  def caption(self, name: str) -> str:
+    """Returns the title of a figure that draws one of the metrics."""
+    return ', '.join(filter(None, (self.title, self.labels[name])))
+
 
 REWARDS = {'rollout/reward': 'fresh responses', 'eval/reward': 'held-out problems'}
 SHARES = {'clip/share': 'bounds used', 'clip/share_start': 'start bounds'}

@@ -3,7 +3,6 @@
 The hypotheses are those of ../protocol.md, one comparison or family a row.
 """
 
-from lab import figures
 from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, differ
 
 FIXED = ('grpo', 'clip_higher', 'start', 'low76_high219', 'low90_high300')
@@ -13,9 +12,7 @@ BOUNDS = ('share_start', 'share', 'clipped', 'low', 'high')
 SEARCH = ('target_met', 'moved', 'low_moved', 'high_moved')  # of arms that have one
 SHOWN = {
   'imbalance': Shown(
-    ((*LEARNING[:4], 'share_start'),),
-    (),
-    {'imbalance': Drawn(figures.levels, ('grpo',))},
+    ((*LEARNING[:4], 'share_start'),), (), {'imbalance': Drawn('levels', ('grpo',))}
   ),
   'main': Shown(
     (LEARNING, BOUNDS, SEARCH),
@@ -26,20 +23,20 @@ SHOWN = {
       Compared('grpo', ('clip_higher', 'start'), 'entropy'),
     ),
     {
-      'main': Drawn(figures.curves, ('balanced', *FIXED)),
-      'main-differences': Drawn(figures.differences, ('balanced', *FIXED, *OTHERS)),
-      'main-others': Drawn(figures.curves, ('balanced', *OTHERS)),
+      'main': Drawn('curves', ('balanced', *FIXED)),
+      'main-differences': Drawn('differences', ('balanced', *FIXED, *OTHERS)),
+      'main-others': Drawn('curves', ('balanced', *OTHERS)),
     },
   ),
   'staleness': Shown(
     ((*LEARNING, 'share_start', 'clipped'),),
     (),
-    {'staleness': Drawn(figures.curves, ('grpo',))},
+    {'staleness': Drawn('curves', ('grpo',))},
   ),
   'entropy': Shown(
     ((*LEARNING, 'clipped'),),
     (Compared('grpo', ('high', 'low'), 'entropy'),),
-    {'entropy': Drawn(figures.curves, ('grpo', 'high', 'low'))},
+    {'entropy': Drawn('curves', ('grpo', 'high', 'low'))},
   ),
   'partial': Shown(
     (LEARNING, BOUNDS, SEARCH),
@@ -47,16 +44,12 @@ SHOWN = {
       Compared('balanced', ('grpo',), 'area'),
       Compared('balanced', ('grpo',), 'entropy'),
     ),
-    {'partial': Drawn(figures.curves, ('balanced', 'grpo'))},
+    {'partial': Drawn('curves', ('balanced', 'grpo'))},
   ),
   'plane': Shown(
     (('area', 'final', 'entropy', 'share_start', 'share'), SEARCH),
     (Compared('balanced', ('grpo', 'low76_high219'), 'area'),),
-    {
-      'plane-differences': Drawn(
-        figures.differences, ('balanced', 'grpo', 'low76_high219')
-      )
-    },
+    {'plane-differences': Drawn('differences', ('balanced', 'grpo', 'low76_high219'))},
   ),
   'tuning': Shown((('area', 'final', 'entropy', *BOUNDS), SEARCH)),
 }

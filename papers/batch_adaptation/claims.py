@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lab import figures
 from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown, relation
 from lab.experiments import Result
 from lab.outcomes import FEWEST, OUTCOMES, sign_flip
@@ -36,11 +35,9 @@ SHOWN = {
       Compared('adapted', CELLS, 'newly_solved'),
     ),
     {
-      'main': Drawn(figures.curves, ('adapted', *OTHERS)),
-      'main-differences': Drawn(
-        figures.differences, ('adapted', *OTHERS), 'newly_solved'
-      ),
-      'main-cells': Drawn(figures.curves, ('both', 'adapted', 'balanced', 'grpo')),
+      'main': Drawn('curves', ('adapted', *OTHERS)),
+      'main-differences': Drawn('differences', ('adapted', *OTHERS), 'newly_solved'),
+      'main-cells': Drawn('curves', ('both', 'adapted', 'balanced', 'grpo')),
     },
   ),
   'hardness': Shown(
@@ -49,12 +46,12 @@ SHOWN = {
       Compared('adapted', ('grpo',), 'final'),
       Compared('adapted', ('grpo',), 'newly_solved'),
     ),
-    {'hardness': Drawn(figures.panels, ('adapted', 'grpo'))},
+    {'hardness': Drawn('panels', ('adapted', 'grpo'))},
   ),
   'delay': Shown(
     (LEARNING, COST),
     (Compared('adapted', ('grpo',), 'final'),),
-    {'delay': Drawn(figures.slopes, ('adapted', 'grpo'), 'final')},
+    {'delay': Drawn('slopes', ('adapted', 'grpo'), 'final')},
   ),
   'tuning': Shown((LEARNING,)),
   'countdown_tuning': Shown((LEARNING,)),
@@ -65,9 +62,9 @@ SHOWN = {
       Compared('adapted', (*ABLATED, 'dapo_more'), 'final'),
     ),
     {
-      'countdown': Drawn(figures.curves, ('adapted', *ABLATED, 'dapo_more')),
+      'countdown': Drawn('curves', ('adapted', *ABLATED, 'dapo_more')),
       'countdown-differences': Drawn(
-        figures.differences, ('adapted', *ABLATED, 'dapo_more'), 'newly_solved'
+        'differences', ('adapted', *ABLATED, 'dapo_more'), 'newly_solved'
       ),
     },
     whole=True,

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lab import figures
 from lab.evidence import (
   Check,
   Claim,
@@ -17,11 +16,12 @@ from lab.evidence import (
   Drawn,
   Part,
   Shown,
+  by_step_table,
   differ,
 )
 from lab.experiments import Experiment, Result
 from lab.outcomes import stopped_between
-from papers.bench import experiments, feedback, own_rates, rates, routes, tables
+from papers.bench import experiments, feedback, own_rates, rates, routes
 
 FIXED = ('grpo', 'clip_higher', 'start', 'low85_high282', 'low90_high300')
 ADAPTIVE_FIRST = ('balanced', *FIXED, 'recipe')
@@ -57,11 +57,11 @@ SHOWN = {
       Compared('balanced', (*FIXED, 'recipe'), 'final'),
     ),
     {
-      's1-differences': Drawn(figures.differences, ADAPTIVE_FIRST),
-      's1': Drawn(figures.curves, ADAPTIVE_FIRST),
+      's1-differences': Drawn('differences', ADAPTIVE_FIRST),
+      's1': Drawn('curves', ADAPTIVE_FIRST),
     },
     whole=True,
-    further=functools.partial(tables.by_step_table, arm='balanced', others=FIXED),
+    further=functools.partial(by_step_table, arm='balanced', others=FIXED),
   ),
   'rivals': Shown(
     ((*LEARNING, 'share', 'clipped'),),
@@ -70,15 +70,15 @@ SHOWN = {
       Compared('balanced', OTHERS, 'final'),
     ),
     {
-      'rivals-differences': Drawn(figures.differences, ('balanced', 'grpo', *OTHERS)),
-      'rivals': Drawn(figures.curves, ('balanced', 'grpo', *OTHERS)),
+      'rivals-differences': Drawn('differences', ('balanced', 'grpo', *OTHERS)),
+      'rivals': Drawn('curves', ('balanced', 'grpo', *OTHERS)),
     },
     whole=True,
   ),
   'control': Shown(
     (LEARNING, BOUNDS, SEARCH),
     (Compared('balanced', (*FIXED, 'recipe'), 'area'),),
-    {'control-differences': Drawn(figures.differences, ADAPTIVE_FIRST)},
+    {'control-differences': Drawn('differences', ADAPTIVE_FIRST)},
     whole=True,
   ),
   'recipe_again': Shown(
@@ -89,7 +89,7 @@ SHOWN = {
     ),
     {
       'recipe-differences': Drawn(
-        figures.differences, ('recipe', 'low87_high156', 'low90_high300')
+        'differences', ('recipe', 'low87_high156', 'low90_high300')
       ),
     },
     whole=True,
@@ -106,18 +106,18 @@ SHOWN = {
     (('area', 'final', 'collapsed', 'entropy', 'clipped', 'share'),),
     (Compared('balanced', ARMS_AHEAD, 'area'),),
     {
-      'depths': Drawn(figures.slopes, ('balanced', *ARMS_AHEAD), 'area'),
-      'depths-entropy': Drawn(figures.slopes, ('balanced', *ARMS_AHEAD), 'entropy'),
+      'depths': Drawn('slopes', ('balanced', *ARMS_AHEAD), 'area'),
+      'depths-entropy': Drawn('slopes', ('balanced', *ARMS_AHEAD), 'entropy'),
     },
     whole=True,
-    further=functools.partial(tables.order_table, outcome='area'),
+    ordered='area',
   ),
   **{
     name: Shown(
       (),
       figures={
-        f'{name}-curves': Drawn(figures.curves, arms),
-        f'{name}-searches': Drawn(figures.searches, arms),
+        f'{name}-curves': Drawn('curves', arms),
+        f'{name}-searches': Drawn('searches', arms),
       },
       whole=True,
       further=functools.partial(feedback.tables, name=name),

@@ -15,6 +15,7 @@ import numpy as np
 from bapo_jax.runtime import markdown
 from bapo_jax.training.evaluate import mean_and_error
 from lab import experiments
+from lab.entry import GOAL, stable_range, until
 from lab.evidence import relation
 from lab.experiments import Result
 from lab.outcomes import OUTCOMES, cells, friedman, kendall
@@ -28,7 +29,6 @@ from papers.bench.differences import (
   at,
   by_seed,
 )
-from papers.bench.entry import GOAL, stable_range, until
 
 S1, S2 = 's1', 's2'
 MARGIN = {(S1, 'area'): 0.02, (S2, 'area'): 0.03}

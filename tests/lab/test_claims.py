@@ -9,19 +9,14 @@ import pytest
 from lab import claims, evidence, experiments, outcomes
 from lab.evidence import Claim, Part
 from lab.outcomes import OUTCOMES
-from papers.bench import tables
 
 CLAIMS = """
-from lab import figures
 from lab.evidence import Check, Claim, Compared, Drawn, Part, Shown
 SHOWN = {
   'main': Shown(
     (('area', 'final', 'newly_solved', 'collapsed'), ('moved',)),
     (Compared('b', ('a',), 'area', tested=True),),
-    {
-      'lines': Drawn(figures.curves, ('b', 'a')),
-      'pairs': Drawn(figures.differences, ('b', 'a')),
-    },
+    {'lines': Drawn('curves', ('b', 'a')), 'pairs': Drawn('differences', ('b', 'a'))},
   )
 }
 PART = Part('b less a', 'area', (('b',),), (('a',),), paper='twice')
@@ -222,7 +217,7 @@ def test_the_order_of_arms_by_hand():
     for (arm, level), values in finals.items()
     for seed, value in enumerate(values)
   }
-  rows = tables.order_table(results, 'final').splitlines()[2:]
+  rows = evidence.order_table(results, 'final').splitlines()[2:]
   assert rows == [
     '| depth0 | a, b, c |  |',
     '| depth4 | b, a, c | 0.33 |',
@@ -292,7 +287,7 @@ def test_differences_by_step_are_those_of_each_evaluation():
     for arm, curve in curves.items()
     for seed in range(8)
   }
-  text = tables.by_step_table(results, 'a', ('b', 'c', 'b'))
+  text = evidence.by_step_table(results, 'a', ('b', 'c', 'b'))
   assert '| difference in accuracy | step 5 | step 10 |' in text
   # All eight seeds agree: two of 256 sign patterns.
   assert '| a minus b | +0.100 (p = 0.008) | +0.000 (p = 1.000) |' in text

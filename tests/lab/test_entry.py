@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from bapo_jax.training.config import Config
-from lab import experiments
-from papers.bench import entry, rates
+from lab import entry, experiments
+from papers.bench import rates
 
 pytestmark = pytest.mark.fast
-
-END = '<!-- end of entries -->'
 
 
 def run(*accuracies, diverged=False):
@@ -112,13 +110,13 @@ def test_the_rate_is_not_an_entrys_to_set():
 
 
 def test_the_table_is_ordered_by_gain(tmp_path):
-  (tmp_path / 'README.md').write_text(f'# Entries\n<!-- entries -->\n{END}\nend\n')
+  (tmp_path / 'README.md').write_text(f'# Entries\n{entry.BEGIN}\n{entry.END}\nend\n')
   for name, gain in (('low', 0.05), ('high', 0.2)):
     made = content(gain) | {'name': name}
     (tmp_path / f'{name}.json').write_text(json.dumps(made))
   entry.write_table(tmp_path)
   text = (tmp_path / 'README.md').read_text()
-  assert text.startswith('# Entries\n') and text.endswith(f'{END}\nend\n')
+  assert text.startswith('# Entries\n') and text.endswith(f'{entry.END}\nend\n')
   assert text.index('| high |') < text.index('| low |')
 
 

@@ -12,7 +12,7 @@ import processes
 import pytest
 
 from lab import claims, experiments, outcomes, sweep
-from lab.figures import COLOURS
+from lab.figures import COLOURS, DRAWN
 from lab.outcomes import OUTCOMES
 
 PAPERS = pathlib.Path(__file__).parents[2] / 'papers'
@@ -97,7 +97,7 @@ def test_figures_name_arms_and_outcomes_that_exist(folder):
   assert set(module.SHOWN) == set(module.NAMES)
   for name, shown in module.SHOWN.items():
     for drawn in shown.figures.values():
-      assert drawn.outcome in OUTCOMES, name
+      assert drawn.kind in DRAWN and drawn.outcome in OUTCOMES, name
       assert set(drawn.arms) <= set(module.get_experiment(name).arms), name
       colours = [COLOURS[arm] for arm in drawn.arms]
       assert len({*colours}) == len(colours), f'{name}: arms of one colour'

@@ -1,9 +1,8 @@
 r"""Enters a rule in the table of the bench: own rate, fresh seeds, one JSON file.
 
-  python -m papers.bench.entry mine --config.loss.rule=my.py:loss \
-    --config.clip.rule=unclipped
-  python -m papers.bench.entry --check mine.json
-  python -m papers.bench.entry --table papers/bench/entries
+  python -m lab.entry mine --config.loss.rule=my.py:loss --config.clip.rule=unclipped
+  python -m lab.entry --check mine.json
+  python -m lab.entry --table papers/bench/entries
 
 1. `tune` tries rates of protocol 5's ladder on its tuning seeds, in setting S1;
 2. `test` trains the entry at its best rate, and GRPO at the rate of protocol 5, on the
@@ -27,12 +26,12 @@ import numpy as np
 
 from bapo_jax.runtime import files, markdown
 from bapo_jax.runtime.progress import log
-from lab import claims, experiments, sweep
+from lab import experiments, sweep
 from lab.evidence import relation
 from lab.experiments import Experiment
 from lab.outcomes import sign_flip, t_interval
-from papers.bench import rates as protocol
 
+PROTOCOL = 'papers/bench/rates.py'
 SEEDS = tuple(range(900, 916))
 BUDGET = 10_240  # sampled responses of a run
 UPDATES = 16  # most updates per batch
@@ -59,6 +58,7 @@ COLUMNS = {  # field of a row -> heading
   'stable': 'stable range',
   'until': 'responses until .70',
 }
+BEGIN, END = '<!-- entries -->', '<!-- end of entries -->'
 Runs = Mapping[str, Mapping[str, Any]]  # seed -> PER_RUN of its result
 
 
@@ -90,11 +90,6 @@ def mean_accuracy(runs: Runs) -> float:
   return float(np.mean([accuracy(run) for run in runs.values()]))
 
 
-def tried(tuning: Mapping[Any, Runs]) -> dict[float, float]:
-  """Returns rate -> mean accuracy."""
-  return {float(rate): mean_accuracy(runs) for rate, runs in tuning.items()}
-
-
 def row(entry: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the row of an entry, computed from the evaluations of its runs.
 
@@ -106,32 +101,35 @@ def row(entry: Mapping[str, Any]) -> dict[str, Any]:
   if own.keys() != grpo.keys():
     raise ValueError('the entry and GRPO have different seeds; train all of both')
   gain_S = np.asarray([accuracy(own[s]) - accuracy(grpo[s]) for s in own])
-  of_rate = tried(entry['tuning'])
-  # The first accuracy of the median seed, since a run may never reach the goal.
-  reached = float(np.median([until(run) for run in own.values()]))
+  tried = {rate: mean_accuracy(runs) for rate, runs in entry['tuning'].items()}
+  best = max(sorted(tried, key=float), key=lambda rate: tried[rate])
+  reached = [until(run) for run in own.values()]
   return {
-    'rate': protocol.best(of_rate),
+    'rate': float(best),
     'accuracy': round(mean_accuracy(own), 4),
     'gain': round(float(gain_S.mean()), 4),
     'interval': [round(x, 4) for x in t_interval(gain_S)],
     'p': round(sign_flip(gain_S), 5),
-    'stable': stable_range(of_rate),
-    'until': reached if np.isfinite(reached) else None,
+    'stable': stable_range(tried),
+    # The first accuracy of the median seed, since a run may never reach the goal.
+    'until': float(np.median(reached)) if np.isfinite(np.median(reached)) else None,
   }
 
 
 def check(path: str) -> list[str]:
   """Returns what is wrong with an entry's file, a sentence each; [] if nothing is."""
-  entry = files.read_object(path, 'give a file that papers.bench.entry wrote')
+  entry = files.read_object(path, 'give a file that lab.entry wrote')
   problems = []
   try:
     computed = row(entry)
+    protocol = experiments.run_file(PROTOCOL)
+    tried = {float(x): mean_accuracy(y) for x, y in entry['tuning'].items()}
     if set(entry['test']['entry']) != set(map(str, SEEDS)):
       problems.append(f'the test seeds are not {SEEDS[0]} to {SEEDS[-1]}')
     for rate, runs in entry['tuning'].items():
       if set(runs) != set(map(str, protocol.TUNING)):
         problems.append(f'rate {rate} has other tuning seeds than {protocol.TUNING}')
-    if (following := protocol.to_add(tried(entry['tuning']))) is not None:
+    if (following := protocol.to_add(tried)) is not None:
       problems.append(f'the best rate is at an edge, and {following:g} was not tried')
   except (KeyError, TypeError, IndexError) as error:
     return [f'a field is missing or has another form ({error!r})']
@@ -161,9 +159,10 @@ def track(knobs: Mapping[str, Any]) -> Experiment:
     ValueError: an override is not allowed, or the protocol has no rate of GRPO yet.
   """
   refuse(knobs)
+  protocol = experiments.run_file(PROTOCOL)
   if 'grpo' not in protocol.OWN['s1']:
     raise ValueError(
-      'papers/bench/rates.py has no own rate of GRPO in S1 yet; its stage 1 chooses it'
+      f'{PROTOCOL} has no own rate of GRPO in S1 yet; its stage 1 chooses it'
     )
   arms = {arm_of(rate): {**knobs, 'optimizer.lr': rate} for rate in protocol.LADDER}
   arms['grpo'] = protocol.ARMS['grpo'] | {'optimizer.lr': protocol.OWN['s1']['grpo']}
@@ -220,13 +219,14 @@ class Entry(NamedTuple):
 
 def tune(entry: Entry) -> dict[float, Runs]:
   """Tries rates until the best one is inside; returns rate -> runs."""
+  protocol = experiments.run_file(PROTOCOL)
   rates = [*protocol.FIRST]
   while True:
     entry.train(map(arm_of, rates), protocol.TUNING)
     runs: dict[float, Runs] = {
       rate: entry.stored(arm_of(rate), protocol.TUNING) for rate in rates
     }
-    following = protocol.to_add(tried(runs))
+    following = protocol.to_add({x: mean_accuracy(y) for x, y in runs.items()})
     if following is None:
       return runs
     rates.append(following)
@@ -235,7 +235,8 @@ def tune(entry: Entry) -> dict[float, Runs]:
 def run(name: str, knobs: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
   """Trains all runs of an entry; returns the content of its file."""
   tuning = tune(entry)
-  own = arm_of(protocol.best(tried(tuning)))
+  protocol = experiments.run_file(PROTOCOL)
+  own = arm_of(protocol.best({x: mean_accuracy(y) for x, y in tuning.items()}))
   entry.train([own, 'grpo'], SEEDS)
   some = next(iter(experiments.read_runs(entry.results).values()))
   content: dict[str, Any] = {
@@ -283,8 +284,21 @@ def write_table(folder: pathlib.Path) -> None:
     if problems := check(str(path)):
       raise ValueError(f'{path}: {"; ".join(problems)}')
   page = folder / 'README.md'
+  text = page.read_text(encoding='utf-8')
+  before, _, rest = text.partition(BEGIN)
+  _, _, after = rest.partition(END)
   lines = table(files.read_object(str(path)) for path in paths)
-  files.write(page, claims.between(page.read_text('utf-8'), 'entries', lines))
+  files.write(page, f'{before}{BEGIN}\n\n{lines}\n\n{END}{after}')
+
+
+def check_all(paths: Sequence[str]) -> int:
+  """Prints what is wrong with entries' files; returns 1 if anything is, else 0."""
+  wrong = 0
+  for path in paths:
+    problems = check(path)
+    print(f'{path}: {"; ".join(problems) or "every figure follows from its runs"}')
+    wrong |= bool(problems)
+  return int(wrong)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -302,21 +316,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--table', default='', help='folder whose README.md gets a table')
   args, knobs = sweep.parse(parser, argv, 'runs/entries')
   if args.check:
-    wrong = {path: check(path) for path in args.check}
-    for path, problems in wrong.items():
-      print(f'{path}: {"; ".join(problems) or "every figure follows from its runs"}')
-    return int(any(wrong.values()))
+    return check_all(args.check)
   if args.table:
     write_table(pathlib.Path(args.table))
     return 0
   if not args.name:
-    raise ValueError(
-      'give the entry a name: python -m papers.bench.entry mine --config....'
-    )
+    raise ValueError('give the entry a name: python -m lab.entry mine --config....')
   made = track(knobs)
   entry = Entry(
     made,
-    [sys.executable, '-m', 'papers.bench.entry', *argv],
+    [sys.executable, '-m', 'lab.entry', *argv],
     f'{args.runs}/{args.name}',
     args.workers,
   )
