@@ -75,8 +75,9 @@ def mean(values: Sequence[float]) -> float:
 
 def taus(runs: Sequence[Run]) -> dict[str, float]:
   """Returns outcome -> Kendall's tau of its order of the rules with alignment's."""
-  alignment, *others = (by_outcome := orders(runs))
-  return {name: kendall(by_outcome[alignment], by_outcome[name]) for name in others}
+  by_outcome = orders(runs)
+  alignment = by_outcome.pop('alignment')
+  return {name: kendall(alignment, of_rules) for name, of_rules in by_outcome.items()}
 
 
 def section(runs: Sequence[Run]) -> str:
@@ -108,12 +109,14 @@ def draw(runs: Sequence[Run]) -> Any:
   """Returns a figure: alignment against J, a panel per outcome, a point per rule."""
   from matplotlib.figure import Figure
 
-  alignment, *others = (by_outcome := orders(runs))
+  by_outcome = orders(runs)
+  alignment = by_outcome.pop('alignment')
   figure = Figure(figsize=(11, 9), layout='constrained')
   axes = figure.subplots(2, 2, sharex=True)
-  for name, ax in zip(others, axes.T.flat, strict=True):
-    of_rules = {x: (by_outcome[alignment][x], by_outcome[name][x]) for x in RULES}
-    for rule, at in of_rules.items():
+  points = []
+  for (name, outcome), ax in zip(by_outcome.items(), axes.T.flat, strict=True):
+    points.append({x: (alignment[x], outcome[x]) for x in RULES})
+    for rule, at in points[-1].items():
       ax.plot(*at, 'o', color=figures.COLOURS[arm_of(rule)], ms=6)
     ax.margins(x=0.15)
     ax.set_title(f'{name} (tau {taus(runs)[name]:.2f})', fontsize=11)
@@ -122,8 +125,8 @@ def draw(runs: Sequence[Run]) -> Any:
   for ax in axes[-1]:
     ax.set_xlabel(f'alignment of {RESPONSES} responses, k = {STALENESS}')
   figure.draw_without_rendering()  # fixes the axes
-  for name, ax in zip(others, axes.T.flat, strict=True):
-    label(ax, {x: (by_outcome[alignment][x], by_outcome[name][x]) for x in RULES})
+  for of_rules, ax in zip(points, axes.T.flat, strict=True):
+    label(ax, of_rules)
   return figure
 
 

@@ -29,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import traverse_util
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
@@ -226,35 +225,32 @@ def searches(recorded: Recorded, config: Config) -> list[Search]:
 
   The minibatch of an update had more rows if not all of its groups were recorded.
   """
-  return [
-    _search(update, only(recorded, np.flatnonzero(recorded.update_B == update)), config)
-    for update in np.unique(recorded.update_B).tolist()
-  ]
-
-
-def _search(update: int, rows: Recorded, config: Config) -> Search:
-  applied = apply(rows, config)
-  low, high = (float(bound.mean()) for bound in applied.bounds[:2])
-  return Search(
-    update,
-    len(rows.row_B),
-    int(rows.loss_mask_BT.sum()),
-    _share(applied.start_BT),
-    _share(applied.weight_BT),
-    low,
-    high,
-    _stopped(config.clip, (low, high)),
-  )
+  by_update = []
+  for update in np.unique(recorded.update_B).tolist():
+    rows = only(recorded, np.flatnonzero(recorded.update_B == update))
+    applied = apply(rows, config)
+    low = float(applied.bounds.low.mean())
+    high = float(applied.bounds.high.mean())
+    by_update.append(
+      Search(
+        update,
+        rows=len(rows.row_B),
+        tokens=int(rows.loss_mask_BT.sum()),
+        start_share=_share(applied.start_BT),
+        share=_share(applied.weight_BT),
+        low=low,
+        high=high,
+        stopped=_stopped(config.clip, (low, high)),
+      )
+    )
+  return by_update
 
 
 def only(recorded: Recorded, index_N: np.ndarray) -> Recorded:
-  """Returns some of the rows; rewards of their groups stay whole."""
+  """Returns some of the rows, without their text; rewards of groups stay whole."""
   of_rows = (name for name in Recorded._fields if name.endswith(('_B', '_BT')))
   kept = {name: getattr(recorded, name)[index_N] for name in of_rows}
-  for name in ('pieces', 'ids'):
-    if values := getattr(recorded, name):
-      kept[name] = [values[i] for i in index_N]
-  return recorded._replace(**kept)
+  return recorded._replace(pieces=[], ids=None, **kept)
 
 
 def _stopped(clip: ClipRule, bounds: tuple[float, float]) -> str:
@@ -317,7 +313,7 @@ def weights_of(workdir: str, recorded: Recorded) -> tuple[ModelSpec, Tree]:
   model = inputs.open_model(recorded.config)
   read = policy.reader(recorded.config, model, workdir, recorded.step)
   flat = {path: read(path) for path in transformer.describe(model.spec)}
-  return model.spec, traverse_util.unflatten_dict(flat, sep='/')
+  return model.spec, transformer.unflatten(flat)
 
 
 def _functions_of(recorded: Recorded, spec: ModelSpec) -> tuple[Callable, Callable]:

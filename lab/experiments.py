@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bapo_jax import custom_code
+from bapo_jax.run import step_record
 from bapo_jax.runtime import digests, files, machine, metrics
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import evaluate
@@ -136,13 +137,13 @@ def labels(experiment: Experiment) -> dict[str, tuple[str, dict[str, str], int]]
   factors = experiment.factors
   products = itertools.product(*factors.values())
   combinations = [dict(zip(factors, levels, strict=True)) for levels in products]
-  seeds, size = experiment.seeds, experiment.block
-  blocks = (seeds[i : i + size] for i in range(0, len(seeds), size))
-  every = itertools.chain.from_iterable(
-    itertools.product(combinations, experiment.arms, block) for block in blocks
-  )
-  named = ((arm, levels, seed) for levels, arm, seed in every)
-  return {run_name(*label): label for label in named}
+  named = {}
+  for i in range(0, len(experiment.seeds), experiment.block):
+    seeds = experiment.seeds[i : i + experiment.block]
+    for label in itertools.product(combinations, experiment.arms, seeds):
+      levels, arm, seed = label
+      named[run_name(arm, levels, seed)] = arm, levels, seed
+  return named
 
 
 def runs(experiment: Experiment) -> dict[str, RunSpec]:
@@ -248,12 +249,7 @@ def _updates(rows: Sequence[metrics.Row]) -> dict[str, Any]:
   """
   columns = {x: [row[metric] for row in rows] for x, metric in BOUNDS.items()}
   return {
-    x: [
-      (float(str(np.float32(v))) if math.isfinite(v) else None)
-      if x in ('low', 'high')
-      else int(v)
-      for v in values
-    ]
+    x: [*map(step_record.exact if x in ('low', 'high') else int, values)]
     for x, values in columns.items()
   }
 
@@ -343,12 +339,6 @@ def _by_run(lines: str) -> dict[str, dict[str, Any]]:
   return {row.pop('run'): row for row in rows}
 
 
-def names(folder: str | pathlib.Path) -> list[str]:
-  """Returns the experiments that have results in a folder, sorted."""
-  paths = pathlib.Path(folder).glob('*')
-  return sorted({path.stem for path in paths if path.suffix in ('', '.jsonl')})
-
-
 def undone(
   results: str, specs: Mapping[str, RunSpec], versions: Mapping[str, str]
 ) -> dict[str, RunSpec]:
@@ -364,9 +354,10 @@ def undone(
     ValueError: a stored result has another config or another version of the code.
   """
   folder = pathlib.Path(results).parent
+  names = {x.stem for x in folder.glob('*') if x.suffix in ('', '.jsonl')}
   by_config = {
     result.get('config'): result
-    for name in names(folder)
+    for name in sorted(names)
     for result in read_runs(f'{folder}/{name}').values()
     if result.get('versions') == dict(versions)
   }

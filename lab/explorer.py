@@ -100,11 +100,10 @@ def knobs_of() -> dict[str, dict[str, Any]]:
     }
     fields = {f'{part}.{name}': x for name, x in base.model_fields.items()}
     for rule, kind in rules.names.items():
-      own = kind.model_fields.keys() - base.model_fields.keys()
       fields |= {
         f'{part}.{rule}.{name}': x
         for name, x in kind.model_fields.items()
-        if name in own
+        if name not in base.model_fields
       }
     del fields[f'{part}.rule']
     described |= {

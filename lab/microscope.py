@@ -391,10 +391,11 @@ def drawn(
   return batch_of(task, tables, index_B, rule(reward_PG).reshape(-1)), index_B
 
 
-def warm_start(task: Task, steps: int, seed: int = 0, wrong: float = 0.5) -> Tree:
-  """Trains fresh weights on responses of which a share is right; returns the weights.
+def warm_start(task: Task, steps: int, seed: int = 0) -> Tree:
+  """Trains fresh weights on responses; returns the weights.
 
-  `wrong` is the share of random responses, so that the policy is sometimes right.
+  Half of the responses are right and half are random, so that the policy is sometimes
+  right.
   """
   key = jax.random.key(seed)
   params = transformer.init(SPEC, key)
@@ -414,7 +415,7 @@ def warm_start(task: Task, steps: int, seed: int = 0, wrong: float = 0.5) -> Tre
   for _ in range(steps):
     rows = rng.choice(right, 256)
     other = rng.integers(0, len(task.right_N), 256)
-    rows = np.where(rng.random(256) < wrong, other, rows)
+    rows = np.where(rng.random(256) < 0.5, other, rows)
     params, opt = step(params, opt, task.tokens_NT[rows])
   return params
 

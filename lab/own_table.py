@@ -236,8 +236,11 @@ def packed(array: Any) -> dict[str, str]:
 def _floats(kind: type[Part]) -> dict[str, float]:
   """Returns the knobs that only this rule has and whose default is a float."""
   shared = kind.rules.base.model_fields
-  defaults = {k: x.default for k, x in kind.model_fields.items() if k not in shared}
-  return {k: x for k, x in defaults.items() if isinstance(x, float)}
+  return {
+    name: x.default
+    for name, x in kind.model_fields.items()
+    if name not in shared and isinstance(x.default, float)
+  }
 
 
 def _axes(

@@ -12,10 +12,13 @@ mu would be above 1 a panel is empty. Rules that read the whole minibatch have n
 import itertools
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from jax import Array
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
 
 from bapo_jax.training.config import Config
 from bapo_jax.types import Batch, Bounds, ClipFunction, Weigh
@@ -24,10 +27,6 @@ from lab.counterfactual import Applied, Recorded
 from lab.microscope import Rule
 from lab.microscope_rules import RULES
 from lab.plots import BLUE, ORANGE
-
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
 
 PATH = pathlib.Path(__file__).parents[1] / 'docs' / 'rule_maps.png'
 POINTS = 61
@@ -85,8 +84,8 @@ def draw_recorded(
   recorded: Recorded,
   applied: Mapping[str, Applied],
   configs: Mapping[str, Config],
-  columns: int = 5,
-) -> 'Figure':
+  columns: int,
+) -> Figure:
   """Returns a figure with a panel per rule: tokens by probability and ratio.
 
   Blue is for tokens with A > 0 and orange for A < 0: shaded where the rule cuts such
@@ -94,8 +93,6 @@ def draw_recorded(
   drawn at their edge. The titles have the shares of the tokens cut, and of their mass
   in the unclipped gradient.
   """
-  from matplotlib.colors import ListedColormap
-
   figure, axes = _panels(len(applied), columns, 2.9, 2.6, 9)
   p_BT, mask_BT = np.exp(recorded.logp_BT).clip(PROBABILITY[0]), recorded.loss_mask_BT
   for ax, (name, one) in zip(axes, applied.items(), strict=True):
@@ -120,10 +117,8 @@ def draw_recorded(
 
 def _panels(
   count: int, columns: int, width: float, height: float, fontsize: float | str
-) -> tuple['Figure', list['Axes']]:
+) -> tuple[Figure, list[Axes]]:
   """Returns a figure and its panels; sizes are those of a panel, in inches."""
-  from matplotlib.figure import Figure
-
   rows = -(-count // columns)
   figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
   axes = [*figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat]
@@ -138,18 +133,15 @@ def _panels(
   return figure, axes[:count]
 
 
-def _dress(ax: 'Axes', title: str) -> None:
+def _dress(ax: Axes, title: str) -> None:
   ax.set(xscale='log', yscale='log')
   ax.set_yticks((0.2, 1, 5), ('0.2', '1', '5'), minor=False)
   ax.minorticks_off()
   ax.set_title(title, fontsize=8)
 
 
-def draw() -> 'Figure':
+def draw() -> Figure:
   """Returns the figure: two panels per rule, left for A > 0 and right for A < 0."""
-  from matplotlib.cm import ScalarMappable
-  from matplotlib.colors import Normalize
-
   norm = Normalize(-LIMIT, LIMIT)
   drawn = [*itertools.product(DRAWN, (('>', 1), ('<', -1)))]
   figure, axes = _panels(len(drawn), 8, 15 / 8, 1.9, 'large')

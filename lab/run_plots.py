@@ -9,21 +9,17 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from bapo_jax.run import run_files, step_record
+from bapo_jax.run import run_files
 from bapo_jax.run.panels import PANELS
 from bapo_jax.run.series import ERRORS, Points, series
-from bapo_jax.runtime import metrics
 from bapo_jax.runtime.metrics import Row
-from bapo_jax.runtime.workdir import read_config
 from lab.plots import BLUE, GREY, ORANGE, dress, new_figure
-
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, '#009E73', '#CC79A7', '#000000')  # one per run, in order
 FEW = 20  # a running mean is over 1/20 of the steps; so few values have dots
@@ -53,17 +49,11 @@ def read_run(workdir: str | os.PathLike[str], label: str = '') -> RunFiles:
   Raises:
     ValueError: the directory has no run.
   """
-  workdir = os.fspath(workdir)
-  step = step_record.newest(workdir)
-  groups = [] if step is None else step_record.read(workdir, step)
-  for group in groups:
+  run = run_files.read(os.fspath(workdir), label)
+  for group in run.groups:
     group['responses'] = [SimpleNamespace(**x) for x in group['responses']]
-  return RunFiles(
-    label or os.path.basename(os.path.normpath(workdir)),
-    metrics.read(workdir),
-    [SimpleNamespace(**group) for group in groups],
-    run_files.flat(read_config(workdir)),
-  )
+  groups = [SimpleNamespace(**group) for group in run.groups]
+  return RunFiles(run.name, run.rows, groups, run_files.flat(run.values))
 
 
 def differences(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
@@ -87,7 +77,7 @@ def errors(rows: Sequence[Row], name: str) -> np.ndarray:
   return np.asarray([error.get(step, 0.0) for step in series(rows, name)[0]])
 
 
-def overlay(runs: Sequence[RunFiles]) -> 'Figure':
+def overlay(runs: Sequence[RunFiles]) -> Figure:
   """Draws the curves of all runs, a panel per metric and a colour per run.
 
   A panel has the first two of its metrics that a run recorded, solid and dashed.
@@ -129,7 +119,7 @@ def overlay(runs: Sequence[RunFiles]) -> 'Figure':
   return figure
 
 
-def ratios(runs: Sequence[RunFiles]) -> 'Figure':
+def ratios(runs: Sequence[RunFiles]) -> Figure:
   """Draws the recorded tokens of each run: probability when sampled, ratio, bounds.
 
   Crosses are tokens cut by the bounds of their update, pluses are masked tokens. Grey
@@ -178,7 +168,7 @@ def tokens(
   return mu_N, ratio_N, cut_N
 
 
-def lengths(runs: Sequence[RunFiles]) -> 'Figure':
+def lengths(runs: Sequence[RunFiles]) -> Figure:
   """Draws length and advantage of the recorded responses, coloured by verdict.
 
   The area of a dot is proportional to the number of responses at this point.
@@ -198,11 +188,11 @@ def lengths(runs: Sequence[RunFiles]) -> 'Figure':
 
 
 def _panels(
-  figure: 'Figure',
+  figure: Figure,
   runs: Sequence[RunFiles],
   labels: tuple[str, str],
   sharex: bool = False,
-) -> Iterator[tuple['Axes', RunFiles]]:
+) -> Iterator[tuple[Axes, RunFiles]]:
   """Yields (panel, run); the caller draws it before the next one.
 
   The legend is above the plot, where it hides no point.

@@ -24,7 +24,6 @@ from typing import Any
 from bapo_jax.run import experiment
 from bapo_jax.runtime import machine
 from bapo_jax.runtime.progress import log
-from bapo_jax.runtime.workdir import locked, writable
 from bapo_jax.tools import sweep as runner
 from bapo_jax.training import needs
 from bapo_jax.training.config import OVERRIDE, merged, overrides
@@ -106,16 +105,8 @@ def train_all(
   # Runs of equal shapes share compiled programs; even small programs are cached.
   os.environ['JAX_COMPILATION_CACHE_DIR'] = os.path.abspath(f'{folder}/compiled')
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-  with locked(folder), writable(folder):
-    failed, signal = runner.drive(
-      undone,
-      lambda run, core: runner.launch(
-        [*command, f'--only={run}'], f'{folder}/{run}.log', core
-      ),
-      workers,
-    )
-  for run, status in failed.items():
-    log(f'{run} failed with status {status}; see {folder}/{run}.log')
+  commands = {run: [*command, f'--only={run}'] for run in undone}
+  failed, signal = runner.drive(commands, folder, [{}] * workers)
   if failed or signal:
     return 128 + signal if signal else 1
   experiments.pack(results)

@@ -12,15 +12,12 @@ import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from lab.counterfactual import Applied, Recorded
 from lab.plots import BLUE, ORANGE
-
-if TYPE_CHECKING:
-  from matplotlib.figure import Figure
 
 LEAST = 0.12  # opacity of the smallest weight
 CUT = 'border:1px dashed #777;text-decoration:line-through'
@@ -39,7 +36,13 @@ def coloured(
     rows: the responses, as indices into the rows of the record.
   """
   largest = max(float(np.abs(one.weight_BT[rows]).max()) for one in applied.values())
-  parts = [_legend()]
+  samples = (
+    (f'background:{_rgba(BLUE, 0.8)}', 'pushed up'),
+    (f'background:{_rgba(ORANGE, 0.8)}', 'pushed down'),
+    (CUT, 'cut'),
+  )
+  legend = [f'<span style="{style}">{text}</span>' for style, text in samples]
+  parts = [f'<p>{" &nbsp; ".join(legend)}</p>']
   one = next(iter(applied.values()))
   for b in rows:
     adv_N = one.adv_BT[b, recorded.loss_mask_BT[b]]
@@ -86,16 +89,6 @@ def _rgba(colour: str, opacity: float) -> str:
   return f'rgba({red},{green},{blue},{opacity:.2f})'
 
 
-def _legend() -> str:
-  samples = (
-    (f'background:{_rgba(BLUE, 0.8)}', 'pushed up'),
-    (f'background:{_rgba(ORANGE, 0.8)}', 'pushed down'),
-    (CUT, 'cut'),
-  )
-  shown = [f'<span style="{style}">{text}</span>' for style, text in samples]
-  return f'<p>{" &nbsp; ".join(shown)}</p>'
-
-
 def slider(title: str, frames: Mapping[str, str], first: int = 0) -> str:
   """Returns HTML with a slider that shows one of the frames.
 
@@ -122,7 +115,7 @@ def slider(title: str, frames: Mapping[str, str], first: int = 0) -> str:
   )
 
 
-def picture(figure: 'Figure', dpi: int = 60) -> str:
+def picture(figure: Figure, dpi: int) -> str:
   """Returns a figure as an HTML image that contains its data."""
   with io.BytesIO() as file:
     figure.savefig(file, format='png', dpi=dpi, metadata={'Software': None})

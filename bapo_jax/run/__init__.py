@@ -2,5 +2,5 @@
 
 In: a config and a workdir. Out: metrics, checkpoints and a report.
 Reading order: step_record, resume, series, report, run_files,
-comparison, charts, samples, page, experiment.
+panels, comparison, samples, document, page, experiment.
 """

@@ -10,7 +10,7 @@
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,16 +64,14 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
   A run with the seeds of an earlier run of its config is a group of its own: the two
   are not independent.
   """
-  groups: dict[tuple[str, int], list[RunFiles]] = {}
-  seeds = defaultdict(set)
+  groups = defaultdict[Any, list[RunFiles]](list)
+  repeats = Counter()
   for run in runs:
     plain = [item for item in sorted(run.knobs.items()) if not nuisance(item[0])]
-    key = repr(plain)
-    repeat = 0
-    while seeds_of(run) in seeds[key, repeat]:
-      repeat += 1
-    seeds[key, repeat].add(seeds_of(run))
-    groups.setdefault((key, repeat), []).append(run)
+    config = repr(plain)
+    repeat = config, seeds_of(run)
+    groups[config, repeats[repeat]].append(run)
+    repeats[repeat] += 1
   names = [[run.name for run in members] for members in groups.values()]
   labels = [label(members) for members in names]
   if len(set(labels)) < len(labels):
@@ -147,15 +145,15 @@ def by_problem(run: RunFiles) -> dict[str, Values]:
   # By text and id: two data sets may number their problems alike.
   problems = defaultdict(list)
   for sample in run.after['samples'] if run.after else ():
-    problems[sample.get('id'), sample['problem'], settings_of(run)].append(sample)
+    problems[sample['id'], sample['problem'], settings_of(run)].append(sample)
   means = defaultdict(dict)
   for problem, samples in problems.items():
     fields = {'eval/accuracy': 'correct', 'eval/length': 'tokens'}
     if 'set' in samples[0]:
       fields[f'eval/{samples[0]["set"]}/accuracy'] = 'correct'
     for name, field in fields.items():
-      # Old records lack the length, and an undecided response is not right or wrong.
-      known = [x[field] for x in samples if x.get(field) is not None]
+      # An undecided response is neither right nor wrong.
+      known = [x[field] for x in samples if x[field] is not None]
       if known:
         means[name][problem] = sum(known) / len(known)
   return means

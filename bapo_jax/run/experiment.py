@@ -112,8 +112,17 @@ def claim(workdir: str, config: Config, user: Config | None = None) -> None:
   """
   user = user or config
   problems = 'problems' if config.problems.changed == 'accept' else 'problems.changed'
-  free = ['title', 'steps', 'responses', 'cache', 'mesh', problems]
-  free += ['metrics', 'checkpoint', 'evaluate']
+  free = (
+    'title',
+    'steps',
+    'responses',
+    'cache',
+    'mesh',
+    problems,
+    'metrics',
+    'checkpoint',
+    'evaluate',
+  )
   given = user.model_dump()
   values = derive.filled(user, config).model_dump()
   step = checkpoint.choose(workdir)
@@ -186,7 +195,9 @@ def _train(
       # Beside the loading. Several processes would not compile in one order.
       lane = Lane()
       stack.callback(lane.close)
-      early = _compiling(r, material, verifier, timer, lane)
+      # For weights that are not loaded yet.
+      like, params, opt = build.abstract_trainer(r, material, verifier, timer)
+      early = lane.submit(lambda: ahead.compile_all(programs(like, params, opt)))
     t, s = build.build(r, material, verifier, timer)
     # With the first weights, before `resume` replaces them.
     if begun:
@@ -205,14 +216,6 @@ def _train(
         stop.current = 'the report'
         run.report(s)
   return status
-
-
-def _compiling(
-  r: Resolved, material: Material, verifier: Verifier, timer: PhaseTimer, lane: Lane
-) -> Future[list[Lowered]]:
-  """Compiles the programs of a run in a thread, for weights that are not loaded yet."""
-  t, params, opt = build.abstract_trainer(r, material, verifier, timer)
-  return lane.submit(lambda: ahead.compile_all(programs(t, params, opt)))
 
 
 def saved_so_far(workdir: str) -> str:
@@ -344,7 +347,7 @@ class Run:
 
     Logs which rows of metrics and which evaluations are lost.
     """
-    if s.step and hosts.is_first():
+    if s.step:
       steps = {row['step'] for row in metrics.read(self.workdir)}
       if lost := [n for n in range(s.step + 1) if n not in steps]:
         log(
@@ -540,8 +543,7 @@ def compiled(
   """
   log('Compiling the sampler and the train step.')
   with t.timer('compile'):
-    if early is None:
-      early = at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
+    early = early or at_once(lambda: ahead.compile_all(programs(t, s.params, s.opt)))
     train_step, *others = early.result()
     machine.trim()  # frees memory for the first updates
   step = functools.partial(train_step.compile(), base=t.base)

@@ -14,7 +14,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bapo_jax import knobs
@@ -75,12 +76,13 @@ def report_data(run: RunFiles) -> files.Object:
   digest = digests.fingerprint(values)
   before, after = ((e or {}).get('result') for e in (run.before, run.after))
   target = values.get('clip', {}).get('target')
-  sentences = [report.settings_sentence(rows)]
-  sentences += [report.target_sentence(rows, target), report.idle_sentence(rows)]
-  rewards = []
-  if before and after:
-    sentences.insert(0, report.change_sentence(before, after))
-    rewards = report.rewards(before, after)
+  both = before and after
+  sentences = (
+    report.change_sentence(before, after) if both else '',
+    report.settings_sentence(rows),
+    report.target_sentence(rows, target),
+    report.idle_sentence(rows),
+  )
   # One table for a report (value, default) and a comparison (a column per config).
   values_and_defaults = dict(zip(('value', 'default'), _known(run), strict=True))
   return {
@@ -93,7 +95,7 @@ def report_data(run: RunFiles) -> files.Object:
     'asked': samples.asked(run) if run.groups else None,
     'changed': samples.changed(run) if run.after else None,
     'tables': {
-      'rewards': [*rewards],
+      'rewards': [*report.rewards(before, after)] if both else [],
       'times': [*_times(run)],
       'progress': [*_progress(rows)],
       'knobs': [*_knobs(values_and_defaults, 'title'.__eq__)],
@@ -163,15 +165,14 @@ def _tiles(run: RunFiles):
 def _curves(groups: Sequence[Group]) -> files.Object:
   """Returns the panels to draw, and the columns of the runs that they need."""
   runs = [run for group in groups for run in group.runs]
-  recorded = {name for run in runs for row in run.rows for name in row}
-  sets = of_sets(row for run in runs for row in run.rows)
+  recorded = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+  sets = of_sets([recorded])
   errors = ERRORS | sets
   panels = []
   for panel in PANELS:
-    if not panel.optional or recorded & panel.labels.keys():
-      names = [*panel.labels][: panel.compared if len(runs) > 1 else None]
-      labels = {name: panel.labels[name] for name in names}
-      panels.append(panel._replace(labels=labels)._asdict())
+    if not panel.optional or recorded.keys() & panel.labels:
+      labels = [*panel.labels.items()][: panel.compared if len(runs) > 1 else None]
+      panels.append(panel._replace(labels=dict(labels))._asdict())
     if 'eval/accuracy' in panel.labels:
       panels += [
         panel._replace(title=f'Accuracy on {x.split("/")[1]}', labels={x: ''})._asdict()
@@ -184,10 +185,16 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   every = -(-sum(len(run.rows) for run in runs) // MOST_ROWS) or 1
 
   def columns(rows: Sequence[Row]):
-    kept = (
-      row for i, row in enumerate(rows) if i % every == 0 or 'eval/accuracy' in row
-    )
-    return _columns([*kept], names)
+    """Returns metric -> value of each row, with six digits; None if it is missing."""
+    kept = [x for i, x in enumerate(rows) if i % every == 0 or 'eval/accuracy' in x]
+    by_name = {}
+    for name in ('step', *sorted(names)):
+      values = [row.get(name, math.nan) for row in kept]
+      if any(map(math.isfinite, values)):
+        by_name[name] = [
+          float(f'{x:.6g}') if math.isfinite(x) else None for x in values
+        ]
+    return by_name
 
   return {
     'panels': panels,
@@ -200,31 +207,21 @@ def _curves(groups: Sequence[Group]) -> files.Object:
   }
 
 
-def _columns(rows: Sequence[Row], names: Iterable[str]):
-  """Returns metric -> value of each row, with six digits; None where it is missing."""
-  columns = {}
-  for name in ('step', *sorted(names)):
-    values = [row.get(name, math.nan) for row in rows]
-    if any(map(math.isfinite, values)):
-      columns[name] = [float(f'{x:.6g}') if math.isfinite(x) else None for x in values]
-  return columns
-
-
 def _times(run: RunFiles):
   """Yields the time by phase: of a finished run, else of its steps."""
-  spent = run.facts.get('phases', {})
+  # A Counter is typed for integers, but counts floats as well.
+  spent: Any = Counter(run.facts.get('phases'))
   total = run.facts.get('wall_s', 0.0)
   if not spent:
-    names = {name for row in run.rows for name in row if name.startswith('time/')}
-    spent = {x[5:]: series(run.rows, x)[1].sum() for x in names - {'time/step'}}
-    total = series(run.rows, 'time/step')[1].sum()
+    for row in run.rows:
+      spent.update({x[5:]: s for x, s in row.items() if x.startswith('time/')})
+    total = spent.pop('step', 0.0)
   if not total:
     return
-  spent = {name: s for name, s in spent.items() if name != 'other'}
-  longest_first = dict(sorted(spent.items(), key=lambda item: -item[1]))
   # What no phase has measured; the parts then add up to the wall time.
-  longest_first['other'] = max(0.0, total - sum(spent.values()))
-  for name, s in longest_first.items():
+  del spent['other']
+  other = max(0.0, total - spent.total())
+  for name, s in (*spent.most_common(), ('other', other)):
     yield name, f'{s:.1f}', f'{100 * s / total:.1f}'
 
 

@@ -18,8 +18,7 @@ IDLE = 10  # steps in a row without anything to learn that have a cause to look 
 
 def settings_sentence(rows: Sequence[Row]) -> str:
   """Says when the settings of the evaluation changed; '' if they did not."""
-  evaluated = [row for row in rows if SETTINGS in row]
-  other = [row['step'] for row in evaluated if 'eval/accuracy' not in row]
+  other = [x['step'] for x in rows if SETTINGS in x and 'eval/accuracy' not in x]
   if not other:
     return ''
   return (

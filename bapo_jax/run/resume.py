@@ -15,8 +15,15 @@ from bapo_jax.types import Groups, empty_groups
 
 Spent = files.Object  # cost of a run so far, from its checkpoint
 
-SCALARS = ('step', 'actor_version', 'prompt_round', 'responses', 'updates')
-SCALARS += ('consecutive_skips', 'idle_steps')
+SCALARS = (
+  'step',
+  'actor_version',
+  'prompt_round',
+  'responses',
+  'updates',
+  'consecutive_skips',
+  'idle_steps',
+)
 
 
 def arrays(t: Trainer, s: TrainState) -> files.Object:
@@ -115,7 +122,7 @@ def resume(
     return s.replace(**restored), meta
   if partial:
     t.sampler.restore(partial)
-  pairs = zip(groups, meta.get('queue', []), strict=True)
+  pairs = zip(groups, meta['queue'], strict=True)
   queue = tuple(_waiting(Sampled.restored(*pair)) for pair in pairs)
   return s.replace(**restored, queue=queue), meta
 
@@ -127,14 +134,14 @@ def _waiting(sampled: Sampled):
 
 def _check(t: Trainer, s: TrainState, meta: files.Object):
   """Raises ValueError if a run cannot continue from a checkpoint with this meta."""
-  if meta.get('weights_only') and not finished(t, s):
+  if meta['weights_only'] and not finished(t, s):
     raise ValueError(
       f'the checkpoint of step {s.step} has no optimiser state '
       '(checkpoint.final=weights), so training cannot resume; export the weights '
       '(python -m bapo_jax export) and start in another --workdir with model.path set '
       'to the export'
     )
-  drew = meta.get('generator', jax_options.GENERATOR)
+  drew = meta['generator']
   draws = jax_options.generator()
   if drew != draws:
     raise ValueError(
@@ -168,7 +175,7 @@ def same_problems(
     return True
   # The newest checkpoint speaks for the run: `accept` moves it to new problems once.
   before = checkpoint.read_meta(str(checkpoints.directory), step)['problems']
-  if before == identity[: len(before)]:  # older checkpoints lack those of prompts
+  if before == identity:
     return True
   names = 'training', 'held-out', 'training prompts', 'held-out prompts', 'records'
   others = zip(names, before, identity, strict=False)

@@ -31,11 +31,7 @@ class RunFiles(NamedTuple):
   groups: list[files.Object]  # of the newest recorded step
   facts: Mapping[str, Any]  # of report.json; {} while the run trains
   decided: Mapping[str, Any]  # dotted name -> value of knobs that the program decided
-
-  @property
-  def last(self) -> int:
-    """The number of steps done."""
-    return int(max((row['step'] for row in self.rows), default=0))
+  last: int  # the number of steps done
 
 
 def read(workdir: str, name: str = '') -> RunFiles:
@@ -47,15 +43,16 @@ def read(workdir: str, name: str = '') -> RunFiles:
   values = workdirs.read_config(workdir)
   rows = metrics.read(workdir)
   evaluated = [int(row['step']) for row in rows if 'eval/accuracy' in row]
-  last = max(evaluated, default=0)
+  newest = max(evaluated, default=0)
+  last = int(max((row['step'] for row in rows), default=0))
   recorded = step_record.newest(workdir)
   path = os.path.join(workdir, 'report.json')
   facts = files.read_object(path, 'remove it') if os.path.exists(path) else {}
   before = _evaluation(workdir, 0)
-  after = _evaluation(workdir, last) if last else None
+  after = _evaluation(workdir, newest) if newest else None
   if before and after and not evaluate.comparable(before['result'], after['result']):
     before = None
-  run = RunFiles(
+  return RunFiles(
     name or os.path.basename(os.path.abspath(workdir)),
     workdir,
     values,
@@ -64,11 +61,11 @@ def read(workdir: str, name: str = '') -> RunFiles:
     before=before,
     after=after,
     groups=[] if recorded is None else step_record.read(workdir, recorded),
-    facts=facts,
+    # A report of fewer steps is an old one: the run trains on.
+    facts=facts if facts.get('steps') == last else {},
     decided=workdirs.read_resolved(workdir).get('decided', {}),
+    last=last,
   )
-  # A report of fewer steps is an old one: the run trains on.
-  return run if facts.get('steps') == run.last else run._replace(facts={})
 
 
 def flat(values: files.Object) -> files.Object:

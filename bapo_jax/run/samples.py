@@ -179,9 +179,9 @@ def changed(run: RunFiles) -> files.Object:
   after = run.after['samples']
   before = run.before['samples'] if run.before is not None else []
   comparable = len(before) == len(after)  # else the evaluations differ in problems
-  changes = {verdicts: [] for verdicts in CHANGES}
+  changes = collections.defaultdict(list)
   for old, new in zip(before if comparable else after, after, strict=True):
-    changes.setdefault((old['correct'], new['correct']), []).append((old, new))
+    changes[old['correct'], new['correct']].append((old, new))
   counts = [f'{len(changes[v])} {text}' for v, (text, _) in CHANGES.items()]
   undecided = len(after) - sum(len(changes[v]) for v in CHANGES)
   if undecided:
@@ -206,17 +206,15 @@ def changed(run: RunFiles) -> files.Object:
 def sample(when: str, row: dict[str, Any], views: str = '') -> files.Object:
   """Describes an evaluated response and how the verifier read it."""
   kind = WORDS[row['correct']]
-  head = [Span(f'{when}: '), Span(row.get('verdict', kind), kind)]
-  if 'extracted' in row:  # old records lack it
-    answer = row['extracted']
-    if answer is None:
-      head.append(Span('; the verifier found no answer'))
-    else:
-      head.append(Span('; the verifier read '))
-      head.append(Span(shortened(str(answer), 200), 'code'))
-  if row.get('reason'):
+  head = [Span(f'{when}: '), Span(kind, kind)]
+  if row['extracted'] is None:
+    head.append(Span('; the verifier found no answer'))
+  else:
+    head.append(Span('; the verifier read '))
+    head.append(Span(shortened(str(row['extracted']), 200), 'code'))
+  if row['reason']:
     head.append(Span(f' ({row["reason"]})'))
-  if row.get('parts'):
+  if row['parts']:
     head.append(Span(f', reward {row["reward"]:.3g}'))
   text = conversation.script(row.get('messages', [])[1:]) or row['response']
   return {'kind': kind, 'head': head, 'text': [Span(_text(text, views))]}

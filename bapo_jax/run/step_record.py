@@ -28,8 +28,15 @@ from bapo_jax.types import GIVEN, SOURCES, Groups, ended, take
 FOLDER = 'groups'
 MOST_GROUPS = 16  # per file, spread over the filled seats
 MOST_TOKENS = 2**15  # per file with per-token fields, about 40 bytes each
-OF_TOKENS = ('ids', 'pieces', 'sampler_logp', 'learner_logp', 'ratio', 'cut')
-OF_TOKENS += ('advantages',)  # only if they differ within the response
+OF_TOKENS = (
+  'ids',
+  'pieces',
+  'sampler_logp',
+  'learner_logp',
+  'ratio',
+  'cut',
+  'advantages',  # only if they differ within the response
+)
 
 _advantages = jax.jit(
   advantages, static_argnames=('advantage_rule', 'weights', 'teacher')
@@ -67,7 +74,6 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
     # step's file stays small at any length of responses.
     budget -= sum(response['tokens'] for response in responses)
     bounds = of_seat.metrics if of_seat else {}
-    low, high = _numbers([bounds.get(f'clip/{x}', math.nan) for x in ('low', 'high')])
     length = int(group.response_mask_PGT.any(0).argmax())  # the same for all responses
     # The prompt of the first response, without P.
     prompt_1T = group.tokens_PGT[:1]
@@ -83,8 +89,8 @@ def write(t: Trainer, workdir: str, record: StepRecord) -> None:
       'prompt_tokens': length,
       'prompt_ids': np.asarray(prompt_1T[0, :length]).tolist(),
       'update': number,
-      'low': low,
-      'high': high,
+      'low': _rounded(bounds.get('clip/low', math.nan)),
+      'high': _rounded(bounds.get('clip/high', math.nan)),
     }
     if any(t.problems.grids):
       pictures = t.problems.rows[problem].pictures
@@ -146,45 +152,41 @@ def _responses(
       mask_T[first:last] = True  # with the messages of the environment
       (text,) = tokenizer.decode([tokens_GT[g, mask_T].tolist()])
     budget -= len(tokens_N)
-    advantage = adv_N[0] if equal else adv_N.mean()
-    (reward,) = _exact(group.reward_PG[g : g + 1])
-    (advantage,) = _numbers([advantage])
     response: dict[str, Any] = {
       'response': text,
       'correct': bool(group.correct_PG[g]) if decided_G[g] else None,
-      'reward': reward if decided_G[g] else None,
-      'advantage': advantage,
+      'reward': exact(group.reward_PG[g]) if decided_G[g] else None,
+      'advantage': _rounded(adv_N[0] if equal else adv_N.mean()),
       'taught': bool(group.teaches_PG[g]),
       'tokens': len(tokens_N),
       'truncated': not ended_G[g],
-      'version': [int(v) for v in (version_N.min(), version_N.max())],
+      'version': [-1, -1] if given else [int(version_N.min()), int(version_N.max())],
     }
     if given:
-      response |= {'given': True, 'version': [-1, -1]}
+      response['given'] = True
     response |= dict.fromkeys(OF_TOKENS)
     if budget >= 0:
       ids = tokens_GT[g, mask_T].tolist()
       response |= sampled | {'ids': ids, 'pieces': tokenizer_lib.pieces(tokenizer, ids)}
-      response['sampler_logp'] = _exact(group.behavior_logp_PGT[g, mask_T])
-      response['advantages'] = None if equal else _numbers(adv_GT[g, mask_T])
+      response['sampler_logp'] = [*map(exact, group.behavior_logp_PGT[g, mask_T])]
+      response['advantages'] = None if equal else [*map(_rounded, adv_GT[g, mask_T])]
       if of_seat and of_seat.tokens.ratio_BT[g].any():  # the update computed it
         logp_N, ratio_N, cut_N = (x[g, mask_T] for x in of_seat.tokens)
-        response |= {'learner_logp': _numbers(logp_N), 'ratio': _numbers(ratio_N)}
-        response['cut'] = [int(cut) for cut in cut_N]
+        response['learner_logp'] = [*map(_rounded, logp_N)]
+        response['ratio'] = [*map(_rounded, ratio_N)]
+        response['cut'] = [*map(int, cut_N)]
     responses.append(response)
   return responses
 
 
-def _numbers(values: Any):
-  """Rounds numbers to four decimals for JSON; None if not finite."""
-  floats = np.asarray(values, float).tolist()
-  return [round(x, 4) if math.isfinite(x) else None for x in floats]
+def _rounded(value: Any):
+  """Rounds a number to four decimals for JSON; None if not finite."""
+  return round(float(value), 4) if math.isfinite(value) else None
 
 
-def _exact(values: Any):
-  """Returns the shortest decimals of float32 numbers for JSON; None if not finite."""
-  floats = np.asarray(values, np.float32)
-  return [float(str(x)) if math.isfinite(x) else None for x in floats]
+def exact(value: Any) -> float | None:
+  """Returns the shortest decimals of a float32 number for JSON; None if not finite."""
+  return float(str(np.float32(value))) if math.isfinite(value) else None
 
 
 def newest(

@@ -58,11 +58,11 @@ def read(workdirs: Sequence[str]) -> list[RunFiles]:
   runs = []
   skipped = []
   for path, target in zip(workdirs, absolute, strict=True):
-    if not os.path.isdir(path) or not metrics.read(path):
+    if metrics.read(path):
+      name = os.path.relpath(target, common)
+      runs.append(run_files.read(path, path if name == '.' else name))
+    else:
       skipped.append(path)
-      continue
-    name = os.path.relpath(target, common)
-    runs.append(run_files.read(path, path if name == '.' else name))
   if len(runs) < 2:
     raise ValueError(
       f'{", ".join(skipped)}: no run with metrics; give directories of two or more runs'

@@ -14,8 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 
 from bapo_jax.run import document
 from bapo_jax.run.series import of_sets, series
@@ -139,7 +138,7 @@ def launch(
   command: Sequence[str],
   output: str,
   core: int,
-  environment: Mapping[str, str] = MappingProxyType({}),
+  environment: Mapping[str, str],
 ) -> subprocess.Popen:
   """Starts a process on one core, or with an `environment`, and logs to a file.
 
@@ -163,52 +162,59 @@ def launch(
 
 
 def drive(
-  runs: Iterable[str],
-  start: Callable[[str, int], subprocess.Popen],
-  workers: int,
+  commands: Mapping[str, Sequence[str]],
+  folder: str,
+  places: Sequence[Mapping[str, str]],
   outcome: Callable[[str], str] = lambda run: '',
 ) -> tuple[dict[str, int], int]:
-  """Runs processes, at most `workers` at once, until all end or a signal arrives.
+  """Runs processes, one per place at once, until all end or a signal arrives.
 
   Args:
-    runs: names, in the order of execution.
-    start: (run, number of the worker) -> its process.
+    commands: run -> its command, in the order of execution.
+    folder: run r logs to <folder>/<r>.log.
+    places: the environments of the processes that run at the same time.
     outcome: run -> what to print of it once it has ended with status 0.
 
   Returns:
     (failed run -> exit status, the signal or 0)
+
+  Raises:
+    ValueError: another process uses the folder, or it cannot be written.
   """
-  waiting = list(runs)
-  total = len(waiting)
+  waiting = list(commands)
   began = time.monotonic()
-  active: dict[str, tuple[subprocess.Popen, int]] = {}  # with worker
+  active: dict[int, tuple[str, subprocess.Popen]] = {}  # number of the place -> run
   failed: dict[str, int] = {}
   over = passed_on = 0
-  with stoppable() as stop:
+  with locked(folder), writable(folder), stoppable() as stop:
     while active or (waiting and not stop.signal):
-      free = set(range(workers)) - {worker for _, worker in active.values()}
-      for worker in free:
-        if waiting and not stop.signal:
+      for i, environment in enumerate(places):
+        if i not in active and waiting and not stop.signal:
           run = waiting.pop(0)
-          active[run] = start(run, worker), worker
+          output = os.path.join(folder, f'{run}.log')
+          active[i] = run, launch(commands[run], output, i, environment)
       # A signal is passed on once: a second signal would stop the runs without saving.
       if stop.signal and not passed_on:
         passed_on = stop.signal
-        for process, *_ in active.values():
+        for _, process in active.values():
           process.send_signal(stop.signal)
-      ended = [run for run, (p, *_) in active.items() if p.poll() is not None]
-      for run in ended:
-        status = active.pop(run)[0].returncode
+      ended = [i for i, (_, process) in active.items() if process.poll() is not None]
+      for i in ended:
+        run, process = active.pop(i)
+        status = process.returncode
         over += 1
         if status and not stop.signal:
           failed[run] = status
         text = f'status {status}' if status else outcome(run) or 'done'
         text = f'{run}: {"stopped" if status and stop.signal else text}.'
         if not stop.signal:
-          left = (total - over) * (time.monotonic() - began) / over / 60
-          text += f' {over} of {total} over, {left:.1f} min left.'
+          minutes = (time.monotonic() - began) / over / 60
+          still = minutes * (len(commands) - over)
+          text += f' {over} of {len(commands)} over, {still:.1f} min left.'
         log(text)
       time.sleep(0 if ended else POLL_S)
+  for run, status in failed.items():
+    log(f'{run} failed with status {status}; see {os.path.join(folder, run)}.log')
   return failed, stop.signal
 
 
@@ -250,28 +256,19 @@ def sweep(
   page = os.path.join(folder, 'compare.html')
   files.check_ours(page, document.MARK)
   paths = {run: os.path.join(folder, run) for run in commands}
-
-  def start(run, worker):
-    command = [sys.executable, '-m', 'bapo_jax.main', f'--workdir={paths[run]}']
-    return launch(
-      [*command, *commands[run]], f'{paths[run]}.log', worker, places[worker]
-    )
-
+  program = [sys.executable, '-m', 'bapo_jax.main']
   log(f'{len(commands)} runs, {len(places)} at once, in {folder}')
   rows = {run: len(metrics.read(path)) for run, path in paths.items()}
-  with locked(folder), writable(folder):
-    failed, signal = drive(
-      commands,
-      start,
-      len(places),
-      outcome=lambda run: accuracy(paths[run], rows[run]),
-    )
-    for run, status in failed.items():
-      log(f'{run} failed with status {status}; see {paths[run]}.log')
-    if signal:
-      log('The same command resumes.')
-      return 128 + signal
-    done = [path for run, path in paths.items() if run not in failed]
-    if len(done) > 1:
-      compare.write(done, page)
+  failed, signal = drive(
+    {run: [*program, f'--workdir={paths[run]}', *commands[run]] for run in commands},
+    folder,
+    places,
+    outcome=lambda run: accuracy(paths[run], rows[run]),
+  )
+  if signal:
+    log('The same command resumes.')
+    return 128 + signal
+  done = [path for run, path in paths.items() if run not in failed]
+  if len(done) > 1:
+    compare.write(done, page)
   return int(bool(failed))

@@ -7,7 +7,6 @@ responses.
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -23,18 +22,12 @@ LISTED = 20  # groups of a list: a recorded step has up to 16
 STYLES = {'right': 'green', 'wrong': 'red', 'mark': 'bold', 'faint': 'dim'}
 
 
-class Recorded(NamedTuple):
-  """A group of a step, or the responses to a problem in an evaluation."""
+def read(workdir: str, which: str = 'newest', views: str = '') -> list[files.Object]:
+  """Describes all groups of the newest recorded step and the newest evaluation.
 
-  where: str  # it was recorded, in words
-  responses: list[dict[str, Any]]
-  row: dict[str, Any] | None  # of the step; None: of an evaluation
-
-
-def read(workdir: str, which: str = 'newest') -> list[Recorded]:
-  """Reads all groups of the newest recorded step and the newest evaluation.
-
-  Ignores everything recorded after the checkpoint `which`; see checkpoint.choose.
+  `head` says where a group was recorded; the rest is as for the page, with all
+  responses. Ignores everything recorded after the checkpoint `which`; see
+  checkpoint.choose.
 
   Raises:
     ValueError: the workdir has no run, or no recorded group.
@@ -47,33 +40,24 @@ def read(workdir: str, which: str = 'newest') -> list[Recorded]:
   step = step_record.newest(workdir, until)
   for row in [] if step is None else step_record.read(workdir, step):
     where = f'problem {row["id"]}, trained on in step {step}, {row["source"]}'
-    groups.append(Recorded(where, row['responses'], row))
+    group = samples.group(workdir, row, views, len(row['responses']))
+    groups.append(group | {'head': where})
   step = step_record.newest(workdir, until, 'eval/*.json')
   recorded = [] if step is None else evaluate.read_recorded(workdir, step)['samples']
   # Also by id: problems with the same text may have different verifiers.
-  for _, responses in itertools.groupby(
-    recorded, lambda x: (x.get('id'), x['problem'])
-  ):
-    groups.append(Recorded(f'evaluation at step {step}', [*responses], None))
+  for _, same in itertools.groupby(recorded, lambda x: (x['id'], x['problem'])):
+    rows = [*same]
+    numbered = [
+      samples.sample(f'{i} of {len(rows)}', row, views) for i, row in enumerate(rows, 1)
+    ]
+    parts = samples.problem(workdir, rows[0], rows[0]['problem'], views)
+    where = {'head': f'evaluation at step {step}', 'note': ''}
+    groups.append(where | parts | {'responses': numbered})
   if not groups:
     raise ValueError(
       f'--workdir={workdir} has no recorded group yet; wait for an evaluation'
     )
   return groups
-
-
-def described(workdir: str, group: Recorded, views: str) -> files.Object:
-  """Returns what the page has of a group, with all its responses."""
-  responses = group.responses
-  if group.row:
-    return samples.group(workdir, group.row, views, len(responses))
-  first = responses[0]
-  numbered = [
-    samples.sample(f'{i} of {len(responses)}', response, views)
-    for i, response in enumerate(responses, 1)
-  ]
-  parts = samples.problem(workdir, first, first['problem'], views)
-  return {'note': '', **parts, 'responses': numbered}
 
 
 def text_of(spans: Iterable[Span], style: str = '') -> Text:
@@ -122,18 +106,18 @@ def show(
   """
   if unknown := set(views) - set(VIEWS):
     raise ValueError(f'--views={views}: unknown views {sorted(unknown)}; use {VIEWS}')
-  groups = read(workdir, checkpoint)
+  groups = read(workdir, checkpoint, views)
   console = console or Console()
   if group is None:
     for i, listed in enumerate(groups[:LISTED], 1):
-      right = sum(response['correct'] is True for response in listed.responses)
-      verdicts = f'{right} of {len(listed.responses)} right'
-      console.print(f'{i:>4}  {verdicts:<16}{listed.where}', highlight=False)
+      kinds = [response['kind'] for response in listed['responses']]
+      verdicts = f'{kinds.count("right")} of {len(kinds)} right'
+      console.print(f'{i:>4}  {verdicts:<16}{listed["head"]}', highlight=False)
     text = f'--group=1 to --group={len(groups)} prints a group'
     console.print(f'{text}; those with right and wrong responses teach', style='dim')
   elif not 1 <= group <= len(groups):
     raise ValueError(f'--group={group} does not exist; give 1 to {len(groups)}')
   else:
     chosen = groups[group - 1]
-    console.rule(f'group {group} of {len(groups)}: {chosen.where}')
-    console.print(*lines(described(workdir, chosen, views)), sep='\n')
+    console.rule(f'group {group} of {len(groups)}: {chosen["head"]}')
+    console.print(*lines(chosen), sep='\n')

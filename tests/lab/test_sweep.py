@@ -55,7 +55,7 @@ def test_only_runs_without_a_result_are_started(tmp_path, monkeypatch, capsys):
   monkeypatch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '')
   commands = []
 
-  def start(command, output, core):
+  def start(command, output, core, environment):
     commands.append(command[3:])
     write_results(tmp_path, 'b', {'b': (0.5, 0.8)})
     return script('')

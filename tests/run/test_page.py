@@ -118,8 +118,8 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   by_token = {'advantages': [2.0, 2.0, -1.0]}
   groups.append([right, right, response('ab<c', False, **cut | by_token)])
   sample = dict(problem='1+2?', answer='3', response='so 3', correct=True)
-  sample |= dict(extracted='3', verdict='right', reason='')
-  lost = sample | dict(correct=False, verdict='wrong', extracted='12', reason='not 3')
+  sample |= dict(extracted='3', reason='', parts={})
+  lost = sample | dict(correct=False, extracted='12', reason='not 3')
   data = made(workdir(tmp_path, [{}, {}], groups, before=[lost], after=[sample])).data
   problems = data['asked']['problems']
   # Problem 1 has both verdicts, but only its right response was part of the loss.
@@ -146,7 +146,7 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
 
 def test_what_undecided_and_incomparable_responses_say(tmp_path):
   sample = dict(problem='1+2?', answer='', response='so 3', correct=None)
-  sample |= dict(extracted=None, reason='timeout')
+  sample |= dict(extracted=None, reason='timeout', parts={})
   two = [sample, sample | {'correct': True}]
   changed = made(workdir(tmp_path / 'a', [{}], before=two, after=two)).data['changed']
   assert changed['text'].endswith('; 1 undecided before or after. Some of each:')
@@ -163,7 +163,7 @@ def test_what_undecided_and_incomparable_responses_say(tmp_path):
 
 def hostile(path):
   sample = dict(problem=EVIL, answer=EVIL, response=EVIL, correct=False)
-  sample |= dict(extracted=EVIL, verdict='wrong', reason=EVIL)
+  sample |= dict(extracted=EVIL, reason=EVIL, parts={})
   pieces = dict(pieces=[EVIL, EVIL], ratio=[1.0, 2.0], cut=[0, 1])
   groups = [[response(EVIL, True), response(EVIL, False, **pieces)]]
   rows = [{'rollout/reward': 0.5 + 0.1 * n, 'time/step': 1.0} for n in range(30)]

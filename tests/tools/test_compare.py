@@ -195,7 +195,8 @@ def test_single_runs_are_paired_by_their_held_out_problems(tmp_path):
     rows = [row | {'eval/a/accuracy': 0.5} for row in accuracy(0.5, 0.5)]
     paths.append(run(tmp_path, rule, rows, clip={'rule': rule}))
     samples = [
-      {'id': i, 'problem': 'x', 'correct': right == '1', 'set': 'ab'[i // 2]}
+      {'id': i, 'problem': 'x', 'set': 'ab'[i // 2]}
+      | {'correct': right == '1', 'tokens': 2}
       for i, right in enumerate(rights)
     ]
     (tmp_path / rule / 'eval').mkdir()

@@ -18,23 +18,18 @@ from bapo_jax.tools import sweep
 
 
 def script(text, *args):
-  return subprocess.Popen([sys.executable, '-c', text, *map(str, args)])
+  return [sys.executable, '-c', text, *map(str, args)]
 
 
-def test_every_worker_has_its_core_and_a_failed_run_is_named():
-  cores, most, processes = {}, [], []
-
-  def start(run, core):
-    cores[run] = core
-    most.append(len([p for p in processes if p.poll() is None]) + 1)
-    wait = 'import sys, time; time.sleep(0.2); sys.exit(int(sys.argv[1]))'
-    processes.append(script(wait, 7 if run == 'r1' else 0))
-    return processes[-1]
-
-  waiting = [f'r{i}' for i in range(5)]
-  assert sweep.drive(waiting, start, workers=2) == ({'r1': 7}, 0)
-  assert sorted(cores) == sorted(waiting), 'a failed run does not stop the others'
-  assert set(cores.values()) == {0, 1} and max(most) == 2
+def test_every_worker_has_its_core_and_a_failed_run_is_named(tmp_path, capsys):
+  wait = 'import os, sys, time; time.sleep(0.2); print(*os.sched_getaffinity(0)); '
+  wait += 'sys.exit(int(sys.argv[1]))'
+  commands = {f'r{i}': script(wait, 7 if i == 1 else 0) for i in range(5)}
+  assert sweep.drive(commands, str(tmp_path), [{}, {}]) == ({'r1': 7}, 0)
+  cores = {run: (tmp_path / f'{run}.log').read_text() for run in commands}
+  assert all(cores.values()), 'a failed run does not stop the others'
+  assert {*cores.values()} == {f'{core}\n' for core in machine.cores()[:2]}
+  assert f'r1 failed with status 7; see {tmp_path}/r1.log' in capsys.readouterr().out
 
 
 def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
@@ -48,11 +43,6 @@ def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
     'pathlib.Path(sys.argv[1]).write_text(str(len(got)))\n'
     'sys.exit(130)\n'
   )
-  started = []
-
-  def start(run, core):
-    started.append(run)
-    return script(child, tmp_path / run)
 
   def interrupt():
     while not (tmp_path / 'a').exists():
@@ -61,9 +51,10 @@ def test_a_signal_reaches_the_runs_once_and_starts_no_more(tmp_path):
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  ended = sweep.drive(['a', 'b'], start, workers=1)
+  commands = {run: script(child, tmp_path / run) for run in ('a', 'b')}
+  ended = sweep.drive(commands, str(tmp_path), [{}])
   thread.join()
-  assert started == ['a'] and ended == ({}, signal.SIGINT)
+  assert ended == ({}, signal.SIGINT) and not (tmp_path / 'b').exists()
   assert (tmp_path / 'a').read_text() == '1', 'signalled once'
 
 

@@ -26,8 +26,8 @@ def evaluated(tmp_path, *problems):
   (tmp_path / 'config.json').write_text('{"steps": 1, "sampler": {}, "clip": {}}')
   samples = [
     {'problem': f'{problem} mod 7', 'answer': '3', 'response': text, 'correct': right}
-    | {'reward': float(right)}
-    for problem, responses in problems
+    | {'id': i, 'reward': float(right), 'extracted': '3', 'reason': '', 'parts': {}}
+    for i, (problem, responses) in enumerate(problems)
     for text, right in responses
   ]
   (tmp_path / 'eval').mkdir()
@@ -53,7 +53,8 @@ def test_the_newest_evaluation_is_listed_and_printed_by_problem(tmp_path):
   assert 'group 1 of 2: evaluation at step 10' in drawn
   assert '1+2 mod 7' in drawn and 'Right answer: 3' in drawn
   lines = [line.strip() for line in drawn.splitlines() if ' of 4: ' in line]
-  assert lines == ['1 of 4: right', '2 of 4: wrong', '3 of 4: wrong', '4 of 4: right']
+  verdicts = ['1 of 4: right', '2 of 4: wrong', '3 of 4: wrong', '4 of 4: right']
+  assert lines == [f'{verdict}; the verifier read 3' for verdict in verdicts]
   # An evaluation records only text, so that no token can be marked.
   assert printed(workdir, 2, 'pc') == printed(workdir, 2)
 
@@ -102,7 +103,7 @@ def test_nothing_later_than_a_checkpoint_is_shown(tmp_path):
       checkpoint.save(checkpoints, step, {'params': {'w': np.zeros(2)}}, {})
 
   def sources(which):
-    return [g.where[-11:] for g in viewer.read(str(workdir), which)]
+    return [g['head'][-11:] for g in viewer.read(str(workdir), which)]
 
   evaluation = ' at step 10'
   assert sources('newest') == ['p 9, reused', evaluation, evaluation]

@@ -18,7 +18,7 @@ from refusals import sentence_of
 from runs import copied, last_run, numbers, same, tiny
 
 from bapo_jax.run import resume
-from bapo_jax.runtime import digests
+from bapo_jax.runtime import digests, jax_options
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.runtime.workdir import checkpoint_steps
 from bapo_jax.training import build, checkpoint
@@ -133,7 +133,9 @@ def test_another_mesh_restores_the_same_values(tmp_path):
   arrays = filled(resume.arrays(t, old.replace(step=3)))
   scalars = numbers(old) | {'step': 3, 'actor_version': 2}
   with checkpoint.manager(str(workdir), 1) as checkpoints:
-    checkpoint.save(checkpoints, 3, arrays, {'run': scalars})
+    meta = {'run': scalars, 'weights_only': False, 'queue': []}
+    meta['generator'] = jax_options.generator()
+    checkpoint.save(checkpoints, 3, arrays, meta)
     checkpoint.wait(checkpoints)
     t, fresh = started((2, 2, 2))
     layout = jax.tree.map(lambda x: x.sharding, fresh.params)
