@@ -142,18 +142,6 @@ def test_given_tokens_add_their_own_mean_and_move_no_bound(aggregate, knobs):
   assert abs(wanted_value) > 1e-2
 
 
-def test_a_share_of_the_tokens_as_factor_gives_one_mean_over_both():
-  """The joint mean of the paper: all tokens of a batch have one denominator."""
-  flat = batch()
-  sampled, given = int(flat.loss_mask_BT.sum()), int(flat.given_BT.sum())
-  found, _, _ = gradient(flat, given=given / sampled)
-  alone, _, _ = gradient(flat._replace(given_BT=None))
-  none = flat._replace(loss_mask_BT=jnp.zeros_like(flat.loss_mask_BT))
-  other, _, _ = gradient(none)
-  joint = (sampled * alone + given * other) / (sampled + given)
-  making.close(found * sampled / (sampled + given), joint, count=P * G * T, terms=1)
-
-
 def test_rows_without_an_advantage_are_computed_only_to_be_imitated():
   flat = batch()
   for knobs, rows in (({}, 2), ({'imitation': 0.1}, 3)):
