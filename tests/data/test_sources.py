@@ -31,9 +31,8 @@ def load(knobs, knob='source', **options):
 
 
 def write(tmp_path, name, *pairs):
-  path = tmp_path / name
-  path.write_text('\n'.join(json.dumps({'problem': p, 'answer': a}) for p, a in pairs))
-  return str(path)
+  rows = ({'problem': p, 'answer': a} for p, a in pairs)
+  return recordings.jsonl(tmp_path / name, rows)
 
 
 # Fingerprints of training and held-out problems, ids and order included: runs were
@@ -88,14 +87,6 @@ def test_worked_solutions_are_those_of_recorded_runs(source, knobs, recorded):
   assert digest.hexdigest()[:16] == recorded
 
 
-def test_files_are_read_in_order_and_repeats_counted_over_all(tmp_path, capsys):
-  a = write(tmp_path, 'a.jsonl', ('1+1', 2), ('1+2', 3))
-  b = write(tmp_path, 'b.jsonl', ('1+2', 3), ('1+3', 4))
-  knobs = problems(f'{a},{b}')
-  assert [row.answer for row in load(knobs)] == ['2', '3', '4']
-  assert '4 rows contain 3 different problems' in capsys.readouterr().out
-
-
 def test_columns_are_those_of_both_sources(tmp_path):
   columns = {'problem': 'q', 'answer': 'a'}
   rows = [{'q': '1+1', 'a': 2, 'solutions': ['2']}]
@@ -134,7 +125,7 @@ def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
 
 def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
   (tmp_path / '0.png').write_bytes(png(56, 56))
-  row = {'problem': '<image>1', 'answer': '3', 'images': ['0.png']}
+  row = {'problem': '<image>1', 'answer': '3', 'images': [], 'image': '0.png'}
   (tmp_path / 'a.jsonl').write_text(json.dumps(row))
   source = str(tmp_path / 'a.jsonl')
 
