@@ -55,17 +55,6 @@ def test_bounds_are_chosen_in_hindsight_or_on_other_seeds():
   np.testing.assert_allclose(gap_S, [0.1, 0.1, 0.4])
 
 
-def test_a_search_that_is_better_is_said_to_be_closer_and_where():
-  """By hand: gaps of .30, .31 and .32: .31 with 4.303 x .01 / sqrt(3) = .025."""
-  runs = runs_of({(seed, 'balanced .50'): 0.1 for seed in range(3)})
-  for seed, run in enumerate(runs):
-    run['4']['rules']['balanced .50']['alignment']['256'] = 0.4 + 0.01 * seed
-  text = microscope_page.conclusion(runs)
-  assert 'closer' in text and 'in 1 of 32' in text
-  assert 'a staleness of 4 and 256 responses (balanced .50)' in text
-  assert '+0.310 ± 0.025' in text
-
-
 def test_controlled_means_remove_what_a_known_mean_explains():
   """y = 3 x + 1 has the mean 3 mean(x) + 1, whatever x was drawn."""
   x_M = np.random.default_rng(0).normal(size=50)
