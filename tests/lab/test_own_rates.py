@@ -2,6 +2,7 @@
 
 import json
 
+import making
 import numpy as np
 import pytest
 
@@ -12,23 +13,11 @@ pytestmark = pytest.mark.fast
 ARMS = tuple(rates.ARMS)
 
 
-def result(arm, seed, accuracy, final=None, start=0.4):
-  """A run whose accuracy jumps to a value and ends there, or at `final`."""
-  ends = accuracy if final is None else final
-  return {
-    'arm': arm,
-    'seed': seed,
-    'levels': {},
-    'diverged': False,
-    'planned': 40,
-    'steps': {'loss/entropy': [0.5]},
-    'evaluations': [
-      [0, start, 0, 0],
-      [1e-9, accuracy, 0, 512],
-      [40 - 1e-9, accuracy, 0, 1024],
-      [40, ends, 0, 2048],
-    ],
-  }
+def result(arm, seed, accuracy, start=0.4):
+  """A run whose accuracy jumps to a value and stays there."""
+  by_step = [(0, start), (1e-9, accuracy), (40, accuracy)]
+  steps = {'loss/entropy': [0.5]}
+  return making.result(None, by_step, arm=arm, seed=seed, planned=40, steps=steps)
 
 
 def stage_2(accuracy_of, seeds, noise=0.01):
