@@ -108,11 +108,11 @@ def test_a_clean_solution_is_right_in_every_step(family, level):
     assert candidates[-1] == row['answer'] and 0 not in [r for *_, r in tried[:-1]]
 
 
-def wrong_to_right(rows, limit=10**9, **how):
+def wrong_to_right(rows, limit):
   """Mean length of wrong solutions, cut at a number of tokens, over that of right."""
   lengths = {True: [], False: []}
   for seed, row in enumerate(rows):
-    solution = solve(row, seed, **how)
+    solution = solve(row, seed, slip=0.5, repeat=0.15)
     cut = solution.replace(BOX, '#')[:limit].replace('#', BOX)
     right = verifiers.verify('aime', str(row['answer']), cut).right
     lengths[right].append(min(length(solution), limit))
@@ -122,7 +122,7 @@ def wrong_to_right(rows, limit=10**9, **how):
 
 def test_a_wrong_reduction_runs_into_the_limit_which_sets_the_ratio():
   for limit, least in ((48, 1.5), (75, 2), (110, 3)):
-    assert wrong_to_right(pairs(), limit, slip=0.5, repeat=0.15) > least
+    assert wrong_to_right(pairs(), limit) > least
 
 
 def test_hard_problems_are_a_share_that_the_warm_start_never_reads():
