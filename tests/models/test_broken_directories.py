@@ -111,14 +111,6 @@ def with_last(value):
   return change
 
 
-def renamed(old, new):
-  def change(held):
-    for name in list(held):
-      held[name.replace(old, new)] = held.pop(name)
-
-  return tensors(change)
-
-
 CRITIC = {'v_head.summary.weight': np.ones((1, 16), np.float32)}
 STEP = '_CHECKPOINT_METADATA'
 
@@ -128,15 +120,9 @@ DAMAGES = {  # name -> (the damage, what the sentence names)
   'another size': (edited('config.json', intermediate_size=99), 'mlp.gate_proj'),
   'another head': (repeats(with_last(7.0)), 'lm_head.weight'),
   'a critic': (tensors(lambda held: held.update(CRITIC)), 'critic'),
-  'unmerged adapters': (renamed('model.', 'base_model.model.model.'), 'adapters'),
-  'no language-model head': (renamed('model.', ''), 'language-model head'),
   'adapters beside a config.json': (adapted, 'adapters'),
   'a checkpoint of a run': (instead(STEP, 'arrays/manifest.ocdbt'), 'bapo_jax export'),
   'weights of llama.cpp': (instead('model-Q4_K_M.gguf'), 'model-Q4_K_M.gguf'),
-  'a checkpoint of FSDP': (
-    instead('config.json', 'pytorch_model_fsdp_0/__0_0.distcp'),
-    'pytorch_model_fsdp_0',
-  ),
   'the directory above': (
     instead('checkpoint-500/config.json', 'checkpoint-500/model.safetensors'),
     'checkpoint-500/config.json',
