@@ -88,15 +88,6 @@ def test_patches_are_counted_without_being_made():
   assert pictures.grid(turned, SMALL) == (8, 4)
 
 
-@pytest.mark.parametrize('kind', pictures.FORMATS)
-def test_formats(kind):
-  options = {'lossless': True} if kind == 'WEBP' else {}
-  read = pictures.read(saved(drawn(30, 40), kind, **options))
-  assert (read.mode, read.size) == ('RGB', (40, 30))
-  if kind in ('PNG', 'WEBP', 'BMP'):
-    np.testing.assert_array_equal(read, drawn(30, 40))
-
-
 def test_what_is_transparent_lies_on_white():
   pixels = np.zeros((4, 4, 4), np.uint8)
   pixels[0, 0] = 10, 20, 30, 255
