@@ -87,12 +87,9 @@ def test_by_difficulty_is_the_slow_choice(seed):
   assert len(set(chosen)) == count
 
 
-@pytest.mark.parametrize(('low', 'high'), [(0.5, 0.5), (0.95, 0.9)])
-def test_a_window_without_width_is_refused(low, high):
-  knobs = {'prompts.rule': 'by_difficulty', 'prompts.low': low, 'prompts.high': high}
-  sentence = refusal(**knobs)
-  assert sentence.startswith(f'prompts.low={low} is not below prompts.high={high}')
-  assert sentence.endswith('lower low or raise high')
+def test_a_window_without_width_is_refused():
+  knobs = {'prompts.rule': 'by_difficulty', 'prompts.low': 0.5, 'prompts.high': 0.5}
+  assert refusal(**knobs).startswith('prompts.low=0.5 is not below prompts.high=0.5')
 
 
 def test_a_custom_rule_that_errs_later_ends_the_run_with_one_sentence():
