@@ -18,17 +18,17 @@ EVERY_LEVEL = pytest.mark.parametrize(
 )
 
 
-def generate(family, level, seed, count):
+def generate(family, level, seed):
   make = {'trial': synthetic.synthetic, 'pair': pairs_lib.pairs}[family]
-  return make('train', level=level, seed=seed, train=count, test=1)
+  return make('train', level=level, seed=seed, train=40, test=1)
 
 
 def solve(row, seed=0, slip=0.0, repeat=0.0) -> str:
   return row['solutions'](np.random.default_rng(seed), slip, repeat)
 
 
-def pairs(count=300, level=3, **knobs):
-  return pairs_lib.pairs('train', level=level, train=count, test=1, **knobs)
+def pairs(count=300, **knobs):
+  return pairs_lib.pairs('train', level=3, train=count, test=1, **knobs)
 
 
 def coefficients(row):
@@ -58,7 +58,7 @@ def length(solution) -> int:
 
 @EVERY_LEVEL
 def test_answers_are_right_and_unique(family, level):
-  for row in generate(family, level, 0, 40):
+  for row in generate(family, level, 0):
     if family == 'pair':
       a, b, m, d, e = coefficients(row)
       roots = [x for x in range(m) if (a * x - b) % m == 0 == (d * x - e) % m]
@@ -90,7 +90,7 @@ def check_pair(row, solution):
 
 @EVERY_LEVEL
 def test_a_clean_solution_is_right_in_every_step(family, level):
-  for seed, row in enumerate(generate(family, level, 1, 40)):
+  for seed, row in enumerate(generate(family, level, 1)):
     solution = solve(row, seed)
     assert verifiers.verify('aime', str(row['answer']), solution).right
     assert solution.endswith(f'{BOX}{row["answer"]}}}')
