@@ -24,8 +24,8 @@ NONE = 255
 PLAIN = optax.sgd(1.0)
 
 
-def measured(spec: ModelSpec = SPEC) -> ModelSpec:
-  return dataclasses.replace(spec, replay_routes='measure')
+def measured() -> ModelSpec:
+  return dataclasses.replace(SPEC, replay_routes='measure')
 
 
 @functools.cache
@@ -35,13 +35,14 @@ def sampled(compute: str = 'float32') -> Groups:
   return making.sampled(making.params(SPEC), spec, P, G, T, [1, 2, 3, 2])
 
 
-def score(groups: Groups, spec: ModelSpec = SPEC, seed: int = 0) -> np.ndarray:
+def score(groups: Groups, spec: ModelSpec = SPEC) -> np.ndarray:
   run = functools.partial(scoring.score, rows=P * G, spec=spec, temperature=1.0)
-  return np.asarray(jax.jit(run)(making.params(SPEC, seed), groups))
+  return np.asarray(jax.jit(run)(making.params(SPEC), groups))
 
 
-def shuffled(groups: Groups) -> Groups:
+def shuffled() -> Groups:
   """Moves every expert to its neighbour."""
+  groups = sampled()
   routes = groups.routes_PGTX
   other = jnp.where(routes == NONE, routes, (routes + 1) % SPEC.experts)
   return groups._replace(routes_PGTX=other)
@@ -56,13 +57,13 @@ def test_own_routes_are_the_live_ones_bit_for_bit():
 
 def test_other_routes_give_other_values():
   mask = np.asarray(sampled().response_mask_PGT)
-  moved = np.abs(score(shuffled(sampled())) - score(sampled()))[mask]
+  moved = np.abs(score(shuffled()) - score(sampled()))[mask]
   assert np.median(moved) > 1e-3
-  assert (score(shuffled(sampled()), measured()) == score(sampled())).all()
+  assert (score(shuffled(), measured()) == score(sampled())).all()
 
 
 def test_a_token_without_a_route_takes_the_live_one():
-  groups = shuffled(sampled())
+  groups = shuffled()
   some = np.asarray(groups.routes_PGTX).copy()
   some[:, ::2] = NONE
   found = score(groups._replace(routes_PGTX=jnp.asarray(some)))
@@ -115,7 +116,7 @@ def test_every_pass_of_an_update_reads_the_recorded_routes(bounds_pass):
   # A pass with live routes would find other bounds, or another gradient, than the one
   # pass over all rows.
   schedule = Schedule(remat='full', bounds_pass=bounds_pass)
-  groups = shuffled(sampled())
+  groups = shuffled()
   found, metrics = learned(groups, SPEC, grad_accum_steps=2, schedule=schedule)
   wanted, expected = learned(groups, SPEC)
   making.close_trees(found, wanted, count=P * G * T * SPEC.width)
