@@ -41,11 +41,11 @@ def groups():
   )
 
 
-def batch(made=None, unsampled='given', **knobs):
+def batch(made=None, unsampled='given'):
   made = groups() if made is None else made
   source_P = jnp.asarray([0, 0, -1, 0])
   rule = advantage.GroupRelative()
-  return learner.flatten(made, source_P, rule, unsampled=unsampled, **knobs)
+  return learner.flatten(made, source_P, rule, unsampled=unsampled)
 
 
 def gradient(flat, mesh=None, **knobs):
