@@ -28,7 +28,6 @@ CLIPS = {
   'decoupled': clip.Balanced(target=0.45),
   'sequence': clip.Balanced(target=0.6, low=(0.8, 0.98), high=(1.02, 1.5)),
   'cispo': clip.Fixed(low=0.0, high=1.3),
-  'gmpo': clip.Fixed(low=0.7, high=1.5),
   'aspo': clip.Dcpo(),
   'fipo': clip.Balanced(target=0.45),
   **dict.fromkeys(('tis', 'sapo', 'vespo'), clip.Unclipped()),
