@@ -5,6 +5,7 @@ import making
 import numpy as np
 import pytest
 from refusals import refusal
+from runs import MY
 
 from bapo_jax.algorithms import advantage
 from bapo_jax.learner import learner
@@ -15,9 +16,9 @@ SOURCE = np.zeros(8, np.int32)
 EVERY_RULE = pytest.mark.parametrize('rule', sorted(ADVANTAGES))
 
 
-def padded(rewards, rows=8):
-  """The group, repeated to a number of rows that eight devices can share."""
-  return np.tile(np.asarray(rewards, np.float32), (rows, 1))
+def padded(rewards):
+  """The group, in eight rows that eight devices can share."""
+  return np.tile(np.asarray(rewards, np.float32), (8, 1))
 
 
 def test_group_relative_golden(variant):
@@ -70,22 +71,12 @@ def test_max_rl_golden(variant):
     {'rewards.shaping.format_bonus': 0.1},
     {'rewards.shaping.overlong_penalty': 1.0},
     {'rewards.rule': 'exact,math'},
+    {'rewards.rule': f'{MY}:halves'},  # of steps
     {'rewards.weights': (2.0,)},
   ],
 )
 def test_max_rl_refuses_other_rewards_than_0_and_1(knobs):
   assert 'advantage.rule=max_rl' in refusal(**knobs, **{'advantage.rule': 'max_rl'})
-
-
-def test_max_rl_refuses_step_rewards(tmp_path):
-  file = tmp_path / 'mine.py'
-  file.write_text(
-    'from bapo_jax import declare\n@declare(steps="tokens")\n'
-    'def steps(sample):\n  return 0.0\n'
-  )
-  rule = f'{file}:steps'
-  said = refusal(**{'advantage.rule': 'max_rl', 'rewards.rule': rule})
-  assert 'advantage.rule=max_rl' in said and 'without steps' in said
 
 
 @EVERY_RULE

@@ -241,23 +241,6 @@ def test_gmpo_is_the_gradient_of_the_papers_objective():
   assert 0.1 < (np.asarray(slope_BT)[teaches_BT] == 0).mean() < 0.9
 
 
-@pytest.mark.parametrize('junk', [-np.inf, np.inf, np.nan])
-@pytest.mark.parametrize('rule', LOSSES)
-def test_what_is_outside_the_mask_does_not_matter(rule, junk):
-  logp_BT, batch = making.mixed_tokens()
-  junk_BT = np.where(batch.loss_mask_BT, logp_BT, np.float32(junk))
-  for name in ('behavior_logp_BT', 'prox_BT'):
-    old_BT = np.where(batch.loss_mask_BT, getattr(batch, name), np.float32(junk))
-    batch = batch._replace(**{name: old_BT})
-  given = bounds()
-  gain_BT, _ = LOSSES[rule](junk_BT, batch, lambda _: given)
-  weights_BT = loss.weights(LOSSES[rule], jnp.asarray(junk_BT), batch, given)
-  for found_BT in (gain_BT, weights_BT):
-    assert np.isfinite(found_BT).all()
-    np.testing.assert_array_equal(np.asarray(found_BT)[~batch.loss_mask_BT], 0)
-  np.testing.assert_array_equal(loss.ratio(junk_BT, batch)[~batch.loss_mask_BT], 1)
-
-
 def test_row_scale_golden(variant):
   # Rows of 2, 1 and 0 tokens (and five more of 0). Token: 1/3 for each token. Sequence:
   # two rows, 1/2 * 1/2 and 1/2. Constant, length 4: 1 / (2 * 4).

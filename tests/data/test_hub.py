@@ -1,6 +1,5 @@
 """Names of data sets: found in the cache, downloaded, or refused in one sentence."""
 
-import json
 import os
 import socket
 import subprocess
@@ -8,6 +7,7 @@ import sys
 
 import huggingface_hub
 import pytest
+import recordings
 import tensorflow_datasets as tfds
 from refusals import sentence_of
 
@@ -29,7 +29,7 @@ def lay_out(folder, files):
   for name, rows in files.items():
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text('\n'.join(map(json.dumps, rows)))
+    recordings.jsonl(path, rows)
   return str(folder)
 
 

@@ -88,15 +88,6 @@ def test_patches_are_counted_without_being_made():
   assert pictures.grid(turned, SMALL) == (8, 4)
 
 
-@pytest.mark.parametrize('kind', pictures.FORMATS)
-def test_formats(kind):
-  options = {'lossless': True} if kind == 'WEBP' else {}
-  read = pictures.read(saved(drawn(30, 40), kind, **options))
-  assert (read.mode, read.size) == ('RGB', (40, 30))
-  if kind in ('PNG', 'WEBP', 'BMP'):
-    np.testing.assert_array_equal(read, drawn(30, 40))
-
-
 def test_what_is_transparent_lies_on_white():
   pixels = np.zeros((4, 4, 4), np.uint8)
   pixels[0, 0] = 10, 20, 30, 255
@@ -114,18 +105,9 @@ def test_grey_of_16_bits_is_scaled():
   np.testing.assert_array_equal(pictures.read(data), expected[..., None].repeat(3, 2))
 
 
-WHOLE = saved(drawn(30, 40))
-BROKEN = {
-  'text': (b'hello world', "a file that starts with b'hello wo' is not a picture"),
-  'another format': (saved(drawn(9, 9), 'TIFF'), "a file that starts with b'II*"),
-  'truncated': (WHOLE[: len(WHOLE) // 2], 'the picture cannot be decoded ('),
-}
-
-
-@pytest.mark.parametrize('name', BROKEN)
-def test_a_broken_picture_is_refused_in_one_sentence(name):
-  data, message = BROKEN[name]
-  assert message in sentence_of(pictures.read, data)
+def test_a_picture_of_another_format_is_refused():
+  data = saved(drawn(9, 9), 'TIFF')
+  assert "a file that starts with b'II*" in sentence_of(pictures.read, data)
 
 
 # --- the gallery: pictures by the ids of problems -------------------------------------

@@ -1,13 +1,12 @@
-"""Shuffled prompts are a pure function of (seed, step); prompts have their pictures."""
-
-import json
+"""Problems become prompts with their pictures; repeats are dropped and logged."""
 
 import numpy as np
 import pytest
+import recordings
 from making import SEEING
 from pictured import CHAT, ONE_LAYER, WORDS, png, reader
 
-from bapo_jax.data import dedup, prompt_rules, prompts, sources, tokenizer
+from bapo_jax.data import dedup, prompts, sources, tokenizer
 from bapo_jax.data.knobs import ProblemsConfig
 from bapo_jax.data.prompt_rules import Shuffled
 from bapo_jax.data.row import Row
@@ -24,38 +23,6 @@ def problems():
   names = [str(i) for i in range(N)]
   ids = np.arange(N, dtype=np.int32)
   return prompts.Problems(ids, tokens_NT, length_N, [*map(Row, names, names)])
-
-
-def epoch(problems, steps, seed=0, count=3):
-  """Ids of the prompts of these steps, as `shuffled` chooses them."""
-  rule = Shuffled(count=count)
-  history = prompt_rules.no_history(len(problems.id_N))
-  found = [prompt_rules.choose(rule, history, (seed, step)) for step in steps]
-  return [i for id_P in found for i in id_P.tolist()]
-
-
-def test_prompts_are_a_function_of_step_and_seed(problems):
-  forwards = [epoch(problems, [step]) for step in range(8)]
-  assert forwards == [epoch(problems, [step]) for step in reversed(range(8))][::-1]
-  assert len({tuple(epoch(problems, range(3), seed)) for seed in range(5)}) == 5
-
-
-def test_an_epoch_contains_each_problem_once(problems):
-  # 10 problems by 5: steps 0 and 1 are one epoch, 2 and 3 the next, in another order.
-  first, second = epoch(problems, [0, 1], count=5), epoch(problems, [2, 3], count=5)
-  assert sorted(first) == sorted(second) == list(range(N))
-  assert first != second
-  assert sorted(epoch(problems, [5], count=N)) == list(range(N))
-
-
-def test_no_problem_comes_twice_in_a_step_nor_an_epoch(problems):
-  # 10 by 3 leaves one problem over, another one each epoch; it is skipped.
-  skipped = set()
-  for start in range(0, 60, 3):
-    ids = epoch(problems, range(start, start + 3))
-    assert len(set(ids)) == 9
-    skipped |= set(range(N)) - set(ids)
-  assert len(skipped) > 3
 
 
 def test_prompts_by_id_are_these_problems_and_empty_seats(problems):
@@ -129,9 +96,7 @@ def load(tmp_path, capsys):
           (tmp_path / f'{seed}.png').write_bytes(png(56, 56, seed))
         names = [f'{seed}.png' for seed in seeds]
         lines.append({'problem': problem, 'answer': answer, 'images': names})
-      path = tmp_path / f'{knob}.jsonl'
-      path.write_text('\n'.join(map(json.dumps, lines)))
-      knobs[knob] = str(path)
+      knobs[knob] = recordings.jsonl(tmp_path / f'{knob}.jsonl', lines)
     own = Shuffled(count=count, max_prompt_tokens=width, overlong=overlong)
     own_problems = ProblemsConfig(**knobs)
     data = sources.read(own_problems)
@@ -288,14 +253,3 @@ def test_earlier_turns_tell_problems_of_the_same_text_apart():
   again = Row('Sure?', '3', history=(('user', ' 1 + 1'), said[1]))
   assert dedup.deduplicate([*seen, again], 'x')[0] == seen
   assert dedup.overlap(seen, [again])[0] == {0}
-
-
-def test_pictures_tell_problems_of_the_same_text_apart():
-  # Unlike an instruction, a picture that all problems share is part of each problem.
-  texts = [f'Solve this.\n{x}' for x in ('1', '1', '2')]
-  files = b'a', b'b', b'a'
-  seen = [Row(t, '3', pictures=(p,)) for t, p in zip(texts, files, strict=True)]
-  assert dedup.deduplicate([*seen, seen[0]], 'x')[0] == seen
-  assert dedup.overlap(seen, rows(('1', '3'), ('2', '3'))) == (set(), '')
-  both, _ = dedup.overlap(seen, [Row('2', '3', pictures=(b'a',))])
-  assert both == {2}

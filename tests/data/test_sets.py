@@ -12,14 +12,11 @@ from bapo_jax.training import config
     ('aime24=a.jsonl,aime25=b.jsonl', {'aime24': 'a.jsonl', 'aime25': 'b.jsonl'}),
     # A path without a name continues its set, and a path may have further =.
     ('x=a.jsonl,b.csv,y-_Z=lr=1.json', {'x': 'a.jsonl,b.csv', 'y-_Z': 'lr=1.json'}),
-    ('x=a/lr=1/b.jsonl', {'x': 'a/lr=1/b.jsonl'}),
     ('x=hub:owner/name@v1:test', {'x': 'hub:owner/name@v1:test'}),
-    ('x=tfds:gsm8k:test', {'x': 'tfds:gsm8k:test'}),
     # Without a name, as before.
     ('a.jsonl,b.parquet', {'': 'a.jsonl,b.parquet'}),
     ('runs/lr=1/a.jsonl,b.jsonl', {'': 'runs/lr=1/a.jsonl,b.jsonl'}),
     ('hub:owner/name:a=b', {'': 'hub:owner/name:a=b'}),
-    ('synthetic', {'': 'synthetic'}),
     ('runs/lr=1/pairs.py:pairs', {'': 'runs/lr=1/pairs.py:pairs'}),
   ],
 )
@@ -54,17 +51,14 @@ def test_a_home_directory_is_written_out(monkeypatch):
       'aime 24=a.jsonl',
       "'aime 24' cannot name a set; use letters, digits, _ and -, as in",
     ),
-    ('aime.24=a.jsonl', "'aime.24' cannot name a set"),
     ('é=a.jsonl', "'é' cannot name a set"),
     (
       'x=a.jsonl,x=b.jsonl',
       'the name x belongs to another set or metric already; choose',
     ),
-    ('reward=a.jsonl', 'the name reward belongs to another set or metric'),
     ('x=a.jsonl,stderr=b.jsonl', 'the name stderr belongs to another set or metric'),
     ('a.jsonl,x=b.jsonl', "a.jsonl precedes the first name, 'x'; name every set, or"),
     ('x=,y=b.jsonl', 'the set x is empty; write x=file.jsonl'),
-    ('x=', 'the set x is empty'),
     (
       'x=examples/pairs.py:pairs',
       'x is a function, which cannot be a named set; write',
@@ -73,7 +67,6 @@ def test_a_home_directory_is_written_out(monkeypatch):
       'gs://bucket/a.jsonl',
       'problems.test_source=gs://bucket/a.jsonl is not a path on',
     ),
-    ('x=gs://bucket/a.jsonl', 'x=gs://bucket/a.jsonl is not a path on this machine'),
   ],
 )
 def test_a_wrong_name_is_refused_with_the_config(source, sentence):

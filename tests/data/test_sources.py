@@ -25,15 +25,14 @@ def problems(source='synthetic', **custom):
   return ProblemsConfig(source=source, test_source=source, custom=custom)
 
 
-def load(knobs, knob='source', **options):
+def load(knobs, knob='source'):
   """The rows of a source, without repeats."""
-  return sources.unique(knobs, sources.read(knobs), knob, **options)
+  return sources.unique(knobs, sources.read(knobs), knob)
 
 
 def write(tmp_path, name, *pairs):
-  path = tmp_path / name
-  path.write_text('\n'.join(json.dumps({'problem': p, 'answer': a}) for p, a in pairs))
-  return str(path)
+  rows = ({'problem': p, 'answer': a} for p, a in pairs)
+  return recordings.jsonl(tmp_path / name, rows)
 
 
 # Fingerprints of training and held-out problems, ids and order included: runs were
@@ -89,14 +88,6 @@ def test_worked_solutions_are_those_of_recorded_runs(source, knobs, recorded):
   assert digest.hexdigest()[:16] == recorded
 
 
-def test_files_are_read_in_order_and_repeats_counted_over_all(tmp_path, capsys):
-  a = write(tmp_path, 'a.jsonl', ('1+1', 2), ('1+2', 3))
-  b = write(tmp_path, 'b.jsonl', ('1+2', 3), ('1+3', 4))
-  knobs = problems(f'{a},{b}')
-  assert [row.answer for row in load(knobs)] == ['2', '3', '4']
-  assert '4 rows contain 3 different problems' in capsys.readouterr().out
-
-
 def test_columns_are_those_of_both_sources(tmp_path):
   columns = {'problem': 'q', 'answer': 'a'}
   rows = [{'q': '1+1', 'a': 2, 'solutions': ['2']}]
@@ -109,9 +100,12 @@ def test_columns_are_those_of_both_sources(tmp_path):
   assert [(row.problem, row.answer) for row in training + held_out] == [
     ('1+1', '2')
   ] * 2
-  # The warm start imitates the solutions of these problems.
+  # The warm start imitates the solutions of these problems, in these columns.
   other = tiny(**names, **{'problems.columns.problem': 'q'})
-  assert sft.fingerprint(config) != sft.fingerprint(other)
+  before = sft.fingerprint(config)
+  assert before != sft.fingerprint(other)
+  recordings.jsonl(tmp_path / 'a.jsonl', rows * 2)
+  assert before != sft.fingerprint(config)
 
 
 def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
@@ -135,7 +129,7 @@ def test_absent_files_are_listed_and_bad_ones_raise(tmp_path):
 
 def test_pictures_are_read_if_the_model_has_a_tower(tmp_path, one_device):
   (tmp_path / '0.png').write_bytes(png(56, 56))
-  row = {'problem': '<image>1', 'answer': '3', 'images': ['0.png']}
+  row = {'problem': '<image>1', 'answer': '3', 'images': [], 'image': '0.png'}
   (tmp_path / 'a.jsonl').write_text(json.dumps(row))
   source = str(tmp_path / 'a.jsonl')
 
@@ -177,13 +171,6 @@ def test_rows_without_a_rank_keep_their_order(tmp_path):
   knobs = problems(recordings.jsonl(tmp_path / 'a.jsonl', rows))
   imitated = sources.imitated(knobs, sources.read(knobs))
   assert [row.problem for row in imitated] == [*'cab']
-
-
-def test_a_changed_file_is_another_source_of_solutions(tmp_path):
-  path = pathlib.Path(write(tmp_path, 'a.jsonl', ('1+1', 2)))
-  before = sources.file_digests(problems(str(path)))
-  path.write_text(path.read_text().replace('2', '3'))
-  assert len(before) == 1 and before != sources.file_digests(problems(str(path)))
 
 
 def test_a_held_out_set_has_its_problems_once_each(tmp_path, capsys):

@@ -244,14 +244,6 @@ CHATML = (
 )
 
 
-def test_a_system_message_is_rendered_before_its_problem():
-  rows = [Row('1+1', '', '', '33'), Row('2+2', '')]
-  assert texts(chat(CHATML, 'chat:{problem}*'), rows) == [
-    '(6)33\n(4)1+1*\n(9)',
-    '(0)\n(4)2+2*\n(9)',
-  ]
-
-
 @pytest.mark.parametrize('system', ['', '33'])
 def test_earlier_turns_are_rendered_as_transformers_renders_them(system):
   tokenizer = chat(CHATML, 'chat:{problem}')

@@ -103,15 +103,6 @@ def batch_of(f32):
   return Batch(i32, flags, f32, f32, adv_BT, i32[:, 0], flags)
 
 
-def test_a_constant_records_the_choice_of_the_search():
-  f32 = jnp.ones((2, 3))
-  found = bounds.constant(f32, batch_of(f32), weigh, low=0.9, high=3, search='recipe')
-  searched = bounds.SEARCHES['recipe'](f32, batch_of(f32), weigh)
-  assert (float(found.low), float(found.high)) == (np.float32(0.9), 3)
-  assert found.search_steps == searched.search_steps and found.dual == 3
-  assert found.start_low == np.float32(0.8)
-
-
 def test_every_arm_has_the_protocol_s_search_and_a_partner_as_donor():
   made = get_experiment('yoked_s1')
   run = experiments.runs(made)

@@ -6,7 +6,6 @@ import making
 import numpy as np
 import pytest
 
-from lab import outcomes
 from lab.outcomes import OUTCOMES
 from papers.bench import differences, feedback
 from papers.bench.feedback import D, R
@@ -137,14 +136,6 @@ def test_a_run_whose_states_never_change_is_counted_and_left_out():
   }
   held, text = feedback.unrelated(runs, R)
   assert not held and text == 'kappa 1.000, from 1.000 to 1.000, in 2 of 4 runs'
-
-
-def test_a_difference_is_tested_by_all_sign_flips_and_has_an_interval_of_90_percent():
-  # Both functions by hand: test_claims.py.
-  values = np.asarray([0.3, -0.1, 0.25, 0.4, 0.05, 0.2, -0.15, 0.1])
-  test = differences.tested(values)
-  assert test.p == outcomes.sign_flip(values)
-  assert test.inner == outcomes.t_interval(values, 0.9)
 
 
 def test_kappa_is_that_of_a_table():

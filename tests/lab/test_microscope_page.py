@@ -1,6 +1,5 @@
 """The microscope's page compares a search with fixed bounds as it says."""
 
-import copy
 import shutil
 
 import numpy as np
@@ -11,26 +10,19 @@ from lab.microscope_page import CELLS, STALENESS
 from lab.microscope_rules import FOLDER, GRID, RULES
 
 OTHER = 0.1  # alignment of rules that no test looks at
+SEEDS = 3
 
 
-def runs_of(changes, seeds=3):
+def runs_of(changes):
   """Runs whose rules all have the alignment OTHER, up to (seed, rule) -> value."""
-  at = dict.fromkeys(('16', '64', '256', '1024'), OTHER)
-  rules = {
-    name: {'cosine': OTHER, 'alignment': dict(at), 'size': 1.0, 'entropy': 0.0}
-    for name in (*RULES, *GRID)
-  }
-  found = []
-  for seed in range(seeds):
-    run = {'commit': 'a' * 40, 'accuracy': 0.8}
-    for k in STALENESS:
-      run[str(k)] = {'spread of log r': 0.1, 'rules': copy.deepcopy(rules)}
-    for (changed, name), value in changes.items():
-      for k in STALENESS:
-        if changed == seed:
-          run[str(k)]['rules'][name]['alignment'] = dict.fromkeys(at, value)
-    found.append(run)
-  return found
+  runs = []
+  for seed in range(SEEDS):
+    rules = {}
+    for name in (*RULES, *GRID):
+      value = changes.get((seed, name), OTHER)
+      rules[name] = {'alignment': dict.fromkeys(('16', '64', '256', '1024'), value)}
+    runs.append({str(k): {'rules': rules} for k in STALENESS})
+  return runs
 
 
 # Seeds 0 and 1 are best with [0.5, 2], seed 2 with [0.9, 3], whose mean is the largest.
@@ -45,7 +37,7 @@ CHANGES = {
 
 def test_bounds_are_chosen_in_hindsight_or_on_other_seeds():
   """By hand: without seed 2 [0.5, 2] is best, .5 against .4; seed 2 itself has .1."""
-  runs = runs_of(CHANGES | {(seed, 'balanced .42'): 0.5 for seed in range(3)})
+  runs = runs_of(CHANGES | {(seed, 'balanced .42'): 0.5 for seed in range(SEEDS)})
   cell = CELLS[0]
   chosen, gap_S = microscope_page.contest(runs, cell, 'balanced .42', [cell], True)
   assert chosen == ['[0.9, 3]'] * 3
@@ -53,17 +45,6 @@ def test_bounds_are_chosen_in_hindsight_or_on_other_seeds():
   chosen, gap_S = microscope_page.contest(runs, cell, 'balanced .42', [cell], False)
   assert chosen == ['[0.9, 3]', '[0.9, 3]', '[0.5, 2]']
   np.testing.assert_allclose(gap_S, [0.1, 0.1, 0.4])
-
-
-def test_a_search_that_is_better_is_said_to_be_closer_and_where():
-  """By hand: gaps of .30, .31 and .32: .31 with 4.303 x .01 / sqrt(3) = .025."""
-  runs = runs_of({(seed, 'balanced .50'): 0.1 for seed in range(3)})
-  for seed, run in enumerate(runs):
-    run['4']['rules']['balanced .50']['alignment']['256'] = 0.4 + 0.01 * seed
-  text = microscope_page.conclusion(runs)
-  assert 'closer' in text and 'in 1 of 32' in text
-  assert 'a staleness of 4 and 256 responses (balanced .50)' in text
-  assert '+0.310 ± 0.025' in text
 
 
 def test_controlled_means_remove_what_a_known_mean_explains():

@@ -2,6 +2,7 @@
 
 import json
 
+import making
 import numpy as np
 import pytest
 
@@ -12,23 +13,11 @@ pytestmark = pytest.mark.fast
 ARMS = tuple(rates.ARMS)
 
 
-def result(arm, seed, accuracy, final=None, start=0.4):
-  """A run whose accuracy jumps to a value and ends there, or at `final`."""
-  ends = accuracy if final is None else final
-  return {
-    'arm': arm,
-    'seed': seed,
-    'levels': {},
-    'diverged': False,
-    'planned': 40,
-    'steps': {'loss/entropy': [0.5]},
-    'evaluations': [
-      [0, start, 0, 0],
-      [1e-9, accuracy, 0, 512],
-      [40 - 1e-9, accuracy, 0, 1024],
-      [40, ends, 0, 2048],
-    ],
-  }
+def result(arm, seed, accuracy, start=0.4):
+  """A run whose accuracy jumps to a value and stays there."""
+  by_step = [(0, start), (1e-9, accuracy), (40, accuracy)]
+  steps = {'loss/entropy': [0.5]}
+  return making.result(None, by_step, arm=arm, seed=seed, planned=40, steps=steps)
 
 
 def stage_2(accuracy_of, seeds, noise=0.01):
@@ -44,7 +33,7 @@ def stage_2(accuracy_of, seeds, noise=0.01):
   }
 
 
-def stage_1(setting, accuracy_of):
+def stage_1(accuracy_of):
   """Results at three rates of which the middle one is the best."""
   return {
     f'{arm}_lr{rate:g}-seed{seed}': result(f'{arm}_lr{rate:g}', seed, mean - worse)
@@ -72,7 +61,7 @@ def accuracies(**changes):
 def planned(means, tried=None):
   """Results of both stages: setting -> results, of the means of its arms."""
   own = {x: stage_2(of_arms, rates.TEST[x]) for x, of_arms in means.items()}
-  return own, {x: stage_1(x, tried or accuracies()) for x in own}
+  return own, {x: stage_1(tried or accuracies()) for x in own}
 
 
 def words(own, tried):
@@ -146,7 +135,7 @@ def test_arms_that_do_not_differ_have_no_order_but_the_first_test_stands(chosen)
       for seed in rates.TEST['s2']
     }
   }
-  checked, by_text, _ = words(own, {'s2': stage_1('s2', accuracies())})
+  checked, by_text, _ = words(own, {'s2': stage_1(accuracies())})
   assert not checked['C3 s2'][1][0]
   of_words = {x.difference.name: x.word for x in by_text.values()}
   assert of_words == {'T1': 'no effect of size', 'T5': 'premise absent'}
@@ -156,7 +145,7 @@ def test_the_first_part_alone_has_a_word_and_few_seeds_have_none(chosen, monkeyp
   lower = {arm: 0.7 for arm in rates.LOWER}
   monkeypatch.setitem(rates.OWN, 's2', dict.fromkeys(rates.LOWER, 2e-4))
   monkeypatch.setitem(rates.TRIED, 's2', dict.fromkeys(rates.LOWER, rates.FIRST))
-  tried = {'s2': stage_1('s2', lower)}
+  tried = {'s2': stage_1(lower)}
   own = {'s2': stage_2(lower, rates.TEST['s2'][:16])}
   assert [x.difference.name for x in words(own, tried)[1].values()] == ['T1']
   own = {'s2': stage_2(lower, rates.TEST['s2'][:15])}
@@ -172,7 +161,7 @@ def test_a_seed_without_one_of_its_arms_does_not_count(chosen):
 
 
 def test_an_own_rate_that_is_not_the_best_one_fails_its_check(chosen, monkeypatch):
-  tried = stage_1('s2', accuracies())
+  tried = stage_1(accuracies())
   assert own_rates.inside('s2', tried) == (True, 'at an end of the ladder: none')
   monkeypatch.setitem(rates.OWN['s2'], 'sapo', 1e-4)
   assert not own_rates.inside('s2', tried)[0]
@@ -194,7 +183,7 @@ def test_the_section_of_the_last_setting_reads_what_the_others_stored(
     (tmp_path / name).symlink_to(rates.RESULTS / name)
   monkeypatch.setattr(rates, 'RESULTS', tmp_path)
   s1 = stage_2(accuracies(grpo_common=0.5, gspo_common=0.65), rates.TEST['s1'])
-  written = {f'rates_{x}': stage_1(x, accuracies()) for x in ('s1', 's2')}
+  written = {f'rates_{x}': stage_1(accuracies()) for x in ('s1', 's2')}
   written['own_s2'] = stage_2(accuracies(), rates.TEST['s2'])
   for experiment, results in written.items():
     (tmp_path / experiment).mkdir()

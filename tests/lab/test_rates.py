@@ -8,11 +8,6 @@ from papers.bench import rates
 pytestmark = pytest.mark.fast
 
 
-def test_the_ladder_doubles_from_its_start_to_its_end():
-  assert rates.LADDER == (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)
-  assert rates.FIRST == (1e-4, 2e-4, 4e-4)
-
-
 def test_a_best_rate_at_an_edge_asks_for_the_next_one():
   assert rates.to_add({1e-4: 0.7, 2e-4: 0.6, 4e-4: 0.5}) == 5e-5
   assert rates.to_add({1e-4: 0.5, 2e-4: 0.6, 4e-4: 0.7}) == 8e-4

@@ -41,11 +41,11 @@ def groups():
   )
 
 
-def batch(made=None, unsampled='given', **knobs):
+def batch(made=None, unsampled='given'):
   made = groups() if made is None else made
   source_P = jnp.asarray([0, 0, -1, 0])
   rule = advantage.GroupRelative()
-  return learner.flatten(made, source_P, rule, unsampled=unsampled, **knobs)
+  return learner.flatten(made, source_P, rule, unsampled=unsampled)
 
 
 def gradient(flat, mesh=None, **knobs):
@@ -140,18 +140,6 @@ def test_given_tokens_add_their_own_mean_and_move_no_bound(aggregate, knobs):
   making.close_trees(found, jax.tree.map(jnp.subtract, grads, slope), count=PRODUCTS)
   assert (found_bounds.high, found_bounds.low) == (bounds.high, bounds.low)
   assert abs(wanted_value) > 1e-2
-
-
-def test_a_share_of_the_tokens_as_factor_gives_one_mean_over_both():
-  """The joint mean of the paper: all tokens of a batch have one denominator."""
-  flat = batch()
-  sampled, given = int(flat.loss_mask_BT.sum()), int(flat.given_BT.sum())
-  found, _, _ = gradient(flat, given=given / sampled)
-  alone, _, _ = gradient(flat._replace(given_BT=None))
-  none = flat._replace(loss_mask_BT=jnp.zeros_like(flat.loss_mask_BT))
-  other, _, _ = gradient(none)
-  joint = (sampled * alone + given * other) / (sampled + given)
-  making.close(found * sampled / (sampled + given), joint, count=P * G * T, terms=1)
 
 
 def test_rows_without_an_advantage_are_computed_only_to_be_imitated():

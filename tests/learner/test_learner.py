@@ -26,14 +26,8 @@ TEMPERATURE = 0.8
 B = P * G
 # Summed in a gradient, through all layers.
 PRODUCTS = B * T * making.SPEC.width * making.SPEC.layers
-RULES = {
-  'fixed': clip.Fixed(low=0.8, high=1.2),
-  'balanced': clip.Balanced(target=0.4),
-  'to the caps': clip.Balanced(target=0.99),
-}
+RULE = clip.Balanced(target=0.4)
 ADAM = making.adamw(lr=1e-2)
-# A step in proportion to the gradient: Adam's first step is its sign, 1e-9 or not.
-PLAIN = optax.sgd(0.1)
 
 
 @pytest.fixture(scope='module')
@@ -41,10 +35,9 @@ def params():
   return making.params()
 
 
-@functools.cache
-def learn(rule, tx=PLAIN, **knobs):
-  chosen = making.objective(RULES[rule], **knobs)
-  return jax.jit(functools.partial(learner.learn, tx=tx, objective=chosen))
+learn = jax.jit(
+  functools.partial(learner.learn, tx=ADAM, objective=making.objective(RULE))
+)
 
 
 @jax.jit
@@ -52,13 +45,13 @@ def score(params, tokens_BT):
   return logprobs.sequence_stats(params, tokens_BT, making.SPEC, TEMPERATURE).logp_BT
 
 
-def rows(params, noise=0.0, seed=0):
+def rows(params, noise=0.0):
   """A batch that these weights sampled, save for `noise` nats per token."""
-  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T, seed=seed)
+  groups = making.groups(range(P), [1, 2, 3, 2], [0] * P, G, T)
   batch = learner.flatten(
     groups, jnp.arange(P) % 3, advantage.GroupRelative(), version=0
   )
-  off_BT = noise * jax.random.normal(jax.random.key(seed), batch.loss_mask_BT.shape)
+  off_BT = noise * jax.random.normal(jax.random.key(0), batch.loss_mask_BT.shape)
   # The first three tokens are the prompt.
   return batch._replace(
     loss_mask_BT=batch.loss_mask_BT & (jnp.arange(T) >= 3)[None],
@@ -102,7 +95,7 @@ def test_a_cost_on_divergence_holds_the_policy_near_the_behaviour_policy(params)
 
 @functools.cache
 def gradient(**knobs):
-  chosen = making.objective(RULES['balanced'], **knobs)
+  chosen = making.objective(RULE, **knobs)
   return jax.jit(functools.partial(objective_lib.gradient, objective=chosen))
 
 
@@ -110,7 +103,7 @@ def test_micro_batches_may_search_by_themselves(params):
   # One micro-batch has no negative token and idles; the other has nothing else.
   batch = rows(params, noise=0.4)
   knobs = dict(grad_accum_steps=2, bounds_scope='micro_batch')
-  chosen = making.objective(RULES['balanced'], **knobs)
+  chosen = making.objective(RULE, **knobs)
   first_B = objective_lib.micro_batches(batch, chosen).packed.mine(0)[:, 0]
   adv_B = jnp.where(first_B, jnp.float32(0.2), -1)
   batch = batch._replace(adv_BT=jnp.broadcast_to(adv_B[:, None], batch.tokens_BT.shape))
@@ -160,9 +153,9 @@ def test_proximal_is_computed_once_and_reaches_every_minibatch(params):
 def test_without_a_group_nothing_changes(params):
   # Adam's moments would carry the weights on: no seat earned means no update at all.
   batch = rows(params)
-  params, opt, *_ = learn('balanced', ADAM)(params, ADAM.init(params), batch)
+  params, opt, *_ = learn(params, ADAM.init(params), batch)
   nothing = batch._replace(loss_mask_BT=jnp.zeros_like(batch.loss_mask_BT))
-  after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, nothing)
+  after, opt_after, metrics, _ = learn(params, opt, nothing)
   assert runs.same(after, params) and runs.same(opt_after, opt)
   measured = {
     name: metric
@@ -181,7 +174,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   # One number is enough to spoil all weights; nothing of it may stay in the moments.
   batch = rows(params)
   opt = ADAM.init(params)
-  params, opt, metrics, _ = learn('balanced', ADAM)(params, opt, batch)
+  params, opt, metrics, _ = learn(params, opt, batch)
   assert not metrics['learner/skipped']
   # Infinite advantage; or an importance ratio that overflows.
   bad = {'adv_BT': jnp.inf, 'behavior_logp_BT': -1e4}[field]
@@ -190,23 +183,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
   broken = batch._replace(**{field: spoilt.at[where].set(bad)})
   if field == 'behavior_logp_BT':  # clipping saves a positive token only
     broken = broken._replace(adv_BT=broken.adv_BT.at[0].set(-1))
-  after, opt_after, metrics, _ = learn('balanced', ADAM)(params, opt, broken)
+  after, opt_after, metrics, _ = learn(params, opt, broken)
   assert metrics['learner/skipped']
   assert runs.same(after, params) and runs.same(opt_after, opt)
-
-
-def test_optimizer_warms_up_and_limits_the_norm():
-  # Adam's first step is lr times the gradient's sign, whatever its size; with four
-  # warm-up updates the first takes a fifth of lr, the fifth all of it.
-  weights = {'w': jnp.ones(3)}
-  tx = making.adamw(lr=0.5, warmup=4, b1=0.0, b2=0.0)
-  opt = tx.init(weights)
-  sizes = []
-  for _ in range(6):
-    step, opt = tx.update({'w': jnp.asarray([1e3, -1e3, 1e3])}, opt, weights)
-    sizes.append(float(jnp.abs(step['w']).max()))
-  # Clipped to a norm of 1 the gradient is .58 in each place: eps 1e-8 is no part of it.
-  making.close(sizes, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], count=16)
 
 
 UNTIED = dataclasses.replace(making.QWEN2, tied=False, o_bias=True)
@@ -271,7 +250,7 @@ def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():
 
 def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32(params):
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  two = making.objective(RULES['fixed'], grad_accum_steps=2)
+  two = making.objective(RULE, grad_accum_steps=2)
   grads = jax.eval_shape(
     lambda params, batch: objective_lib.gradient(params, batch, two)[1],
     half,
@@ -280,8 +259,8 @@ def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32(params):
   assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}
 
 
-def visits(filled, P, minibatches, epochs=1, masked=()):
-  """[(filled problems of the minibatch, its seats)] of each update, in order."""
+def visits(filled, P, epochs=1, masked=()):
+  """[(filled problems of one of four minibatches, its seats)] of each update."""
   groups = making.groups(range(P), [i % 3 for i in range(P)], [0] * P, 2, 1)
   empty_P11 = jnp.isin(jnp.arange(P), jnp.asarray(masked, jnp.int32))[:, None, None]
   groups = groups._replace(
@@ -298,7 +277,7 @@ def visits(filled, P, minibatches, epochs=1, masked=()):
     seen.append((problems[filled_P].tolist(), len(problems)))
 
   source_P = jnp.where(jnp.arange(P) < filled, 0, -1)
-  knobs = {'epochs': epochs, 'minibatches': minibatches}
+  knobs = {'epochs': epochs, 'minibatches': 4}
   count, updates = updated(groups, source_P, jax.random.key(3), record, **knobs)
   assert count == len(updates) == len(seen)
   return seen
@@ -306,15 +285,15 @@ def visits(filled, P, minibatches, epochs=1, masked=()):
 
 def test_groups_without_a_token_to_train_on_take_no_update():
   # 4 of 8 seats are filled, 2 of them with groups whose responses are all masked out.
-  seen = visits(4, P=8, minibatches=4, masked=(0, 3))
+  seen = visits(4, P=8, masked=(0, 3))
   assert [sorted(problems) for problems, _ in seen] == [[1, 2]]
-  assert visits(4, P=8, minibatches=4, masked=range(4)) == []
+  assert visits(4, P=8, masked=range(4)) == []
 
 
 @pytest.mark.parametrize('filled', [0, 1, 8, 12])
 def test_an_underfilled_batch_takes_as_many_updates_as_its_groups_need(filled):
   # 12 seats in 4 minibatches of 3: n groups make ceil(n / 3) updates, sizes even.
-  seen = visits(filled, P=12, minibatches=4, epochs=2)
+  seen = visits(filled, P=12, epochs=2)
   updates = math.ceil(filled / 3)
   assert len(seen) == 2 * updates
   for epoch in (seen[:updates], seen[updates:]):

@@ -67,10 +67,10 @@ def token_kl(params, others, prefix_NT):
   return (jnp.exp(logp_NV) * (logp_NV - logq_NV)).sum(1)
 
 
-def gradient(params, batch, **knobs):
+def gradient(params, batch):
   """Returns the gradient of the unclipped loss, a sum over rows by their mean."""
-  unclipped = dict(pack=False, aggregate='constant', temperature=HEAT)
-  chosen = making.objective(clip.Unclipped(), **unclipped | knobs)
+  knobs = dict(pack=False, aggregate='constant', temperature=HEAT)
+  chosen = making.objective(clip.Unclipped(), **knobs)
   return objective_lib.gradient(params, batch, chosen)[1]
 
 

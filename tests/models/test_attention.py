@@ -172,6 +172,16 @@ def test_dots_saves_the_results_of_a_fused_kernel(kernel):
   assert kernels('dots') == kernels('none') == kernels('full') - 1
 
 
+def compiled(device, function, *shapes):
+  """Compiles a function for one device that is not attached."""
+  mesh = sharding.make(devices=device)
+  place = sharding.replicated(mesh)
+  program = jax.jit(function, in_shardings=place, out_shardings=place)
+  with jax.set_mesh(mesh):
+    lowered = program.lower(*shapes)
+  return lowered.compile()
+
+
 @pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000'])
 def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
   # 28 query and 4 key heads of 128, as in Qwen2.5-7B; a mask [T, T] would take 4.2 GiB.
@@ -187,12 +197,8 @@ def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
     run = functools.partial(attention.attend, kind=kind, segment_BT=segment_BT)
     return jax.vjp(run, q, k, v)[1](out)
 
-  mesh = sharding.make(devices=topology(f'{gpu}:1'))
-  device = sharding.replicated(mesh)
-  compiled_for = jax.jit(gradient, in_shardings=device, out_shardings=device)
-  with jax.set_mesh(mesh):
-    lowered = compiled_for.lower(q, k, k, segment_BT, out)
-  assert lowered.compile().memory_analysis().temp_size_in_bytes < GIB
+  program = compiled(topology(f'{gpu}:1'), gradient, q, k, k, segment_BT, out)
+  assert program.memory_analysis().temp_size_in_bytes < GIB
 
 
 def test_the_first_trace_of_a_kernel_leaves_compiled_programs_valid():
@@ -254,10 +260,5 @@ def test_heads_that_cudnn_lacks_use_the_other_kernel(C, is_causal):
 @pytest.mark.parametrize('C', [12, attention.WIDEST])
 def test_prompts_compile_with_heads_that_cudnn_lacks(gpu, C, topology):
   q, k = (jax.ShapeDtypeStruct((2, 40, n, C), jnp.bfloat16) for n in (4, 2))
-  mesh = sharding.make(devices=topology(f'{gpu}:1'))
-  device = sharding.replicated(mesh)
   run = functools.partial(attention.attend, kind='flash')
-  run = jax.jit(run, in_shardings=device, out_shardings=device)
-  with jax.set_mesh(mesh):
-    lowered = run.lower(q, k, k)
-  assert lowered.compile()
+  assert compiled(topology(f'{gpu}:1'), run, q, k, k)

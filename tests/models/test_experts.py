@@ -115,24 +115,6 @@ def test_all_tokens_on_one_expert_and_none_on_others(kernel):
   np.testing.assert_allclose(out, experts.mlp(part, tokens(), two)[0], atol=1e-5)
 
 
-@pytest.mark.parametrize('block', [1, 8, 32])
-def test_arrangement_drops_and_repeats_no_copy(block):
-  rng = np.random.default_rng(block)
-  chosen_NK = jnp.asarray(rng.integers(0, 9, (30, 4)), jnp.int32)  # 8: left out
-  rows = experts.arrange(chosen_NK, 8, block)
-  place = np.asarray(rows.place_NK).ravel()
-  copy_R = np.asarray(rows.copy_R)
-  ends = np.cumsum(rows.size_E)
-  assert (np.asarray(rows.size_E) % block == 0).all()
-  for copy, (row, expert) in enumerate(zip(place, chosen_NK.ravel(), strict=True)):
-    if expert == 8:
-      assert row == len(copy_R)
-    else:
-      assert copy_R[row] == copy
-      assert np.searchsorted(ends, row, side='right') == expert
-  assert (copy_R < 120).sum() == (chosen_NK < 8).sum()
-
-
 def test_a_token_does_not_depend_on_the_other_tokens():
   run = jax.jit(functools.partial(experts.mlp, spec=with_kernel('blocks')))
   out, *_ = run(layer(), tokens())
@@ -160,14 +142,6 @@ def test_a_mesh_changes_no_value_and_no_gradient(sizes, kernel):
   with sharding.current(mesh):
     found = jax.jit(jax.value_and_grad(value))(split, rows)
   making.close_trees(found, wanted, count=2e4)
-
-
-@pytest.mark.parametrize('tensor', [1, 2])
-def test_an_actor_gives_its_parameters_back(tensor):
-  params = making.params(SPEC, 2)
-  actor = decoder.actor(params, SPEC, joined=tensor == 1)
-  back = decoder.params_of(actor, SPEC)
-  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), back, params))
 
 
 def test_an_int8_actor_rounds_each_output_of_each_expert():

@@ -21,8 +21,8 @@ V = 20
 CHUNKS = pytest.mark.parametrize(('chunk', 'block'), [(1, 4096), (3, 5), (T + 5, 7)])
 
 
-def example(seed: int = 0):
-  rng = np.random.default_rng(seed)
+def example():
+  rng = np.random.default_rng(0)
   return (
     rng.standard_normal((B, T, D), np.float32),
     rng.standard_normal((V, D), np.float32),
@@ -30,16 +30,19 @@ def example(seed: int = 0):
   )
 
 
+def scored(variant, hidden_BTD, head_VD, token_BT, tile):
+  """Returns the statistics of tokens by tiles, in a variant."""
+
+  def score(hidden_BTD, token_BT):
+    return logprobs.token_stats(hidden_BTD, head_VD, token_BT, 0.6, tile=tile)
+
+  return variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
+
+
 @CHUNKS
 def test_values_equal_the_oracle(variant, chunk, block):
   hidden_BTD, head_VD, token_BT = example()
-
-  def score(hidden_BTD, token_BT):
-    return logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, 0.6, tile=Tile(chunk, block)
-    )
-
-  found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
+  found = scored(variant, hidden_BTD, head_VD, token_BT, Tile(chunk, block))
   expected = oracles.logprob_oracle(hidden_BTD, head_VD, token_BT, 0.6)
   assert all(x.dtype == jnp.float32 for x in found[:3])
   # Logits up to 10 / 0.6 from sums of 16; the exponentials of 20 are added up.
@@ -53,14 +56,9 @@ def test_a_token_outside_the_vocabulary_has_probability_0(variant, chunk, block)
   outside_BT[1::2, 2:5] = True
   outsiders_BT = np.resize([-1, V, V + 9], (B, T)).astype(np.int32)
   moved_BT = np.where(outside_BT, outsiders_BT, token_BT)
-
-  def score(hidden_BTD, token_BT):
-    return logprobs.token_stats(
-      hidden_BTD, head_VD, token_BT, 0.6, tile=Tile(chunk, block)
-    )
-
-  inside = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(token_BT))
-  found = variant(score, jnp.asarray(hidden_BTD), jnp.asarray(moved_BT))
+  tile = Tile(chunk, block)
+  inside = scored(variant, hidden_BTD, head_VD, token_BT, tile)
+  found = scored(variant, hidden_BTD, head_VD, moved_BT, tile)
   expected_BT = np.where(outside_BT, -np.inf, inside.logp_BT)
   np.testing.assert_array_equal(found.logp_BT, expected_BT)
   np.testing.assert_array_equal(found.entropy_BT, inside.entropy_BT)

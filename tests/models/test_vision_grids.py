@@ -1,12 +1,10 @@
 """Each patch has its picture, its place and its window, and each picture is alone."""
 
 import jax
-import making
 import numpy as np
 import pytest
-from pictured import SEEING, VISION
 
-from bapo_jax.models.vision import grids, tower
+from bapo_jax.models.vision import grids
 from bapo_jax.models.vision import spec as vision_spec
 
 V = vision_spec.VisionSpec(
@@ -64,36 +62,3 @@ def test_the_layout_equals_the_count_by_hand(sizes):
     patch_X = np.asarray(at.patch_RWY[r]).ravel()
     assert patch_X[slots].tolist() == list(range(n))
     assert (patch_X >= 0).sum() == n
-
-
-def pixels():
-  """(uint8 [1, Z, E], grid [1, I, 2]) of two random pictures and empty patches."""
-  rng = np.random.default_rng(7)
-  grid_1I2 = np.asarray([[(4, 4), (10, 8)]])
-  return rng.integers(0, 256, (1, 104, VISION.numbers), np.uint8), grid_1I2
-
-
-def test_each_picture_is_read_by_itself():
-  # Beside others and alone, with just as many windows as it has; empty patches are not
-  # read.
-  run = jax.jit(tower.forward, static_argnames=('spec', 'windows'))
-  params = making.params(SEEING)['vision']
-  pixels_1ZE, grid_1I2 = pixels()
-  whole_1MD = run(params, pixels_1ZE, grid_1I2, SEEING, windows=7)
-  start = 0
-  for high, wide in grid_1I2[0].tolist():
-    n = high * wide
-    first = start // VISION.merge**2
-    windows = grids.count_windows([(high, wide)], VISION)
-    grid_112 = np.asarray([[[high, wide]]], np.int32)
-    patches_1ZE = pixels_1ZE[:, start : start + n]
-    alone_1MD = run(params, patches_1ZE, grid_112, SEEING, windows=windows)
-    making.close(
-      whole_1MD[:, first : first + n // VISION.merge**2], alone_1MD, count=1024
-    )
-    start += n
-  assert not whole_1MD[:, start // VISION.merge**2 :].any()
-  pixels_1ZE[:, start:] = 200
-  np.testing.assert_array_equal(
-    run(params, pixels_1ZE, grid_1I2, SEEING, windows=7), whole_1MD
-  )
