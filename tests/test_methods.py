@@ -64,11 +64,6 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   [
     ('clip.rule', 'grpo', r'PPO, GRPO is clip\.rule=fixed, or --config=FILE:grpo;'),
     (
-      'clip.rule',
-      'DAPO',
-      r'clip\.rule=fixed, clip\.high=1\.28, or --config=FILE:clip_h',
-    ),
-    (
       'loss.rule',
       'gspo',
       r'GSPO is loss\.rule=sequence, .*FILE:gspo; give one',
