@@ -61,6 +61,12 @@ WRONG = [
   ('loss', LOSS + '  return r * batch.adv_BT, b', 'does not use the bounds'),
   (
     'loss',
+    LOSS + '  c = jnp.clip(r, b.low, b.high)\n'
+    '  return -jnp.minimum(r * batch.adv_BT, c * batch.adv_BT), b',
+    'return the gain, which is maximised',
+  ),
+  (
+    'loss',
     LOSS + '  raise SystemExit(3)',
     r'raises SystemExit: 3 \(own\.py, line 10\)',
   ),
