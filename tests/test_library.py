@@ -92,14 +92,6 @@ def constant(sample):
   return 1.0
 
 
-def test_the_bounds_of_a_batch():
-  found = executed('the bounds and the gradient of my batch')
-  bounds, weight_BT, batch = (found[x] for x in ('bounds', 'weight_BT', 'batch'))
-  assert 0.6 <= bounds.low <= 0.9 and 1.2 <= bounds.high <= 3.0
-  positive = weight_BT[batch.adv_BT > 0].sum() / abs(weight_BT).sum()
-  assert bounds.target_met == (positive >= 0.5)
-
-
 def test_sampling(tmp_path):
   runs.source(tmp_path / 'model')
   name = 'sample from a Hugging Face directory'
