@@ -31,17 +31,16 @@ OPTIONAL = [panel for panel in PANELS if panel.optional]
 def workdir(path, rows, groups=(), title='A run', **samples):
   """Writes a run: metrics from step 1, recorded groups of step 2, evaluations."""
   values = {'title': title, 'steps': 9, 'clip': {'rule': 'balanced'}}
-  first, last = (
-    {'eval/accuracy': x, 'eval/stderr': y} for x, y in ((0.25, 0.03), (0.5, 0.04))
-  )
+  results = {'before': (0.25, 0.03), 'after': (0.5, 0.04)}
+  first, last = ({'eval/accuracy': x, 'eval/stderr': y} for x, y in results.values())
   recordings.run(path, [first, *rows, last], parse(values).model_dump())
-  for step, when in ((0, 'before'), (len(rows) + 1, 'after')):
-    if when in samples:
-      accuracy, stderr = (0.25, 0.03) if when == 'before' else (0.5, 0.04)
-      result = dict(accuracy=accuracy, stderr=stderr, n=200)
-      (path / 'eval').mkdir(exist_ok=True)
-      text = json.dumps({'result': result, 'samples': samples[when]})
-      (path / 'eval' / f'{step}.json').write_text(text)
+  for when, recorded in samples.items():
+    accuracy, stderr = results[when]
+    result = dict(accuracy=accuracy, stderr=stderr, n=200)
+    (path / 'eval').mkdir(exist_ok=True)
+    text = json.dumps({'result': result, 'samples': recorded})
+    step = 0 if when == 'before' else len(rows) + 1
+    (path / 'eval' / f'{step}.json').write_text(text)
   if groups:
     recordings.step(path, 2, *({'responses': group} for group in groups))
   return path
