@@ -133,6 +133,7 @@ WRONG = [
     r'float64\[8\]; return .*=8 int',
   ),
   ('prompts', PROMPTS + '  return np.arange(count) + 5', 'the id 12; .* from 0 to 11'),
+  ('prompts', PROMPTS + '  return np.arange(count) - 1', 'returns the id -1; return'),
   (
     'prompts',
     PROMPTS + '  return [0] + list(range(count - 1))',
