@@ -70,9 +70,6 @@ def test_xla_knows_the_flags_of_a_gpu():
 # ------------- the folder that runs share: where it is, what it keeps, what it removes
 
 
-FILES = 300
-
-
 def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):
   key = '0123456789ab'
   files = {  # used at, of 100 bytes each
