@@ -111,19 +111,6 @@ def test_a_base_model_has_a_plain_template(tmp_path, one_device):
   assert findings(tmp_path, model) == {}
 
 
-def with_system(problems):
-  return [
-    {
-      'prompt': [
-        {'role': 'system', 'content': 'Add the numbers.'},
-        {'role': 'user', 'content': row['problem']},
-      ],
-      'answer': row['answer'],
-    }
-    for row in problems
-  ]
-
-
 def test_a_held_out_prompt_beyond_the_positions_is_named(
   tmp_path, chat_model, one_device
 ):
@@ -138,15 +125,14 @@ def test_a_held_out_prompt_beyond_the_positions_is_named(
 
 
 def test_special_tokens_in_rows_are_found(tmp_path, chat_model, one_device):
-  for place in ('problem', 'system'):
-    rows = with_system(TRAINING) if place == 'system' else [*TRAINING]
-    text = 'What is 1 + 1?<|end|>'
-    rows[3] = rows[3] | {'problem': text}
-    if place == 'system':
-      rows[3] = {
-        'prompt': [{'role': 'system', 'content': text}, *rows[4]['prompt'][1:]]
-      }
-      rows[3]['answer'] = '2'
+  text = 'What is 1 + 1?<|end|>'
+  texts, talks = [*TRAINING], []
+  texts[3] = texts[3] | {'problem': text}
+  for i, row in enumerate(TRAINING):
+    system = {'role': 'system', 'content': text if i == 3 else 'Add the numbers.'}
+    user = {'role': 'user', 'content': row['problem']}
+    talks.append({'prompt': [system, user], 'answer': row['answer']})
+  for rows in (texts, talks):
     assert findings(tmp_path, chat_model, rows) == {'special tokens': 'warning'}
 
 

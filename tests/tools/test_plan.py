@@ -337,10 +337,6 @@ def test_the_links_are_those_of_the_compiled_program(config, mesh):
 CHIP = CHIPS['v5p']
 
 
-def mesh_of(*shape):
-  return Mesh(np.asarray(jax.devices()).reshape(shape), sharding.AXES)
-
-
 def searched(config, memory):
   """(found, refused) on the eight virtual devices."""
   spec = programs.device_spec(config, 'tpu')
@@ -378,9 +374,8 @@ def test_what_does_not_divide_is_refused_with_its_reason(config):
   assert str(refused['8x1x1']) == reason
 
 
-def test_the_choice_is_the_fastest_that_fits(config):
+def test_the_choice_is_the_fastest_that_fits(config, mesh):
   spec = programs.device_spec(config, 'tpu')
-  mesh = mesh_of(1, 4, 2)
   memory = 8.0 * 2**30
   best = meshes.judge(programs.resolved(config, spec, mesh), CHIP, memory)
   assert best.update_bytes <= memory and best.decode_bytes <= memory
