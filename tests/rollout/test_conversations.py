@@ -73,11 +73,6 @@ def together(turns):
   return [echo(turn) for turn in turns]
 
 
-def half(turn):
-  """Ends a conversation now and then."""
-  return echo(turn) if len(turn.response) % 2 else None
-
-
 def verifier_of(
   environment, turns=TURNS, verify=Verification(rule='exact'), knobs=None, **limits
 ) -> Verifier:
@@ -693,25 +688,21 @@ def test_the_environments_of_the_guide_answer(tmp_path):
   for i, block in enumerate(blocks):
     (tmp_path / f'my{i}.py').write_text(block)
 
-  def answered(path, knobs, *turns):
-    custom = custom_code.section([path], CustomEnvironment)(**knobs or {})
-    k = Environment(rule=path, custom=custom, max_turns=3)
-    caller = score.make(k)
-    messages = caller([Sample(text, answer='17', number=n) for n, text in turns])
+  def answered(path, *texts, **knobs):
+    custom = custom_code.section([path], CustomEnvironment)(**knobs)
+    caller = score.make(Environment(rule=path, custom=custom, max_turns=3))
+    messages = caller([Sample(text, answer='17', number=1) for text in texts])
     return custom.role, [message.text for message in messages]
 
-  near = [(1, 'I say 3.'), (2, 'or 20 then'), (1, 'It is 17.'), (1, 'no'), (3, '5')]
-  assert answered(f'{tmp_path}/my0.py:nearer', {'hints': 2}, *near) == (
-    'user',
-    ['too small', 'too large', None, None, None],
-  )
-  calls = ['{"item": "tea"}', '{"item": "gold"}', '{']
-  asked = [(1, f'<tool_call>{x}</tool_call>') for x in calls]
-  role, (price, *errors, nothing) = answered(
-    f'{tmp_path}/my1.py:shop', {}, *asked, (1, 'done')
-  )
-  assert (role, price, nothing) == ('tool', '2', None)
-  assert all(error.startswith('error: ') for error in errors)
+  near = 'I say 3.', 'or 20 then', 'It is 17.', 'no'
+  told = 'user', ['too small', 'too large', None, None]
+  assert answered(f'{tmp_path}/my0.py:nearer', *near, hints=2) == told
+  calls = [
+    f'<tool_call>{x}</tool_call>' for x in ('{"item": "tea"}', '{"item": 7}', '{')
+  ]
+  role, messages = answered(f'{tmp_path}/my1.py:shop', *calls, 'done')
+  assert (role, messages[0], messages[-1]) == ('tool', '2', None)
+  assert all(error.startswith('error: ') for error in messages[1:-1])
 
 
 @pytest.mark.parametrize(
