@@ -20,12 +20,6 @@ from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, step_metrics, trainer
 
 
-def started(**knobs):
-  """Trainer and state at step 0; every other response is right, or so."""
-  verifier = making.OddVerifier()
-  return build.start(tiny(**knobs), PhaseTimer(), verifier)
-
-
 def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
   # In even steps the actor is a step behind weights that moved: nothing to compare.
   rows = metrics.read(str(adapter_run.workdir))[1:]
@@ -95,7 +89,7 @@ def conversions(monkeypatch):
 def test_metrics_come_from_the_device_in_few_transfers(one_device, conversions):
   # Eight updates of 60 metrics each: one by one they cost more than a small step.
   knobs = {'learner.minibatches': 8, 'steps': 2, 'batch.rule': 'adapted'}
-  t, s = started(**knobs)
+  t, s = build.start(tiny(**knobs), PhaseTimer(), making.OddVerifier())
   loop = trainer.train_loop(t, s)
   next(loop)
   conversions.clear()
