@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import runs
@@ -109,12 +109,32 @@ def scripts(
   return start(commands, folder)
 
 
+def wait_until(
+  happened: Callable[[], object],
+  started: Sequence[subprocess.Popen] = (),
+  every_s: float = 0.02,
+) -> None:
+  """Returns once it has happened; all processes are alive until then."""
+  deadline = time.monotonic() + 600
+  while not happened():
+    assert [process.poll() for process in started] == [None] * len(started)
+    assert time.monotonic() < deadline
+    time.sleep(every_s)
+
+
 def wait_for(folder: pathlib.Path, words: str, started: list) -> None:
   """Returns when the words are in every output; all processes are alive until then."""
-  count = range(len(started))
-  while not all(words in (folder / f'{i}.txt').read_text() for i in count):
-    assert [process.poll() for process in started] == [None] * len(started)
-    time.sleep(0.05)
+  files = [folder / f'{i}.txt' for i in range(len(started))]
+  wait_until(lambda: all(words in file.read_text() for file in files), started)
+
+
+def is_alive(pid: int) -> bool:
+  """Returns whether the process exists and is no zombie (Linux)."""
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except OSError:
+    return False
+  return stat.rpartition(')')[2].split()[0] != 'Z'
 
 
 def trainings(

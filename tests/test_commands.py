@@ -59,6 +59,8 @@ NEEDS = {
 }
 SKIPPED = {  # pattern -> reason
   r'pip install': 'installs packages',
+  r'hf download': 'downloads a config',
+  r'^nohup': 'is a command of README.md in the background',
   r'-m pytest': 'runs this test',
   r'--coordinator': 'waits for the process of another host; tests/run has several',
   r'lab\.outcomes': 'writes papers/results.csv, which tests/lab compares',
@@ -166,9 +168,7 @@ def small(command, folder, work):
     return [module, *tiny, *own, f'--workdir={work}']
   assert module == 'bapo_jax.main'
   if '--mode=compare' in own:
-    other = pathlib.Path(work, 'other')
-    if pathlib.Path(folder, 'run').exists():
-      runs.copied(pathlib.Path(folder, 'run'), other)
+    other = runs.copied(pathlib.Path(folder, 'run'), pathlib.Path(work, 'other'))
     paths = [f'{folder}/run', str(other)]
     return [*run, '--mode=compare', *paths, f'--to={work}/compare.html']
   if 'configs/finetune.py' in command:

@@ -59,7 +59,6 @@ def test_command_line_arguments_set_custom_knobs_in_any_order():
       {'loss.rule': f'{MY}:nothing'},
       r'^loss\.rule=.*:nothing names no function of',
     ),
-    ({'loss.rule': MY}, r'^loss\.rule=.*\.py names no function of .*: .*sapo'),
     ({'rewards.rule': f'exact,{MY}'}, r'^rewards\.rule=.*py names no fun.*: .*sapo'),
     (
       {'loss.rule': f'{MY}:signs'},
@@ -133,20 +132,6 @@ def test_a_rule_that_asks_for_bounds_uses_them(tmp_path, gain_BT, uses):
     with pytest.raises(ValueError, match=message):
       check(tiny(**config))
   check(tiny(**config, **{'clip.rule': 'unclipped'}))
-
-
-def test_a_loss_with_the_sign_of_other_packages_is_refused(tmp_path):
-  path = tmp_path / 'own.py'
-  text = 'import jax.numpy as jnp\nfrom bapo_jax.algorithms import loss\n'
-  text += 'def f(logp_BT, batch, find, *, sign: float = 1.0):\n'
-  text += '  r_BT = loss.ratio(logp_BT, batch)\n  b = find(r_BT)\n'
-  text += '  adv_BT = batch.adv_BT\n  clipped_BT = jnp.clip(r_BT, b.low, b.high)\n'
-  text += '  gain_BT = jnp.minimum(r_BT * adv_BT, clipped_BT * adv_BT)\n'
-  path.write_text(text + '  return sign * gain_BT, b')
-  check(tiny(**{'loss.rule': f'{path}:f'}))
-  assert 'return the gain, which is maximised' in sentence_of(
-    check, tiny(**{'loss.rule': f'{path}:f', 'loss.sign': -1.0})
-  )
 
 
 def test_every_slot_takes_a_function_that_fits():

@@ -44,16 +44,6 @@ WRONG = [
   ('loss', LOSS + '  return r * batch.adv_BT', r'returns float32\[8, 7\], not \(float'),
   (
     'loss',
-    LOSS + '  return (r * batch.adv_BT).sum(1), b',
-    r'float32\[8\], not float32\[8',
-  ),
-  (
-    'loss',
-    LOSS + '  return np.exp(logp_BT), b',
-    r'TracerArrayConversionError: .*line 10',
-  ),
-  (
-    'loss',
     LOSS + '  return r * batch.adv_BT, find(r[0])',
     r'ratio_BT must have axes BT',
   ),
@@ -72,11 +62,16 @@ WRONG = [
   ('loss', LOSS + '  return r * batch.adv_BT, b', 'does not use the bounds'),
   (
     'loss',
+    LOSS + '  c = jnp.clip(r, b.low, b.high)\n'
+    '  return -jnp.minimum(r * batch.adv_BT, c * batch.adv_BT), b',
+    'return the gain, which is maximised',
+  ),
+  (
+    'loss',
     LOSS + '  raise SystemExit(3)',
     r'raises SystemExit: 3 \(own\.py, line 10\)',
   ),
   ('clip', CLIP + '  return 0.8, 1.2', r'\(float32\[\], float32\[\]\), not Bounds'),
-  ('clip', CLIP + '  return none._replace(high=math.nan)', 'returns nan'),
   (
     'clip',
     CLIP + '  return clip.constant(1.3, 0.8, math.inf)',
@@ -84,11 +79,6 @@ WRONG = [
   ),
   ('clip', CLIP + '  return none._replace(high=ratio_BT.sum(1))', r'shape \(8,\)'),
   ('clip', CLIP + '  return none._replace(keep_BT=ratio_BT)', r'not bool\[8, 7\]'),
-  (
-    'clip',
-    CLIP + '  weigh(1.2)\n  return none',
-    r'AttributeError.*\(own\.py, line 9\)',
-  ),
   ('clip', MASKS + CLIP + '  return none', "gives='mask', but returns nothing"),
   (
     'clip',
@@ -101,7 +91,6 @@ WRONG = [
     "gives='nothing', but returns bounds",
   ),
   ('mask', MASK + '  return jnp.exp(logp_BT)', r'returns float32\[8, 7\], not bool\[8'),
-  ('mask', MASK + '  return [True, False]', r'returns list, not bool'),
   ('mask', MASK + '  if logp_BT.sum() > 0:\n    return 1', 'TracerBoolConversionError'),
   (
     'advantage',
@@ -114,26 +103,9 @@ WRONG = [
     ADVANTAGE + '  return reward_PG[..., None]',
     r'float32\[2, 4, 1\], not',
   ),
-  (
-    'advantage',
-    ADVANTAGE + '  return reward_PG - baseline',
-    "'baseline' is not defined",
-  ),
   ('advantage', BY_GROUP + '  return groups.reward_PG', r'not float32\[2, 4, 7\]'),
   ('advantage', 'f = int', 'cannot be called with'),
-  (
-    'batch',
-    BATCH + '  return fresh, jnp.zeros(seats)',
-    r'float32\[2\], not int32\[2\]',
-  ),
   ('batch', BATCH + '  return fresh, jnp.full(seats, 7)', r'source_P=\[7 7\]; give'),
-  ('batch', BATCH + '  return fresh, now', r'returns int32\[\], not int32\[2\]'),
-  (
-    'batch',
-    BATCH + '  rows = buffer.reusable._replace(reward_PG=fresh.reward_PG)\n'
-    '  return rows, jnp.zeros(seats, int)',
-    r'returns int32\[0\], not int32\[2\]',
-  ),
   (
     'batch',
     BATCH
@@ -155,19 +127,12 @@ WRONG = [
     PROMPTS + '  return np.flatnonzero(history.tries_N == 0)[:count]',
     r'returns int64\[6\]; return',
   ),
-  (
-    'prompts',
-    PROMPTS + '  return (i for i in range(count))',
-    'generator; return an ar',
-  ),
   ('prompts', PROMPTS + '  yield from range(count)', 'generator; return an array of 8'),
   (
     'prompts',
     PROMPTS + '  return np.arange(count) / 2',
     r'float64\[8\]; return .*=8 int',
   ),
-  ('prompts', PROMPTS + '  return np.arange(count) > 2', r'returns bool\[8\]'),
-  ('prompts', PROMPTS + '  return np.ones((count, 1), int)', r'returns int64\[8, 1\]'),
   ('prompts', PROMPTS + '  return np.arange(count) + 5', 'the id 12; .* from 0 to 11'),
   ('prompts', PROMPTS + '  return np.arange(count) - 1', 'returns the id -1; return'),
   (
@@ -180,8 +145,6 @@ WRONG = [
     PROMPTS + '  history.tries_N[0] = 1\n  return np.arange(count)',
     r'read-only \(own\.py, line 8\)',
   ),
-  ('prompts', 'def f(history, key):\n  return 1', 'cannot be called with .*count'),
-  ('buffer.thresholds', BANDS + '  return 1, 1, 5', 'int32.*, not PassRateThresholds'),
   (
     'buffer.thresholds',
     BANDS + '  return PassRateThresholds(0.1, 0.1, 0.6)',
@@ -192,23 +155,7 @@ WRONG = [
     BANDS + '  return PassRateThresholds(3, 2, 1)',
     r'returns \[3, 2, 1\]; the last must be the largest',
   ),
-  (
-    'buffer.thresholds',
-    BANDS + '  return PassRateThresholds(0, 1, math.floor(rate * G))',
-    'ConcretizationTypeError',
-  ),
   ('rewards.shaping', SHAPING + '  return earned_PG, 0.5', r'float32\[\], not bool'),
-  ('rewards.shaping', SHAPING + '  return earned_PG', r'not \(float32\[2, 4\], bool'),
-  (
-    'rewards.shaping',
-    SHAPING + '  return earned_PG / earned_PG, ~truncated_PG',
-    'returns nan',
-  ),
-  (
-    'rewards.shaping',
-    SHAPING + '  return earned_PG, (~truncated_PG).any(1)',
-    r'bool\[2\], not bool\[2, 4\]',
-  ),
 ]
 RIGHT = [
   (
@@ -227,11 +174,6 @@ RIGHT = [
   ),
   (
     'loss',
-    LOSS + '  inside = jnp.where(batch.adv_BT > 0, r < b.high, r > b.low)\n'
-    '  return jnp.where(inside & batch.loss_mask_BT, r * batch.adv_BT, 0), b',
-  ),
-  (
-    'loss',
     LOSS + '  c = jnp.clip(r, b.low, b.high)\n'
     '  return jnp.minimum(r * batch.adv_BT, c * batch.adv_BT), b',
   ),
@@ -243,22 +185,14 @@ RIGHT = [
     'clip',
     CLIP + '  return clip.constant(0.8, 1.3, 3.0)._replace(low=0.9 - 0 * ratio_BT)',
   ),
-  ('clip', MASKS + CLIP + '  return none._replace(keep_BT=ratio_BT < 1.2)'),
   (
     'clip',
     CLIP + '  share = (weigh(none) > 0).mean(1, keepdims=True)\n'
     '  return clip.constant(0.8, 1.3, math.inf)._replace(high=1.2 + share)',
   ),
-  ('mask', MASK + '  return jnp.exp(logp_BT) > 0.01'),
   ('mask', MASK + '  return (batch.adv_BT >= 0) | (logp_BT > -3)'),
-  ('advantage', ADVANTAGE + '  return reward_PG - reward_PG.max(1, keepdims=True)'),
   ('advantage', ADVANTAGE + '  return jnp.where(reward_PG > 0.5, 1.0, -1.0)'),
-  (
-    'advantage',
-    BY_GROUP + '  return jnp.cumsum(groups.response_mask_PGT, 2) - 1.0',
-  ),
   ('batch', BATCH.replace('seats', 'n') + '  return fresh, jnp.arange(n) - 1'),
-  ('batch', BATCH + '  return fresh, jnp.where(fresh.completed_step_P >= 0, 0, -1)'),
   (
     'batch',
     '@bapo_jax.declare(uses_buffer=True)\n' + BATCH + '  from bapo_jax import types\n'
@@ -268,7 +202,6 @@ RIGHT = [
     '  order = jax.random.permutation(key, 2 * seats)[:seats]\n'
     '  return types.take(both, order), source[order]',
   ),
-  ('prompts', PROMPTS + '  return np.random.default_rng(key).permutation(12)[:count]'),
   (
     'prompts',
     PROMPTS
@@ -278,7 +211,6 @@ RIGHT = [
     '  return order[jnp.argsort(late, stable=True)[:count]]',
   ),
   ('prompts', PROMPTS + '  return range(count)'),
-  ('buffer.thresholds', BANDS + '  return PassRateThresholds(0, 1, G - 1)'),
   ('buffer.thresholds', BANDS + '  return PassRateThresholds(1, 1, 0)'),
   (
     'buffer.thresholds',
@@ -286,10 +218,6 @@ RIGHT = [
     '  return PassRateThresholds(jnp.int32(0), most * 0, most)',
   ),
   ('rewards.shaping', SHAPING + '  return np.maximum(earned_PG, 0.1), ~truncated_PG'),
-  (
-    'rewards.shaping',
-    SHAPING + '  return earned_PG - 0.01 * length_PG, formatted_PG | True',
-  ),
 ]
 
 
@@ -323,10 +251,6 @@ def test_a_right_rule_gives_no_sentence(tmp_path, slot, text):
   assert sentences(tmp_path, slot, text) == []
 
 
-def number(sample):
-  return len(sample.row['answer'])
-
-
 def silent(sample):
   """Leaves every response undecided."""
   return None
@@ -352,26 +276,15 @@ def count(turn):
   return turn.number
 
 
-def nothing(turn):
-  return ''
-
-
-def role(turn):
-  return turn.messages[9]['role']
-
-
 @pytest.mark.parametrize(
   ('slot', 'function', 'message'),
   [
-    ('rewards', number, ''),
     ('rewards', judge, ''),
     ('rewards', silent, ''),
     ('environment', message, ''),
     ('environment', end, ''),
     ('rewards', field, "raises KeyError: 'solution'"),
     ('environment', count, 'returned 1, neither a message nor None'),
-    ('environment', nothing, "returned '', neither a message nor None"),
-    ('environment', role, 'raises IndexError: list index out of range'),
   ],
 )
 def test_rewards_and_environments_are_called_once(slot, function, message):
@@ -393,12 +306,9 @@ def test_rewards_and_environments_are_called_once(slot, function, message):
   ('text', 'message'),
   [
     ('def f(split): return [{"problem": "1+1=", "answer": "2"}]', ''),
-    ('def f(split):\n  yield {"problem": "1+1=", "answer": 2}', ''),
     ('def f(split): return None', 'raises TypeError'),
     ('def f(split): return []', 'returns no rows'),
-    ('def f(split): return ["1+1="]', "row 1: '1.1=' has no named fields"),
     ('def f(split): return [{"x": 1}]', 'row 1: fields .* match no layout'),
-    ('def f(split): return [{"problem": 1, "answer": "2"}]', "row 1: field 'problem'"),
     ('def f(split): raise SystemExit(4)', r'raises SystemExit: 4 \(own\.py, line 7\)'),
     ('def f(): return []', r'cannot be called with \(split\)'),
   ],

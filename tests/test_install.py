@@ -87,17 +87,6 @@ def test_a_copy_of_every_config_runs_outside_the_checkout(installed, tmp_path):
     assert values == json.loads(json.dumps(config.load(shipped))), shipped
 
 
-def test_a_copied_config_trains_by_command_and_from_python(installed, tmp_path):
-  shutil.copy(ROOT / 'configs' / 'aime.py', tmp_path / 'copy.py')
-  (tmp_path / 'work').write_text('no folder')  # what ends both, before they train
-  flags = [f'--config={tmp_path}/copy.py', f'--workdir={tmp_path}/work']
-  done = bapo(installed, 'train', *flags, cwd='/', status=2)
-  assert '/work cannot be used' in done.stderr, done.stderr
-  call = f"import bapo_jax; bapo_jax.train('{tmp_path}/copy.py', '{tmp_path}/work')"
-  done = python(installed, '-c', call, cwd='/', status=1)
-  assert '/work cannot be used' in done.stderr.splitlines()[-1], done.stderr
-
-
 # --------- installed versions are in range, and both lanes of CI pin every requirement
 
 

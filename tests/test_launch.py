@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import processes
 import pytest
@@ -130,7 +129,6 @@ def test_gpus_are_divided():
   ('wrong', 'platform'),
   [
     ([], 'cpu'),
-    (['0'], 'cpu'),
     (['two'], 'cpu'),
     (['3', '--devices=4'], 'cpu'),
     (['2', '--restarts=x'], 'cpu'),
@@ -280,10 +278,8 @@ class Launcher:
 
   def wait_for_two(self):
     """Returns once both processes have begun."""
-    deadline = time.monotonic() + WAIT_S
-    while not all((self.home / f'coordinator{i}').exists() for i in range(2)):
-      assert time.monotonic() < deadline
-      time.sleep(0.05)
+    files = [self.home / f'coordinator{i}' for i in range(2)]
+    processes.wait_until(lambda: all(file.exists() for file in files))
 
   def writers(self):
     """The processes that number the lines."""
@@ -295,12 +291,6 @@ class Launcher:
       if str(self.home) in args and '--once' in args
     }
     return [pid for pid, parent in shells.items() if parent in shells]
-
-
-def alive(process):
-  """Whether it runs; one that ended and that nobody has asked for does not."""
-  state = subprocess.run(['ps', '-o', 'stat=', '-p', str(process)], capture_output=True)
-  return state.stdout.strip()[:1] not in (b'', b'Z')
 
 
 @pytest.fixture
@@ -323,7 +313,7 @@ def test_the_first_failure_ends_all_with_its_status(launcher):
   assert status == 7
   assert [launcher.begun(i) for i in range(3)] == [1, 1, 1]
   for i in range(3):  # and what they had started
-    assert not alive(int((launcher.home / f'begun{i}.0').read_text()))
+    assert not processes.is_alive(int((launcher.home / f'begun{i}.0').read_text()))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ CASES = [  # flags, what the sentence must say
   (['chekc', GOOD], "'chekc'; a mode comes first (train, check, eval,"),
   (['eval', GOOD], 'names no model; train there first'),
   ([GOOD, '--config.steps=many'], 'steps=many: give an integer from 1 to 2147483647'),
-  ([GOOD, '--config.clip.low=3'], 'clip.low=3: give a tuple of 2 numbers'),
   ([GOOD, '--config.mesh.data=3'], 'does not fill'),
   ([GOOD, '--workdir=README.md/x'], 'cannot be used'),
   (['export'], 'has no run with a config.json; train there first'),
@@ -50,12 +49,7 @@ CASES = [  # flags, what the sentence must say
   (['--config=configs/finetune.py:x'], "no variant 'x'; give --config=configs/finetu"),
   (FINETUNE, '--config.model.path=models/nowhere (no config.json'),
   (FINETUNE, '--config.problems.source=none.jsonl'),
-  (['--config=configs/aime.py:7b'], '--config.problems.source=data/skywork'),
   ([GOOD, '--workdir=gs://bucket/run'], '--workdir=gs://bucket/run is not a path on'),
-  (
-    ['export', 'gs://bucket/run'],
-    '--workdir=gs://bucket/run is not a path on this machine',
-  ),
   (['export', '--to=s3://a/b'], '--to=s3://a/b is not a path on this machine'),
 ]
 
@@ -211,11 +205,9 @@ def test_a_config_file_that_raises_is_one_sentence(text, message, tmp_path):
 @pytest.mark.parametrize(
   ('given', 'value'),
   [
-    ('--config.steps=10', 10),
     ('--config.steps=None', None),
     ('--config.title=a=b', 'a=b'),
     ('--noconfig.metrics.wandb', False),
-    ('--config.metrics.wandb=False', False),
     ('--config.evaluate.k=(1, 8)', (1, 8)),
     ('--config.evaluate.k=8', (8,)),
     ("--config.clip.sources=('fresh','reused')", ('fresh', 'reused')),

@@ -6,8 +6,7 @@ import pytest
 from refusals import refusal
 
 from bapo_jax.algorithms.clip import Fixed
-from bapo_jax.methods import METHODS
-from bapo_jax.training.config import Config, load, merged, parse
+from bapo_jax.training.config import load, parse
 
 
 @pytest.fixture
@@ -31,18 +30,6 @@ def get_config():
   return write
 
 
-# `grpo` and `both` are also variants of this file.
-@pytest.mark.parametrize('name', sorted(METHODS.keys() - {'grpo', 'both'}))
-def test_a_run_accepts_every_method(name):
-  overrides = METHODS[name].overrides
-  config = parse(load(f'configs/countdown.py:{name}'))
-  alone = parse(merged(Config().model_dump(), overrides))
-  for part in ('clip', 'loss', 'mask', 'advantage', 'batch'):
-    if f'{part}.rule' in overrides:
-      assert getattr(config, part) == getattr(alone, part)
-  assert config.title == f'countdown, tiny: {METHODS[name].title}'
-
-
 def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   path = config_file("""
   config.seed = 7
@@ -63,11 +50,6 @@ def test_a_method_has_its_own_values_and_the_others_of_the_file(config_file):
   ('knob', 'value', 'answer'),
   [
     ('clip.rule', 'grpo', r'PPO, GRPO is clip\.rule=fixed, or --config=FILE:grpo;'),
-    (
-      'clip.rule',
-      'DAPO',
-      r'clip\.rule=fixed, clip\.high=1\.28, or --config=FILE:clip_h',
-    ),
     (
       'loss.rule',
       'gspo',

@@ -15,7 +15,6 @@ from runs import tiny
 from bapo_jax import main
 from bapo_jax.autosetup import check, check_rules, derive, facts
 from bapo_jax.autosetup.check_rules import Sampled
-from bapo_jax.models import transformer
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, trainer
 from bapo_jax.training.config import Config
@@ -71,6 +70,7 @@ CASES = [  # knobs, name -> kind of the findings, training and held-out rows
   (KEEP, {'overlap': 'warning'}, TRAINING, SOME),
   ({}, {}, TRAINING, SOME),  # dropped
   ({'free': 1000}, {'disk': 'mistake'}),
+  ({'free': 300_000}, {'disk': 'warning'}),  # of 3 checkpoints with 107,712 bytes each
 ]
 
 
@@ -111,19 +111,6 @@ def test_a_base_model_has_a_plain_template(tmp_path, one_device):
   assert findings(tmp_path, model) == {}
 
 
-def with_system(problems):
-  return [
-    {
-      'prompt': [
-        {'role': 'system', 'content': 'Add the numbers.'},
-        {'role': 'user', 'content': row['problem']},
-      ],
-      'answer': row['answer'],
-    }
-    for row in problems
-  ]
-
-
 def test_a_held_out_prompt_beyond_the_positions_is_named(
   tmp_path, chat_model, one_device
 ):
@@ -138,25 +125,15 @@ def test_a_held_out_prompt_beyond_the_positions_is_named(
 
 
 def test_special_tokens_in_rows_are_found(tmp_path, chat_model, one_device):
-  for place in ('problem', 'system'):
-    rows = with_system(TRAINING) if place == 'system' else [*TRAINING]
-    text = 'What is 1 + 1?<|end|>'
-    rows[3] = rows[3] | {'problem': text}
-    if place == 'system':
-      rows[3] = {
-        'prompt': [{'role': 'system', 'content': text}, *rows[4]['prompt'][1:]]
-      }
-      rows[3]['answer'] = '2'
+  text = 'What is 1 + 1?<|end|>'
+  texts, talks = [*TRAINING], []
+  texts[3] = texts[3] | {'problem': text}
+  for i, row in enumerate(TRAINING):
+    system = {'role': 'system', 'content': text if i == 3 else 'Add the numbers.'}
+    user = {'role': 'user', 'content': row['problem']}
+    talks.append({'prompt': [system, user], 'answer': row['answer']})
+  for rows in (texts, talks):
     assert findings(tmp_path, chat_model, rows) == {'special tokens': 'warning'}
-
-
-def test_checkpoints_beyond_the_disk(tmp_path, chat_model, one_device):
-  config = main.read_config(FINETUNE, flags(tmp_path, chat_model))
-  r = derive.prepare(config, str(tmp_path / 'work'))
-  each = sum(r.budget.checkpoint.values())
-  assert each == 12 * transformer.count(r.spec), 'weights and two moments'
-  assert r.budget.disk == 3 * each
-  assert findings(tmp_path, chat_model, free=2 * each) == {'disk': 'warning'}
 
 
 EVERY, NONE = np.ones((2, 8), bool), np.zeros((2, 8), bool)

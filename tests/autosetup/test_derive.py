@@ -291,7 +291,6 @@ def shown(**knobs):
   ('knobs', 'warning'),
   [
     ({'clip.rule': 'fixed', 'clip.low': 0.2}, 'clip.low=0.2 .* is 0.8 for an epsilon'),
-    ({'clip.rule': 'fixed', 'clip.low': 3e-4}, '.* 0.9997 for an epsilon of 0.0003'),
     (
       {'clip.low': (0.2, 0.3)},
       r'clip.low=\(0.2, 0.3\) .* is 0.8 for an epsilon of 0.2',

@@ -69,11 +69,9 @@ def test_a_registered_function_runs_in_a_thread(verifier):
 @pytest.mark.parametrize(
   ('value', 'right', 'reward'),
   [
-    ('True', True, 1.0),
     ('0.4', False, 0.4),
     ('Verdict(True, "by hand", "7", 0.2)', True, 0.2),
     ('{"a": 0.5, "b": 0.25}', True, 0.75),
-    ('np.float32(0.5)', True, 0.5),
     ('Verdict(np.bool_(True), "by hand", None, np.float32(0.5))', True, 0.5),
     ('Verdict(None, "by hand", None, -1)', None, 0.0),
     ('{}', False, 0.0),
@@ -134,7 +132,6 @@ def test_the_steps_of_all_functions_have_their_weights(tmp_path):
     ('tokens', '{"steps": [(4, 1)]}', 'cannot be used: a step ends at 4 of 3 tokens'),
     ('characters', '{"steps": [(0, 1)]}', 'a step ends at 0 of 10 characters'),
     ('tokens', '{"steps": [(1, math.nan)]}', 'cannot be used: not a finite number'),
-    ('tokens', '{"steps": [(1.5, 1)]}', 'cannot be used: '),
     ('tokens', 'Verdict(None, "by hand", None)', 'by hand'),
   ],
 )
@@ -149,7 +146,6 @@ def test_steps_that_do_not_fit_are_undecided(tmp_path, unit, value, reason):
   ('body', 'reason'),
   [
     ('return None', 'returned None'),
-    ('return float("nan")', 'returned nan, not a finite number'),
     ('return "1.0"', "returned '1.0', not a finite number"),
     ('return 1e39', 'returned 1e+39, not a finite number'),  # inf in float32
     ('return Verdict(True, "r", None, 1, {"a": math.nan})', ', not a finite number'),

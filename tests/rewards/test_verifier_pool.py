@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from processes import is_alive, wait_until
 
 from bapo_jax.rewards import verifier_pool
 from bapo_jax.rewards.answers import Verdict
@@ -69,22 +70,6 @@ def done(futures):
   return sum(future.done() for future in futures)
 
 
-def wait(until, seconds=60):
-  deadline = time.monotonic() + seconds
-  while not until():
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
-
-
-def alive(pid):
-  """Whether the process exists and is no zombie (Linux)."""
-  try:
-    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
-  except OSError:
-    return False
-  return stat.rpartition(')')[2].split()[0] != 'Z'
-
-
 @contextlib.contextmanager
 def throttled(pool, pause, run=0.02):
   """Stops the workers for `pause` seconds after every `run` seconds."""
@@ -113,7 +98,7 @@ def test_sigkill_in_mid_batch_loses_no_verdict():
   with lenient(2) as pool:
     futures = halves(pool, n)
     for share in (1 / 4, 3 / 4):
-      wait(lambda share=share: done(futures) >= share * n)
+      wait_until(lambda share=share: done(futures) >= share * n)
       assert done(futures) < n
       killed = pids(pool)
       assert killed
@@ -130,7 +115,7 @@ def test_an_answer_that_two_workers_died_of_is_undecided():
     for _ in range(2):
       before = pids(pool)
       os.kill(before[0], signal.SIGKILL)
-      wait(lambda before=before: pids(pool) not in (before, []) or done(futures))
+      wait_until(lambda before=before: pids(pool) not in (before, []) or done(futures))
       time.sleep(0.2)  # the worker has the request by now
     first, second = verdicts(futures)
     assert first == Verdict(None, '2 workers died of it', None)
@@ -143,7 +128,7 @@ def test_an_answer_past_its_deadline_is_undecided_and_its_worker_dead():
     (old,) = pids(pool)
     late = verdicts(submit(pool, '3', [HANGS]))
     assert late == [Verdict(None, 'took over 0.3 s', None)]
-    wait(lambda: not alive(old))
+    wait_until(lambda: not is_alive(old))
     assert rights(halves(pool)) == [True]
 
 
@@ -183,7 +168,7 @@ def test_nothing_is_left_when_it_closes():
     verdicts(halves(pool, 4))
     futures = submit(pool, '3', [HANGS] * 9)
     processes = [*pids(pool), pool._fork_server.process.pid]
-  wait(lambda: not any(map(alive, processes)))
+  wait_until(lambda: not any(map(is_alive, processes)))
   assert {v.reason for v in verdicts(futures)} == {'the pool was closed'}
   assert all(not thread.is_alive() for thread in pool._threads)
   pool.close()  # twice is once
@@ -212,10 +197,10 @@ print(*workers, pool._fork_server.process.pid, flush=True)
   processes = [int(pid) for pid in caller.stdout.readline().split()]
   assert len(processes) >= 2, caller.communicate()
   if end:
-    assert all(map(alive, processes))
+    assert all(map(is_alive, processes))
     caller.send_signal(end)
   _, errors = caller.communicate(timeout=60)
-  wait(lambda: not any(map(alive, processes)))
+  wait_until(lambda: not any(map(is_alive, processes)))
   assert ('KeyboardInterrupt' in errors) == (end == signal.SIGINT)
   if end is None:
     assert caller.returncode == 0 and not errors
@@ -287,8 +272,8 @@ def test_what_a_function_started_ends_with_its_worker(tmp_path, response, monkey
     verdicts(submit(pool, '', [response]))
     child = int((tmp_path / 'child').read_text())
     if response != 'returns':
-      wait(lambda: not alive(child))
-  wait(lambda: not alive(child))
+      wait_until(lambda: not is_alive(child))
+  wait_until(lambda: not is_alive(child))
 
 
 def test_what_a_function_started_ends_when_its_caller_is_killed(tmp_path):
@@ -302,12 +287,12 @@ pool.submit([[Sample('hangs')]])[0].result()
 """
   caller = subprocess.Popen([sys.executable, '-c', script], cwd=ROOT)
   child = tmp_path / 'child'
-  wait(lambda: child.exists() and child.read_text())
+  wait_until(lambda: child.exists() and child.read_text())
   pid = int(child.read_text())
-  assert alive(pid)
+  assert is_alive(pid)
   caller.kill()
   caller.wait()
-  wait(lambda: not alive(pid))
+  wait_until(lambda: not is_alive(pid))
 
 
 TALKS = """

@@ -166,41 +166,8 @@ def test_a_state_without_its_cache_goes_on_to_the_same_text(rows, refreshed):
   assert same == refreshed  # without its cache a response goes astray
   if refreshed:
     np.testing.assert_allclose(after.rows.logp_BT, rows.logp_BT, atol=1e-5)
-
-
-def test_each_token_has_the_version_of_the_weights_that_sampled_it():
-  other_actor = decoder.actor(making.params(SPEC, 1), SPEC)
-  rollouts = partial_rollouts(**WIDE)
-  rollouts.submit(prompts(), UID_B)
-  rollouts.decode(ACTOR, KEY, policy_version=3, max_tokens=4)
-  rollouts.refresh(other_actor)
-  rollouts.decode(other_actor, KEY, policy_version=5)
-  version_BT = np.asarray(rollouts.rows.policy_version_BT)
-  for b in np.flatnonzero(OF_B):
-    versions = version_BT[b][rollouts.rows.response_mask_BT[b]].tolist()
-    assert versions == ([3] * 4 + [5] * NEW)[: len(versions)]
-  assert (version_BT == 5).any()
   # Under newer weights the prefix is read again: test_conversations.py scores each
   # token by the weights of its version.
-
-
-def test_the_oldest_finished_groups_come_first_and_free_their_places():
-  rollouts = partial_rollouts(places=2 * P, **WIDE)
-  rollouts.submit(prompts(), UID_B, step=4)
-  rollouts.decode(ACTOR, KEY)
-  rollouts.free([1, 2])
-  late = prompts(1)
-  late = Prompts(*(x[:2] for x in late))
-  rollouts.submit(late, UID_B[:4] + np.uint32(50), step=5)
-  assert rollouts.submitted_W[[1, 2]].tolist() == [5, 5]
-  assert rollouts.finished().tolist() == [0, 3, 4, 5]
-  rollouts.decode(ACTOR, KEY)
-  assert rollouts.finished().tolist() == [0, 3, 4, 5, 1, 2]
-  read = rollouts.read(rollouts.finished()[-2:], 4)
-  np.testing.assert_array_equal(
-    read.tokens_BT[:2].reshape(4, -1), rollouts.rows.tokens_BT[2:6]
-  )
-  assert not read.tokens_BT[2:].any() and (read.policy_version_BT[2:] == -1).all()
 
 
 @pytest.mark.parametrize('devices', [None, 1, 2])

@@ -41,7 +41,6 @@ KNOBS = {
   'tokens_per_dispatch': 4,
   'gallery': GALLERY,
 }
-WHOLE = {'max_num_seqs': P * G, 'prefill_batch_size': P * G}
 
 
 def rollouts(**changes) -> PartialRollouts:

@@ -4,61 +4,32 @@ import dataclasses
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
+import three_problems
 from hypothesis import strategies as st
 from three_problems import (
   ENGINE,
   GROUP,
   NEW,
   PARAMS,
-  PROBLEMS,
   SPEC,
-  TOKENIZER,
   WIDTH,
-  problems,
 )
 
 from bapo_jax import types
-from bapo_jax.data import prompts, tokenizer
 from bapo_jax.models import decoder
-from bapo_jax.rewards.rewards import PendingVerdicts
 from bapo_jax.rewards.verifiers import Verdict
 from bapo_jax.rollout import rollout, shapes
-from bapo_jax.rollout.knobs import RolloutConfig
 from bapo_jax.rollout.partial_rollouts import PartialRollouts
-from bapo_jax.runtime.progress import PhaseTimer
 
 
-def sample(
-  ids,
-  *,
-  step,
-  policy_version,
-  params=PARAMS,
-  engine=ENGINE,
-  rollouts=None,
-  verifier=None,
-  shape=lambda groups, formatted_B: groups,
-  first_uid=0,
-  **knobs,
-) -> rollout.Rollout:
+def sample(ids, verifier=None, params=PARAMS, **given) -> rollout.Rollout:
   """A rollout of the problems with these ids; odd responses are right."""
-  verifier = verifier or making.OddVerifier()
-  return rollout.rollout(
-    rollouts or PartialRollouts(engine, len(ids)),
-    decoder.actor(params, SPEC),
-    prompts.prompts_by_id(problems(), ids),
-    jax.random.key(0),
-    verification=rollout.Verification(
-      problems(), TOKENIZER, verifier, PhaseTimer(), shape
-    ),
-    step=step,
-    policy_version=policy_version,
-    first_uid=first_uid,
-    k=RolloutConfig(**knobs),
+  actor = decoder.actor(params, SPEC)
+  return three_problems.sample(
+    ids, verifier or making.OddVerifier(), actor=actor, **given
   )
 
 
@@ -71,44 +42,6 @@ def arrays(groups):
 def sampled():
   """Problem 2, an empty seat, problem 0; sampled at step 9 with weights of step 8."""
   return sample([2, -1, 0], step=9, policy_version=8)
-
-
-def test_the_record_has_its_shapes_and_its_dates(sampled):
-  groups = sampled.groups
-  size = types.agree(**arrays(groups))
-  assert size == {'P': 3, 'G': GROUP, 'T': WIDTH + NEW}
-  like = types.empty_groups(3, GROUP, WIDTH + NEW)
-  pairs = zip(arrays(groups).values(), arrays(like).values(), strict=True)
-  for field, nothing in pairs:
-    assert field.dtype == nothing.dtype
-    np.testing.assert_array_equal(field[1], nothing[1])  # an empty seat
-  np.testing.assert_array_equal(groups.id_P, [2, -1, 0])
-  np.testing.assert_array_equal(groups.completed_step_P, [9, -1, 9])
-  np.testing.assert_array_equal(
-    groups.policy_version_PGT, np.where(groups.response_mask_PGT, 8, -1)
-  )
-  np.testing.assert_array_equal(
-    groups.response_mask_PGT.any((1, 2)), [True, False, True]
-  )
-
-
-def test_the_verdict_is_on_the_response_alone(sampled):
-  groups, correct = sampled.groups, []
-  for p, g in np.ndindex(3, GROUP):
-    text = sampled.texts[p * GROUP + g]
-    correct.append(len(text) % 2 == 1)
-    if p == 1:  # an empty seat
-      assert not text
-      continue
-    prompt = PROBLEMS[int(groups.id_P[p])] + '\n'
-    row, n = np.asarray(groups.tokens_PGT[p, g]), len(prompt)
-    assert row[:n].tolist() == tokenizer.encode(TOKENIZER, [prompt])[0]
-    ids = row[n : n + int(groups.response_mask_PGT[p, g].sum())]
-    assert text == ''.join(making.CHARACTERS[i] for i in ids if i != 1)
-  assert 0 < sum(correct) < 2 * GROUP  # or nothing was tested
-  assert [verdict.right for verdict in sampled.verdicts] == correct
-  np.testing.assert_array_equal(np.ravel(groups.correct_PG), correct)
-  np.testing.assert_array_equal(np.ravel(groups.reward_PG), np.float32(correct))
 
 
 def test_an_empty_seat_is_wrong_whatever_the_rule_makes_of_no_text():
@@ -215,46 +148,7 @@ def test_the_rewards_are_shaped_by_what_the_verifier_has_found(sampled):
   np.testing.assert_array_equal(found.groups.reward_PG, sampled.groups.reward_PG + 1)
 
 
-class Stepwise(making.OddVerifier):
-  """Ends a step after each third token, with its number as the reward."""
-
-  def __init__(self):
-    super().__init__()
-    self.steps = self.custom = True
-
-  def submit(self, samples):
-    verdicts = []
-    for sample, verdict in zip(samples, super().submit(samples).verdicts, strict=True):
-      ends = range(3, len(sample.ends) + 1, 3)
-      verdicts.append(verdict._replace(steps=[(end, float(end)) for end in ends]))
-    return PendingVerdicts(verdicts, samples)
-
-
-def test_rewards_of_steps_are_at_the_tokens_that_end_them(sampled):
-  found = sample([2, -1, 0], step=9, policy_version=8, verifier=Stepwise()).groups
-  mask_PGT = np.asarray(found.response_mask_PGT)
-  number_PGT = np.where(mask_PGT, mask_PGT.cumsum(2), 0)  # of the token, from 1
-  ends_PGT = mask_PGT & (number_PGT % 3 == 0)
-  assert ends_PGT[0].any() and not ends_PGT[1].any()
-  np.testing.assert_array_equal(found.step_end_PGT, ends_PGT)
-  np.testing.assert_array_equal(
-    found.step_reward_PGT, np.where(ends_PGT, number_PGT, 0)
-  )
-  np.testing.assert_array_equal(found.tokens_PGT, sampled.groups.tokens_PGT)
-  like = types.empty_groups(3, GROUP, WIDTH + NEW, True)
-  assert like.step_end_PGT.dtype == found.step_end_PGT.dtype == bool
-  assert jax.tree.map(jnp.shape, like) == jax.tree.map(jnp.shape, found)
-
-
 # --- widths of prefills and segments of the cache -------------------------------------
-
-
-@pytest.mark.parametrize(
-  ('width', 'expected'),
-  [(64, [64]), (65, [64, 65]), (300, [64, 128, 256, 300])],
-)
-def test_prefill_widths_double_up_to_the_width(width, expected):
-  assert shapes.prefill_widths(width) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,15 @@
 
 import json
 
-import processes
 import pytest
 import runs
 import test_overlap
 import test_remote_sampler
+from chains import chains
 from runs import last_run, same, tiny
-from test_many_processes import assert_equal_runs
 
 import bapo_jax
+from bapo_jax.runtime import metrics
 from bapo_jax.runtime import workdir as workdir_lib
 from bapo_jax.types import History
 
@@ -80,20 +80,29 @@ def test_other_problems_begin_another_history(tmp_path):
   assert set(arrays['history/last_step_N'].tolist()) == {-1, 3}
 
 
-def test_a_function_of_the_program_chooses(tmp_path):
+def test_functions_of_the_program_choose_and_reward(tmp_path, capsys):
   asked = []
+  *_, hard = chains('test')
 
   def last(history, key, count):
     asked.append((key, history.tries_N.sum()))
     return range(len(history.tries_N) - count, len(history.tries_N))
 
-  values = runs.plain(**runs.TINY | {'steps': 2})
-  rules = {'prompts': last}
+  def found(sample, *, worth: float = 1.0):
+    if sample.prompt == hard['problem']:
+      raise RuntimeError('too hard')
+    return worth * (sample.answer in sample.response)
+
+  workdir, knobs = tmp_path / 'run', {'steps': 2, 'rewards.custom.worth': 0.25}
+  given = {'knobs': knobs, 'rules': {'prompts': last}, 'reward': found}
   with runs.on_devices(1):
-    assert bapo_jax.train(values, str(tmp_path / 'run'), rules=rules) == 0
-  assert chosen(tmp_path / 'run')[2] == [*range(16, 24)]
+    assert bapo_jax.train(runs.plain(**runs.TINY), str(workdir), **given) == 0
+  assert chosen(workdir)[2] == [*range(16, 24)]
   # Tried twice before the run, with the first key, and called once per step.
   assert asked == [((0, 0), 0), ((0, 0), 48), ((0, 0), 0), ((0, 1), 32)]
+  row = metrics.read(str(workdir))[2]
+  assert 0 < row['reward/found'] == row['rollout/reward'] < 0.25
+  assert 'python:found raises RuntimeError: too hard' in capsys.readouterr().out
 
 
 def test_a_wrong_function_is_refused_before_anything_compiles(tmp_path):
@@ -104,17 +113,6 @@ def test_a_wrong_function_is_refused_before_anything_compiles(tmp_path):
   ):
     runs.train(config, tmp_path / 'run')
   assert not workdir_lib.has_begun(str(tmp_path / 'run'))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize('case', ['custom', 'partial'])
-def test_two_processes_make_the_run_of_one(case, tmp_path):
-  one, two = tmp_path / 'one', tmp_path / 'two'
-  for n, workdir in ((1, one), (2, two)):
-    processes.trained(workdir, n, **KNOBS | CASES[case])
-  assert_equal_runs(one, two)
-  assert chosen(one) == chosen(two)
-  assert last_run(two).arrays['history/tries_N'].any()
 
 
 @pytest.mark.nightly

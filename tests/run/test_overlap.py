@@ -76,21 +76,6 @@ def test_beside_equals_ahead(tmp_path):
   assert 'Time without work' in page
 
 
-def test_a_depth_of_0_is_the_synchronous_run_and_1_another(tmp_path, monkeypatch):
-  # One update per step, on groups of the weights before the last update: the ratios of
-  # the second step differ from 1. Without a depth they are 1.
-  knobs = {'learner.minibatches': 1, 'steps': 3, 'evaluate.every': 9}
-  knobs |= {'clip.rule': 'fixed'}
-  for depth in (0, 1):
-    workdir = tmp_path / f'depth{depth}'
-    config = tiny(**KNOBS | knobs | {'rollout.depth': depth})
-    assert runs.train(config, workdir, making.OddVerifier) == 0
-    rows = last_run(workdir).rows
-    ratios = [float(rows[step]['loss/ratio_max']) for step in (1, 2, 3)]
-    off = [abs(ratio - 1) > 1e-3 for ratio in ratios]
-    assert off == [False, depth > 0, depth > 0], ratios
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize('partial', [False, True])
 def test_a_resumed_run_has_the_groups_in_flight(tmp_path, partial):

@@ -16,6 +16,7 @@ from bapo_jax.run.panels import METRICS, PANELS
 from bapo_jax.runtime import metrics
 from bapo_jax.training.config import parse
 
+NAN = math.nan
 EVIL = (
   '</pre></script><script>document.title = "stolen"</script><img src=x onerror=f()>'
 )
@@ -30,17 +31,16 @@ OPTIONAL = [panel for panel in PANELS if panel.optional]
 def workdir(path, rows, groups=(), title='A run', **samples):
   """Writes a run: metrics from step 1, recorded groups of step 2, evaluations."""
   values = {'title': title, 'steps': 9, 'clip': {'rule': 'balanced'}}
-  first, last = (
-    {'eval/accuracy': x, 'eval/stderr': y} for x, y in ((0.25, 0.03), (0.5, 0.04))
-  )
+  results = {'before': (0.25, 0.03), 'after': (0.5, 0.04)}
+  first, last = ({'eval/accuracy': x, 'eval/stderr': y} for x, y in results.values())
   recordings.run(path, [first, *rows, last], parse(values).model_dump())
-  for step, when in ((0, 'before'), (len(rows) + 1, 'after')):
-    if when in samples:
-      accuracy, stderr = (0.25, 0.03) if when == 'before' else (0.5, 0.04)
-      result = dict(accuracy=accuracy, stderr=stderr, n=200)
-      (path / 'eval').mkdir(exist_ok=True)
-      text = json.dumps({'result': result, 'samples': samples[when]})
-      (path / 'eval' / f'{step}.json').write_text(text)
+  for when, recorded in samples.items():
+    accuracy, stderr = results[when]
+    result = dict(accuracy=accuracy, stderr=stderr, n=200)
+    (path / 'eval').mkdir(exist_ok=True)
+    text = json.dumps({'result': result, 'samples': recorded})
+    step = 0 if when == 'before' else len(rows) + 1
+    (path / 'eval' / f'{step}.json').write_text(text)
   if groups:
     recordings.step(path, 2, *({'responses': group} for group in groups))
   return path
@@ -144,19 +144,12 @@ def test_mixed_groups_come_first_and_the_verifier_is_explained(tmp_path):
   )
 
 
-def test_what_undecided_and_incomparable_responses_say(tmp_path):
+def test_undecided_responses_are_counted_and_other_problems_are_not_paired(tmp_path):
   sample = dict(problem='1+2?', answer='', response='so 3', correct=None)
   sample |= dict(extracted=None, reason='timeout', parts={})
   two = [sample, sample | {'correct': True}]
   changed = made(workdir(tmp_path / 'a', [{}], before=two, after=two)).data['changed']
-  assert changed['text'].endswith('; 1 undecided before or after. Some of each:')
-  (problem,) = changed['problems']
-  assert problem['head'] == 'right before and after: 1+2?' and not problem['answer']
-  assert problem['responses'][1]['head'][2:] == [
-    ['; the verifier found no answer', '', ''],
-    [' (timeout)', '', ''],
-  ]
-  # Evaluations of different problems are not paired.
+  assert '; 1 undecided before or after' in changed['text']
   fewer = made(workdir(tmp_path / 'b', [{}], before=two[1:], after=two)).data['changed']
   assert fewer['text'] == ''
 
@@ -334,42 +327,6 @@ def test_the_frame_has_the_policy_that_marks_our_pages():
 
 
 # ------- the results of a run as sentences and JSON: the numbers by hand, gaps as gaps
-
-
-NAN = math.nan
-BEFORE = dict(accuracy=0.25, stderr=0.03, n=200)
-AFTER = dict(accuracy=0.5, stderr=0.04, n=200)
-
-
-def test_evaluations_are_compared_only_if_their_settings_are_equal():
-  unknown, one, two = (AFTER | x for x in ({}, {'settings': 1.0}, {'settings': 2.0}))
-  for before, after in ((BEFORE, unknown), (BEFORE, two), (one, one)):
-    assert 'Accuracy went from' in report.change_sentence(before, after)
-  sentence = report.change_sentence(BEFORE | {'settings': 1.0}, two)
-  assert '0.500 ± 0.040' in sentence and 'not compared' in sentence
-
-
-def test_the_change_of_each_named_set_is_compared():
-  first, second = {'aime24': BEFORE, 'b': BEFORE}, {'aime24': AFTER, 'b': BEFORE}
-  sentence = report.change_sentence(BEFORE | {'sets': first}, AFTER | {'sets': second})
-  whole, aime24, other = sentence.split(' went from ')[1:]
-  assert whole.endswith('of the difference. Accuracy on aime24')
-  assert aime24.startswith('0.250 ± 0.030 to 0.500 ± 0.040 on 200')
-  assert aime24.endswith(' Accuracy on b')
-  assert 'a change of +0.000, which is within' in other
-
-
-def test_a_named_set_has_a_chart_with_errors(tmp_path):
-  row = {'eval/b/accuracy': 0.5, 'eval/b/stderr': 0.1, 'eval/reward/accuracy': 1.0}
-  page = made(workdir(tmp_path, [row]))
-  titles = page.titles()
-  at = titles.index('Accuracy on held-out problems') + 1
-  assert titles[at] == 'Accuracy on b'
-  assert [title for title in titles if title.startswith('Accuracy on')] == titles[
-    at - 1 : at + 1
-  ]
-  assert page.values('eval/b/accuracy') == {1.0: 0.5}
-  assert page.values(page.data['errors']['eval/b/accuracy']) == {1.0: 0.1}
 
 
 def test_graded_rewards_are_compared_with_their_errors():

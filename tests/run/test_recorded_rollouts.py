@@ -10,6 +10,7 @@ import pytest
 import runs
 from refusals import sentence_of
 from runs import BRIEF, last_run, same, tiny, train
+from test_many_processes import assert_equal_runs
 
 from bapo_jax import sharding
 from bapo_jax.data import records, tokenizer
@@ -135,12 +136,7 @@ def test_two_processes_on_a_record_make_the_run_of_one(sampled, tmp_path):
   one, two = tmp_path / 'one', tmp_path / 'two'
   for count, workdir in ((1, one), (2, two)):
     processes.trained(workdir, count, **knobs)
-  for a, b in zip(updates(one), updates(two), strict=True):
-    for name, x in a.items():
-      np.testing.assert_allclose(float(x), float(b[name]), 1e-3, 1e-4, err_msg=name)
-  found, expected = last_run(two).arrays, last_run(one).arrays
-  for name, x in expected.items():
-    np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+  assert_equal_runs(one, two)
 
 
 # Two groups of two responses to one prompt, and one to another. 5 tokens are a row.
@@ -238,11 +234,9 @@ WRONG = [
   ({'tokens': [7, 29]}, {}, 'from 5 to 29, but the model has 29 tokens'),
   ({'tokens': [-1]}, {}, 'from -1 to 6'),
   ({'tokens': []}, {}, 'must be ids, at least one of each'),
-  ({'tokens': [1.5]}, {}, 'must be ids'),
   ({'behavior_logp': None}, {}, "learner.recompute_logprobs='on'"),
   ({'behavior_logp': [-1]}, {}, 'a number per token'),
   ({'behavior_logp': [-1, 0.5, -1]}, {}, 'finite and at most 0'),
-  ({'behavior_logp': [-1, None, -1]}, {}, 'finite and at most 0'),
   ({'reward': float('inf')}, {}, 'reward is inf'),
   ({'prompt': [5]}, {}, "group 'a' has another prompt"),
   ({'group': 'c'}, {}, 'has 1 responses, but sampler.group_size=2'),
@@ -296,8 +290,6 @@ def test_replayed_groups_and_groups_without_tokens_are_left_out(tmp_path, capsys
 
 OF_SAMPLING = [
   ({'rollout.depth': 1}, 'rollout.depth=1 is for sampling'),
-  ({'rollout.weight_sync_interval': 2}, 'set rollout.weight_sync_interval=1'),
-  (runs.PARTIAL, 'set rollout.max_off_policy_steps=0'),
   ({'mesh.rollout': 1, 'rollout.depth': 1}, 'set mesh.rollout=0'),
   ({'batch.rule': 'adapted'}, 'set buffer.reevaluate=0'),
   ({'prompts.rule': 'by_difficulty'}, 'set prompts.rule=shuffled'),

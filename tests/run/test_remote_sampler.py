@@ -7,7 +7,7 @@ import processes
 import pytest
 import runs
 from runs import PARTIAL, last_run, same
-from test_many_processes import FAR, differences, texts
+from test_many_processes import FAR, assert_states, texts
 from test_overlap import ADAPTED, KNOBS, SAVED, check_equal, start, wait
 
 from bapo_jax.runtime import hosts, metrics
@@ -36,9 +36,7 @@ def finished(workdir, started, status=0):
 def reached(workdir, started, words):
   """Waits until process 0 has printed the words; returns the folder of outputs."""
   folder = workdir.parent / f'{workdir.name}.output'
-  while words not in (folder / '0.txt').read_text():
-    assert [process.poll() for process in started] == [None] * len(started)
-    time.sleep(0.05)
+  processes.wait_until(lambda: words in (folder / '0.txt').read_text(), started)
   return folder
 
 
@@ -78,7 +76,7 @@ def test_two_processes_train_and_two_sample(tmp_path, devices):
   wait(start(folders[0], 2, **knobs))
   finished(folders[1], apart(folders[1], train=2, sample=2, **knobs))
   ahead, remote = (last_run(x) for x in folders)
-  assert max(differences(ahead, remote).values()) < FAR
+  assert_states(ahead, remote, FAR)
   assert texts(folders[0]) == texts(folders[1])
 
 

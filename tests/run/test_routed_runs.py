@@ -3,12 +3,10 @@
 import pathlib
 
 import numpy as np
-import processes
 import pytest
 import runs
 import test_overlap
 from runs import PARTIAL, ROUTED, TALK, last_run, same, tiny
-from test_many_processes import assert_equal_runs
 
 from bapo_jax.runtime import metrics
 
@@ -43,12 +41,3 @@ def test_a_resumed_run_has_the_routes_of_buffer_and_unfinished_rows(tmp_path):
 def test_beside_equals_ahead(tmp_path):
   ahead = test_overlap.compared(tmp_path, **KNOBS, **{'rollout.depth': 2})
   assert any('routes' in name for name in ahead.arrays)
-
-
-def test_one_and_two_processes_make_the_same_run(tmp_path):
-  grid = {'sampler.group_size': 8, 'steps': 3, 'evaluate.every': 3}
-  knobs = RULES | PARTIAL | ROUTED | grid | {'checkpoint.every': 3}
-  one, two = tmp_path / 'one', tmp_path / 'two'
-  for n, workdir in ((1, one), (2, two)):
-    processes.trained(workdir, n, **knobs)
-  assert_equal_runs(one, two)

@@ -3,13 +3,11 @@
 import math
 import types as python_types
 
-import jax
 import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
 
-from bapo_jax.algorithms import clip, diagnostics, loss
 from bapo_jax.data import tokenizer
 from bapo_jax.data.row import Row
 from bapo_jax.learner.learner import Updated
@@ -72,6 +70,7 @@ def test_a_group_has_the_pictures_of_its_problem(tmp_path):
   for row in recorded(t, record, tmp_path):
     found = [(tmp_path / name).read_bytes() for name in row['pictures']]
     assert found == list(files[row['id']])
+    assert len({*row['pictures']}) <= 1  # written once
     # The number of its patches for people, all tokens for a program.
     assert row['prompt'] == '1(+ x 1)' and row['prompt_ids'][1] == image_token
 
@@ -186,19 +185,3 @@ def test_the_newest_up_to_a_step_is_found_and_a_broken_file_named(tmp_path):
   for step in (10, 3):  # no groups, no file
     with pytest.raises(ValueError, match=rf'{step}\.jsonl'):
       step_record.read(str(tmp_path), step)
-
-
-@pytest.mark.parametrize('rule', [loss.Clipped(), loss.SequenceRatio()])
-def test_cut_tokens_are_those_without_a_gradient(rule):
-  logp_BT, batch = jax.tree.map(jnp.asarray, making.mixed_tokens())
-  bounds = clip.Fixed(low=0.9, high=1.1)(jnp.ones_like(logp_BT), batch, None)
-  cut_BT = np.asarray(diagnostics.updated_tokens(rule, logp_BT, batch, bounds).cut_BT)
-  live_BT = np.asarray(batch.loss_mask_BT & (batch.adv_BT != 0))
-  # A mask is named as the reason, also for tokens out of bounds, and only for tokens
-  # with an advantage.
-  keep_BT = np.arange(cut_BT.shape[1]) % 2 == 0
-  masked = bounds._replace(keep_BT=jnp.broadcast_to(keep_BT, cut_BT.shape))
-  tokens = diagnostics.updated_tokens(rule, logp_BT, batch, masked)
-  expected_BT = np.where(live_BT, np.where(keep_BT, cut_BT, 2), 0)
-  np.testing.assert_array_equal(tokens.cut_BT, expected_BT)
-  assert {0, 1, 2} == set(expected_BT.ravel().tolist()) and (cut_BT & ~keep_BT).any()

@@ -29,9 +29,7 @@ def option():
 @pytest.mark.parametrize(
   ('name', 'value', 'words'),
   [
-    ('jax_debug_nans', True, "JAX_DEBUG_NANS=True: nan stands for 'no data'"),
     ('jax_enable_x64', True, 'JAX_ENABLE_X64=True: a run computes in float32'),
-    ('jax_disable_jit', True, 'JAX_DISABLE_JIT=True: the programs of a run'),
     ('jax_numpy_dtype_promotion', 'strict', 'PROMOTION=strict: a run relies on'),
     ('jax_transfer_guard', 'disallow', 'JAX_TRANSFER_GUARD=disallow: a run copies'),
   ],
@@ -43,12 +41,8 @@ def test_an_option_that_would_end_a_healthy_run_is_refused(name, value, words, o
     jax_options.check()
 
 
-@pytest.mark.parametrize(
-  ('name', 'value'),
-  [('jax_transfer_guard', 'log'), ('jax_debug_infs', True), ('jax_log_compiles', True)],
-)
-def test_an_option_that_a_run_can_work_with_is_accepted(name, value, option):
-  option(name, value)
+def test_an_option_that_a_run_can_work_with_is_accepted(option):
+  option('jax_transfer_guard', 'log')
   jax_options.check()
 
 

@@ -46,18 +46,6 @@ def test_freed_memory_is_held_until_it_is_trimmed():
   assert trimmed > 10 * max(held, 1), 'trim gives the pages back once'
 
 
-@pytest.mark.parametrize('given', ['', *machine.GPU_SHARES])
-def test_the_share_of_a_gpu_that_the_user_set_is_kept(given, monkeypatch):
-  for name in machine.GPU_SHARES:
-    monkeypatch.delenv(name, raising=False)
-  if given:
-    monkeypatch.setenv(given, '0.5')
-  machine.prepare_gpu()
-  found = {x: os.environ[x] for x in machine.GPU_SHARES if x in os.environ}
-  # JAX refuses both names at once.
-  assert found == ({given: '0.5'} if given else {machine.GPU_SHARES[0]: '0.92'})
-
-
 @pytest.mark.parametrize('given', ['', '--xla_dump_to=/x', '--xla_a=1 --xla_b=2'])
 def test_flags_of_xla_are_added_to_those_of_the_user(given, monkeypatch):
   flags = {'xla_a': '3', 'xla_gpu_c': 'true'}
@@ -80,9 +68,6 @@ def test_xla_knows_the_flags_of_a_gpu():
 
 
 # ------------- the folder that runs share: where it is, what it keeps, what it removes
-
-
-FILES = 300
 
 
 def test_the_entries_used_longest_ago_are_removed(tmp_path, monkeypatch):

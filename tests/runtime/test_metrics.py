@@ -27,8 +27,6 @@ def test_rows_come_back_as_written_and_each_line_is_json(tmp_path):
   for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
     row = json.loads(line, parse_constant=refuse)
     assert all(value is None or type(value) in (int, float) for value in row.values())
-  first = json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[0])
-  assert first == {'step': 1, 'loss/kl': None, 'loss/ratio_max': None}
 
 
 def test_resume_drops_what_will_be_written_again(tmp_path):
@@ -63,22 +61,14 @@ def test_a_damaged_last_line_is_dropped_and_an_earlier_one_an_error(tmp_path, ta
     metrics.read(tmp_path)
 
 
-def test_an_unknown_name_is_refused(tmp_path):
-  refusal = pytest.raises(ValueError, match='clip/shares')
+@pytest.mark.parametrize(
+  'name', ['clip/shares', 'eval/aime/shares', 'eval/a/b/accuracy']
+)
+def test_an_unknown_name_is_refused(name, tmp_path):
+  refusal = pytest.raises(ValueError, match=name)
   with refusal, metrics.writing(tmp_path, -1) as write:
-    write(1, {'loss/value': 1.0, 'clip/shares': 0.4})
+    write(1, {'loss/value': 1.0, name: 0.4})
   assert metrics.read(tmp_path) == []
-
-
-def test_a_named_set_has_the_metrics_of_all_held_out_problems(tmp_path):
-  row = {f'eval/aime-24/{x}': 0.5 for x in ('accuracy', 'stderr', 'length')}
-  row |= {'eval/aime-24/reward/style': 1.0, 'eval/reward/style': 1.0}
-  with metrics.writing(tmp_path, -1) as write:
-    write(1, row)
-    for name in ('eval/aime-24/shares', 'eval/accuracy/', 'eval/a/b/accuracy'):
-      with pytest.raises(ValueError, match='no metric named'):
-        write(2, {name: 1.0})
-  assert metrics.read(tmp_path) == [{'step': 1} | row]
 
 
 def test_tensorboard_gets_the_values_and_hides_the_redone_steps(tmp_path, caplog):

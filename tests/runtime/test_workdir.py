@@ -11,7 +11,6 @@ import sys
 
 import processes
 import pytest
-from pictured import png
 from refusals import sentence_of
 
 from bapo_jax import custom_code
@@ -178,17 +177,6 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     files.write(path, 'x' * 5000)
   assert error.value.filename == str(path)
   assert {x.name: x.read_text() for x in tmp_path.iterdir()} == {'a.json': 'before'}
-
-
-def test_a_picture_is_written_once(tmp_path):
-  one, two = png(4, 4, 1), png(4, 4, 2)
-  names = files.write_pictures(tmp_path, [one, two, one, b'<svg>'])
-  assert names[0] == names[2] != names[1]
-  assert [(tmp_path / name).read_bytes() for name in names[:3]] == [one, two, one]
-  assert [os.path.splitext(name)[1] for name in names[2:]] == ['.png', '.bin']
-  (tmp_path / names[0]).write_bytes(b'kept')
-  assert files.write_pictures(tmp_path, [one]) == names[:1]
-  assert (tmp_path / names[0]).read_bytes() == b'kept'
 
 
 def test_an_error_without_a_message_is_named_by_its_type():

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-import recordings
 from refusals import refused
 
 from bapo_jax import main
@@ -103,18 +102,6 @@ def test_a_wrong_sweep_is_refused_before_a_run_starts(flags, sentence, tmp_path)
   assert not folder.exists()
 
 
-def test_the_outcome_of_a_run_has_each_named_set(tmp_path):
-  rows = [
-    {f'eval/{x}accuracy': y for x, y in zip(('', 'b/'), pair, strict=True)}
-    for pair in ((0.25, 0.5), (0.375, 0.125))
-  ]
-  recordings.run(tmp_path, [*rows, {'loss/kl': 1.0}])
-  text = 'held-out accuracy 0.250 -> 0.375, b/accuracy 0.500 -> 0.125'
-  assert sweep.accuracy(str(tmp_path), 0) == text
-  assert sweep.accuracy(str(tmp_path), 3) == f'done before, {text}'
-  assert sweep.accuracy(str(tmp_path / 'none'), 0) == ''
-
-
 def test_runs_of_a_seed_share_a_policy_and_are_compared(tmp_path, capsys):
   sizes = 'steps=1 sft.clean=3 sft.noisy=1'
   sizes += ' problems.custom.train=64 problems.custom.test=16'
@@ -163,19 +150,12 @@ def cards(tmp_path, monkeypatch):
   return make
 
 
-def of_processes(workers=None, per_device=1):
-  """Returns (GPU, share of its memory) of each process."""
-  name, gpu = machine.GPU_SHARES[0], 'CUDA_VISIBLE_DEVICES'
-  found = sweep.environments(workers, per_device)
-  return [(x[gpu], float(x[name])) for x in found]
-
-
 def test_each_gpu_has_one_process(cards):
   cards(3)
-  assert of_processes() == [('0', 0.92), ('1', 0.92), ('2', 0.92)]
-  assert of_processes(workers=2) == [('0', 0.92), ('1', 0.92)]
-  halves = [('0', 0.46), ('1', 0.46), ('2', 0.46)] * 2
-  assert of_processes(per_device=2) == of_processes(9, 2) == halves
+  share = {machine.GPU_SHARES[0]: '0.92'}
+  found = [share | {'CUDA_VISIBLE_DEVICES': gpu} for gpu in '012']
+  assert sweep.environments(None, 1) == found
+  assert sweep.environments(2, 1) == found[:2]
 
 
 def test_the_gpus_and_the_share_that_the_user_chose_are_divided(cards, monkeypatch):

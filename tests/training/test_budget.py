@@ -155,26 +155,6 @@ def test_stored_activations_are_the_compilers(remat, pieces):
   assert compiled == pytest.approx(counted, rel=0.05)
 
 
-@pytest.mark.nightly
-def test_an_update_of_experts_on_eight_devices_is_the_compilers():
-  config = tiny(
-    **{'prompts.count': 8, 'sampler.group_size': 4, 'sampler.max_new_tokens': 192},
-    **{'prompts.max_prompt_tokens': 64, 'learner.minibatches': 1, 'sft.batch': 8},
-    **{'learner.grad_accum_steps': 2, 'batch.rule': 'fresh_only'},
-  )
-  spec = dataclasses.replace(
-    MIXTURE, width=256, layers=4, ffn=256, experts=16, active=4
-  )
-  mesh = sharding.make(2, 2, 2)
-  run = programs.resolved(config, spec, mesh, Schedule('full'))
-  row = plan.compiled(programs.programs_of(run)['train step'])
-  counted = run.budget
-  state = counted.weights + counted.moments
-  arrays = programs.bytes_per_device(row.program.call.args[:2])
-  assert arrays == pytest.approx(state, rel=0.01)
-  assert counted.update == pytest.approx(row.total, rel=0.3)
-
-
 def parsed(learner=(), rule='balanced', **model):
   """Returns the sizes of a tiny run, and its spec."""
   config = aime.tiny()

@@ -1,7 +1,6 @@
 """Knobs that do not fit together are refused; the values that a config offers fit."""
 
 import functools
-import json
 
 import jax
 import pytest
@@ -28,7 +27,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ['evaluate.sampling.temperature=1e-40', 'float32', '0 for greedy', '0.001 to 1000'],
   ),
   ({'clip.low_step': 0.0}, ['clip.low_step=0.0']),
-  ({'clip.low': (0.6, 0.6)}, ['clip.low_step=0.02']),
   ({'clip.high_step': 2.0}, ['clip.high_step=2.0']),
   ({'clip.low_step': 1e-9}, ['clip.low_step=1e-09']),
   (
@@ -74,10 +72,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ["clip.sources=('reused', 'reevaluated')", "batch.rule='fresh_only'"],
   ),
   (
-    {'batch.rule': 'replay', 'clip.sources': ('reevaluated',)},
-    ["sources=('reevaluated',)", 'rows are fresh, reused'],
-  ),
-  (
     {f'batch.weights.{x}': 0.0 for x in ('fresh', 'reused')} | {'batch.rule': 'replay'},
     ['batch.weights.fresh=0, batch.weights.reused=0 leaves no row'],
   ),
@@ -87,10 +81,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
   ),
   # Of 8 responses 3/8 is the first count above .3; of 7, 2/7 lies below and 3/7 above.
   (BAND | {'buffer.thresholds.reusable': (0.3, 0.3)}, ['reusable=(0.3, 0.3)']),
-  (
-    BAND | {'buffer.thresholds.reusable': (0.375, 0.4), 'sampler.group_size': 7},
-    ['(0.375, 0.4)', 'sampler.group_size=7', '3/7', 'below 1/7'],
-  ),
   # All right: no group with mixed verdicts.
   (BAND | {'buffer.thresholds.reusable': (0.95, 1.0)}, ['(0.95, 1.0)']),
   (
@@ -105,10 +95,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
   (
     QUANTISED,
     ["recompute_logprobs='on'", "actor_dtype='int8'", 'weight_sync_interval=2'],
-  ),
-  (
-    QUANTISED | {'rollout.weight_sync_interval': 1, 'rollout.depth': 1},
-    ["recompute_logprobs='on'", 'depth=1'],
   ),
   (
     {'batch.rule': 'learnable_only', 'rollout.depth': 1},
@@ -199,13 +185,6 @@ def test_rows_and_kernels_fit_the_mesh():
   experts = {'sft.experts': 6, 'mesh.data': 2, 'mesh.tensor': 4}
   with pytest.raises(ValueError, match=r'experts=6 .*mesh\.tensor=4'):
     resolve.resolve(parse(plain(**experts)))
-
-
-def test_a_config_comes_back_from_its_plain_values_and_from_json():
-  for config in (parse({}), tiny()):
-    values = config.model_dump()
-    assert parse(values) == config
-    assert config_lib.from_json(json.loads(json.dumps(values))) == config
 
 
 def test_changed_knobs_are_those_that_a_user_changed():

@@ -23,11 +23,9 @@ SLIPS = [  # overrides, what the sentence must say
   # knobs of another rule than the active one
   ('clip.cap=2', "clip.rule='balanced' has target, low"),
   ('loss.cap=3', "is a knob of rule='decoupled' or 'tis' or 'aspo'"),
-  ('batch.rule=adapted buffer.thresholds.low=0.2', "low is a knob of rule='moving'"),
   ('clip.balanced.target=0.4', "use clip.target with clip.rule='balanced'"),
   # knobs of something that is switched off
   ('buffer.capacity=128', "set batch.rule='replay' or 'adapted'"),
-  ('batch.rule=replay buffer.reevaluate=8', "set batch.rule='adapted'"),
   ('loss.kl_direction=policy_behavior', 'set loss.kl above 0'),
   ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
   ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
@@ -41,13 +39,6 @@ SLIPS = [  # overrides, what the sentence must say
   ('epsilon_high=0.28', "; use clip.high (1 + epsilon) with clip.rule='fixed'"),
   ('sampler.top_p=0.9', 'only evaluations truncate it, by evaluate.sampling.top_p'),
   ('algorithm.gamma=1', 'there is no discount; advantage.rule'),
-  ('actor.loss_agg_mode=token-mean', "loss.aggregate: 'token' for token-mean, 'seq"),
-  ('loss.loss_type=dr_grpo', "'constant' for dr_grpo), or name a method: --config=FI"),
-  ('algorithm.adv_estimator=grpo', "advantage.rule: 'group_relative' for grpo, 'leav"),
-  ('trainer.n_gpus_per_node=8', 'use mesh.data, mesh.fsdp and mesh.tensor to divide'),
-  ('actor.entropy_coeff=0.01', '; use loss.entropy'),
-  ('actor.optim.warmup_style=cosine', '; use optimizer.schedule'),
-  ('optim=adamw_torch', '; use optimizer.rule'),
   # values that mean something else in TRL and verl
   ('clip.rule=fixed clip.high=0.28', '1 + epsilon: 1.28 for an epsilon of 0.28; inf'),
   ('clip.low=0.8', 'clip.rule=fixed has a constant bound), such as 0.6,0.9'),
@@ -60,7 +51,6 @@ SLIPS = [  # overrides, what the sentence must say
   ),
   # our names in another section or without one
   ('temperature=0.6', 'did you mean sampler.temperature or evaluate.sampling.temp'),
-  ('target=0.4', 'did you mean clip.target'),
   # pairs that leave a rule nothing to use: test_config.py
 ]
 

@@ -1,21 +1,15 @@
-"""What a step reports, through the real loop: whose tokens, which updates, what length.
+"""What a step reports, and the precision of its products."""
 
-The oracle is what the train step itself was given and gave back.
-"""
-
-import dataclasses
 import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import making
-import numpy as np
 import pytest
 import runs
 from runs import tiny
@@ -24,65 +18,6 @@ from bapo_jax.runtime import exchange, metrics
 from bapo_jax.runtime.glossary import OF_UPDATES
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import build, inputs, resolve, step_metrics, trainer
-from bapo_jax.types import Batch
-
-
-class Step(NamedTuple):
-  """A learner step: the state after it, its row, its updates."""
-
-  state: trainer.TrainState
-  row: trainer.Metrics
-  updates: list[tuple[Batch, dict[str, float]]]  # on the host
-
-  def of_live(self, name: str) -> list[float]:
-    """A metric of the updates whose batch had a token."""
-    return [found[name] for batch, found in self.updates if batch.loss_mask_BT.any()]
-
-
-def started(**knobs):
-  """Trainer and state at step 0; every other response is right, or so."""
-  verifier = making.OddVerifier()
-  return build.start(tiny(**knobs), PhaseTimer(), verifier)
-
-
-def steps(t, s) -> list[Step]:
-  """Returns all steps of a run from a state."""
-  updates, found = [], []
-
-  def record(params, opt, batch):
-    on_host = Batch(*map(np.array, batch))
-    params, opt, metrics, tokens = t.train_step(params, opt, batch)
-    numbers = {k: float(x) for k, x in metrics.items()}
-    updates.append((on_host, numbers))
-    return params, opt, metrics, tokens
-
-  recording = dataclasses.replace(t, train_step=record)
-  for state, row, _ in trainer.train_loop(recording, s):
-    found.append(Step(state, row, updates.copy()))
-    updates.clear()
-  return found
-
-
-def test_updates_without_a_token_are_in_no_mean_and_no_count(one_device):
-  # A minibatch per group, and only groups with both verdicts have a seat.
-  knobs = {'learner.minibatches': 8, 'steps': 2}
-  knobs |= {'batch.rule': 'learnable_only', 'batch.max_extra_rounds': 0}
-  done = 0
-  for step in steps(*started(**knobs)):
-    n = len(step.of_live('loss/entropy'))
-    assert n > 0
-    for name in (
-      'loss/entropy',
-      'loss/ratio_mean',
-      'clip/low',
-      'clip/high',
-      'loss/ess',
-    ):
-      assert step.row[name] == pytest.approx(np.mean(step.of_live(name)), rel=1e-5)
-    tokens = [batch.loss_mask_BT.sum() for batch, _ in step.updates]
-    assert step.row['learner/tokens'] == sum(tokens)
-    done += n
-    assert step.row['learner/updates'] == step.state.updates == done
 
 
 def test_sampler_and_learner_are_compared_under_the_same_weights(adapter_run):
@@ -130,26 +65,6 @@ def test_the_updates_of_a_step_are_reduced_as_the_glossary_says():
   assert all(math.isnan(nothing[name]) for name in {*names} - counts)
 
 
-def test_masked_responses_are_measured_and_teach_nothing(one_device):
-  t, s = started(steps=1)
-  (plain,) = steps(t, s)
-  knobs = {'rewards.shaping.truncated': 'masked'}
-  (masked,) = steps(*started(steps=1, **knobs))
-  assert 0 < plain.row['rollout/truncated'] < 1
-  for name in ('length', 'length_wrong', 'truncated', 'tokens', 'accuracy', 'reward'):
-    assert masked.row[f'rollout/{name}'] == plain.row[f'rollout/{name}'], name
-  # An end token among those sampled, or nothing of the row is in the loss.
-  eos, rows = t.tokenizer.eos, 0
-  for (batch, _), (whole, _) in zip(masked.updates, plain.updates, strict=True):
-    np.testing.assert_array_equal(batch.tokens_BT, whole.tokens_BT)
-    ended_B = (whole.loss_mask_BT & np.isin(whole.tokens_BT, eos)).any(1)
-    expected_BT = whole.loss_mask_BT & ended_B[:, None]
-    np.testing.assert_array_equal(batch.loss_mask_BT, expected_BT)
-    np.testing.assert_array_equal(batch.adv_BT, whole.adv_BT)
-    rows += (~ended_B).sum()
-  assert rows > 0
-
-
 CONVERSIONS = ('__array__', '__bool__', '__float__', '__index__', '__int__', 'item')
 
 
@@ -174,7 +89,7 @@ def conversions(monkeypatch):
 def test_metrics_come_from_the_device_in_few_transfers(one_device, conversions):
   # Eight updates of 60 metrics each: one by one they cost more than a small step.
   knobs = {'learner.minibatches': 8, 'steps': 2, 'batch.rule': 'adapted'}
-  t, s = started(**knobs)
+  t, s = build.start(tiny(**knobs), PhaseTimer(), making.OddVerifier())
   loop = trainer.train_loop(t, s)
   next(loop)
   conversions.clear()

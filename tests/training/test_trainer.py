@@ -362,8 +362,3 @@ def test_a_reevaluated_problem_is_in_the_history(monkeypatch):
   assert s.history.tries_N[[90, 91]].tolist() == [8, 8]
   assert s.history.last_step_N[[90, 91]].tolist() == [0, 0]
   assert s.history.tries_N.sum() == 4 * G and not s.history.waiting_N.any()
-
-
-def test_a_rule_that_reads_no_history_leaves_it_empty(monkeypatch):
-  s, *_ = Script(monkeypatch, steps=2).loop()[-1]
-  assert not any(x.any() for x in s.history._replace(last_step_N=np.zeros(1)))

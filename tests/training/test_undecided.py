@@ -9,62 +9,37 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from three_problems import ACTOR, ENGINE, TOKENIZER, problems
+from three_problems import TOKENIZER, sample
 
 from bapo_jax import custom_code, types
 from bapo_jax.algorithms import advantage, batch_rules, replay_buffer
 from bapo_jax.autosetup import check_rules
-from bapo_jax.data import prompts
 from bapo_jax.learner import learner
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.answers import Verdict
 from bapo_jax.rewards.knobs import Verification
 from bapo_jax.rewards.score import Sample, Scorer
 from bapo_jax.rewards.shaping import Standard
-from bapo_jax.rollout import rollout as rollout_lib
-from bapo_jax.rollout.partial_rollouts import PartialRollouts
 from bapo_jax.run import comparison, report
-from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import evaluate, step_metrics
 from bapo_jax.training.config import Config
 
 RULES = [advantage.GroupRelative(), advantage.LeaveOneOut(), advantage.GroupCentred()]
 
 
-class Outage(making.OddVerifier):
-  """Gives these verdicts, in order of the responses; all wrong answers cost 1."""
-
-  def __init__(self, rights):
-    super().__init__()
-    self.rights = rights
-
-  def submit(self, samples):
-    pending = super().submit(samples)
-    n = len(samples)
-    costs = {None: None, False: -1.0, True: 1.0}
-    verdicts = [Verdict(x, 'judged', None, costs[x]) for x in self.rights[:n]]
-    return pending._replace(verdicts=verdicts)
-
-
 def sampled(rights, ids=(0,)):
-  """A rollout with these verdicts, and its groups with a bonus and a penalty."""
-  asked = problems()
-  id_P = np.asarray(ids, np.int32)
+  """A rollout with these verdicts, and its groups with a bonus and a penalty.
+
+  Wrong answers cost 1.
+  """
+  costs = {None: None, False: -1.0, True: 1.0}
+  verdicts = [Verdict(x, 'judged', None, costs[x]) for x in rights]
+  found = sample(np.asarray(ids, np.int32), making.ScriptedVerifier(verdicts))
   shaping = Standard(overlong_penalty=1.0, overlong_cache=1, format_bonus=0.5)
-  shape = functools.partial(
-    rewards.shaped, eos=TOKENIZER.eos, longest=7, shaping=shaping
+  is_formatted = np.ones(len(found.texts), bool)
+  return found, rewards.shaped(
+    found.groups, is_formatted, eos=TOKENIZER.eos, longest=7, shaping=shaping
   )
-  at = Outage(rights), PhaseTimer()
-  found = rollout_lib.rollout(
-    PartialRollouts(ENGINE, len(id_P)),
-    ACTOR,
-    prompts.prompts_by_id(asked, id_P),
-    jax.random.key(0),
-    verification=rollout_lib.Verification(asked, TOKENIZER, *at),
-    step=0,
-    policy_version=0,
-  )
-  return found, shape(found.groups, np.ones(len(found.texts), bool))
 
 
 def batch(groups, rule):
