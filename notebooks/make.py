@@ -32,6 +32,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -369,6 +370,20 @@ def trl() -> None:
     shutil.copy('batch-1.jsonl', HERE / '9_trl.jsonl')
 
 
+def recorded_rows(x: Any, rewards: list[float]) -> Iterator[dict[str, Any]]:
+  """Yields the responses of a batch of TRL, as rollout.records names the fields."""
+  for i, reward in enumerate(rewards):
+    sampled = x['completion_mask'][i].bool()
+    # Computed before the first update on the batch: by the policy that sampled.
+    logp = x['old_per_token_logps'][i][sampled].tolist()
+    yield {
+      'reward': reward,
+      'prompt': x['prompt_ids'][i][x['prompt_mask'][i].bool()].tolist(),
+      'tokens': x['completion_ids'][i][sampled].tolist(),
+      'behavior_logp': [round(nats, 4) or 0 for nats in logp],
+    }
+
+
 def trl_run() -> None:
   """Stores all responses of a run of TRL, as rollout.records reads them.
 
@@ -392,20 +407,10 @@ def trl_run() -> None:
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
       x = super()._generate_and_score_completions(inputs)
-      for i, reward in enumerate(self.reward_BR.sum(1).tolist()):
-        prompt = x['prompt_ids'][i][x['prompt_mask'][i].bool()].tolist()
-        sampled = x['completion_mask'][i].bool()
-        # Computed before the first of the four updates: the policy that sampled.
-        logp = x['old_per_token_logps'][i][sampled].tolist()
-        row = {
-          'step': self._step // self.args.steps_per_generation,
-          'group': i // self.num_generations,
-          'reward': reward,
-          'prompt': prompt,
-          'tokens': x['completion_ids'][i][sampled].tolist(),
-          'behavior_logp': [round(nats, 4) or 0 for nats in logp],
-        }
-        with path.open('a') as file:
+      step = self._step // self.args.steps_per_generation
+      with path.open('a') as file:
+        for i, row in enumerate(recorded_rows(x, self.reward_BR.sum(1).tolist())):
+          row |= {'step': step, 'group': i // self.num_generations}
           file.write(json.dumps(row, separators=(',', ':')) + '\n')
       return x
 
