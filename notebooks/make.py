@@ -10,6 +10,7 @@ runs       4_runs/              two new runs of 80 steps, three minutes of one c
 record     5_run/               a run of 20 steps in WORKDIR, resumed if it exists
 smollm2    9_smollm2.jsonl      the newest recorded step of WORKDIR, a published model
 trl        9_trl.jsonl          TRL; needs requirements/peers.txt and torch
+trl_run    10_trl_run.jsonl     the same packages; twenty steps of TRL
 picture    docs/two_rules.png   2_batch.npz and 3_history.npz
 
 The WORKDIR of `smollm2` is made by the command below, stopped by Ctrl-C after its first
@@ -31,6 +32,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,6 +42,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bapo_jax.algorithms import clip, loss
+from bapo_jax.data import synthetic
 from bapo_jax.learner import learner
 from bapo_jax.models import layers, transformer
 from bapo_jax.run import experiment, resume, step_record
@@ -56,8 +59,20 @@ from lab import claims, neutral_record, plots, rule_curves
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
 BATCH, HISTORY = HERE / '2_batch.npz', HERE / '3_history.npz'
+AIME = ROOT / 'bapo_jax' / 'policies' / 'fe01bae9c828'  # the policy of configs/aime.py
 GUIDE = ROOT / 'docs' / 'guide' / 'from_trl.md'
 MOVES = ('entered', 'promoted', 'graduated', 'progressed', 'evicted')
+TRL_ON_CPU = {  # arguments of a GRPOConfig
+  'use_cpu': True,
+  'bf16': False,
+  'gradient_checkpointing': False,
+  'beta': 0.0,
+  'seed': 0,
+  'logging_steps': 1,
+  'save_strategy': 'no',
+  'report_to': [],
+  'disable_tqdm': True,
+}
 TARGET = 0.457  # above the share of 2_batch.npz at the first bounds, so that they move
 
 
@@ -329,9 +344,6 @@ def trl() -> None:
   with tempfile.TemporaryDirectory() as folder:
     args = trl.GRPOConfig(
       output_dir=folder,
-      use_cpu=True,
-      bf16=False,
-      gradient_checkpointing=False,
       per_device_train_batch_size=8,
       gradient_accumulation_steps=1,
       steps_per_generation=2,
@@ -340,12 +352,7 @@ def trl() -> None:
       max_completion_length=12,
       max_steps=4,
       learning_rate=0.002,
-      beta=0.0,
-      seed=0,
-      logging_steps=1,
-      save_strategy='no',
-      report_to=[],
-      disable_tqdm=True,
+      **TRL_ON_CPU,
     )
     peer = names['Recorded'](
       model=transformers.LlamaForCausalLM(config),
@@ -361,6 +368,82 @@ def trl() -> None:
     for row in peer.state.log_history[2:4]:
       print(json.dumps({x: row[f'clip_ratio/{x}_mean'] for x in ('low', 'high')}))
     shutil.copy('batch-1.jsonl', HERE / '9_trl.jsonl')
+
+
+def recorded_rows(x: Any, rewards: list[float]) -> Iterator[dict[str, Any]]:
+  """Yields the responses of a batch of TRL, as rollout.records names the fields."""
+  for i, reward in enumerate(rewards):
+    sampled = x['completion_mask'][i].bool()
+    # Computed before the first update on the batch: by the policy that sampled.
+    logp = x['old_per_token_logps'][i][sampled].tolist()
+    yield {
+      'reward': reward,
+      'prompt': x['prompt_ids'][i][x['prompt_mask'][i].bool()].tolist(),
+      'tokens': x['completion_ids'][i][sampled].tolist(),
+      'behavior_logp': [round(nats, 4) or 0 for nats in logp],
+    }
+
+
+def trl_run() -> None:
+  """Stores all responses of a run of TRL, as rollout.records reads them.
+
+  TRL trains the policy of configs/aime.py on 320 of its problems, without repetition:
+  20 steps of 16 groups of 8 responses, with four optimiser updates per step. Stored is
+  a line per response, with log-probabilities of four decimals and the reward of TRL,
+  1 for the right answer.
+  """
+  import torch
+  import transformers
+  import trl
+  from datasets import Dataset
+
+  path = HERE / '10_trl_run.jsonl'
+  path.unlink(missing_ok=True)
+
+  class Recorded(trl.GRPOTrainer):
+    def _calculate_rewards(self, inputs: Any, *rest: Any) -> Any:
+      self.reward_BR = super()._calculate_rewards(inputs, *rest)
+      return self.reward_BR
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+      x = super()._generate_and_score_completions(inputs)
+      step = self._step // self.args.steps_per_generation
+      with path.open('a') as file:
+        for i, row in enumerate(recorded_rows(x, self.reward_BR.sum(1).tolist())):
+          row |= {'step': step, 'group': i // self.num_generations}
+          file.write(json.dumps(row, separators=(',', ':')) + '\n')
+      return x
+
+  def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    boxed = [rf'\boxed{{{x}}}' for x in answer]
+    return [float(x in text) for x, text in zip(boxed, completions, strict=True)]
+
+  torch.manual_seed(0)
+  rows = synthetic.synthetic('train')[:320]
+  problems = [
+    {'prompt': f'{row["problem"]}\n', 'answer': str(row['answer'])} for row in rows
+  ]
+  with tempfile.TemporaryDirectory() as folder:
+    args = trl.GRPOConfig(
+      output_dir=folder,
+      per_device_train_batch_size=32,
+      gradient_accumulation_steps=1,
+      steps_per_generation=4,
+      num_generations=8,
+      max_completion_length=40,
+      max_steps=80,
+      learning_rate=3e-4,
+      lr_scheduler_type='constant',
+      **TRL_ON_CPU,
+    )
+    peer = Recorded(
+      model=transformers.AutoModelForCausalLM.from_pretrained(AIME),
+      reward_funcs=right,
+      args=args,
+      train_dataset=Dataset.from_list(problems),
+      processing_class=transformers.AutoTokenizer.from_pretrained(AIME),
+    )
+    peer.train()
 
 
 def picture() -> None:
@@ -414,7 +497,13 @@ def draw_seats(axis: Axes) -> None:
 
 
 WITH_WORKDIR = {'batch': batch, 'record': record, 'smollm2': smollm2}
-ALONE = {'history': history, 'runs': runs, 'trl': trl, 'picture': picture}
+ALONE = {
+  'history': history,
+  'runs': runs,
+  'trl': trl,
+  'trl_run': trl_run,
+  'picture': picture,
+}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ NOTEBOOKS = {
   '7_your_own_loss.ipynb': ('share of A > 0', 6),
   '8_three_rules.ipynb': ('status 0', 1),
   '9_records.ipynb': ('stopped at', 2),
+  '10_recorded_run.ipynb': ('balanced: rewards of the record: True', 1),
 }
 
 

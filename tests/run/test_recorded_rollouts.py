@@ -13,13 +13,17 @@ from runs import BRIEF, last_run, same, tiny, train
 from test_many_processes import assert_equal_runs
 
 from bapo_jax import sharding
-from bapo_jax.data import records, tokenizer
+from bapo_jax.data import records, synthetic, tokenizer
+from bapo_jax.models import logprobs
+from bapo_jax.models.hf import config as hf_config
+from bapo_jax.models.hf import weights
 from bapo_jax.runtime.progress import PhaseTimer
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import needs
 from bapo_jax.training.recorded_sampler import RecordedSampler
 from bapo_jax.training.submission import Actor, Round
 from bapo_jax.types import empty_groups
+from notebooks import make
 
 # How a step learned. Other metrics are of sampling, or of the age of tokens: a record
 # does not know the step of their weights.
@@ -137,6 +141,32 @@ def test_two_processes_on_a_record_make_the_run_of_one(sampled, tmp_path):
   for count, workdir in ((1, one), (2, two)):
     processes.trained(workdir, count, **knobs)
   assert_equal_runs(one, two)
+
+
+def test_trl_recorded_the_numbers_of_the_shipped_policy():
+  """The first step of notebooks/10_trl_run.jsonl, token by token."""
+  sizes = {'count': 16, 'group_size': 8, 'length': 57, 'vocab': 32, 'scored': False}
+  record = records.read(str(make.HERE / '10_trl_run.jsonl'), TEXT, **sizes)
+  assert record.steps == [*range(20)] and len(record.groups) == 320
+  # No held-out problem, and a reward for the right answer alone.
+  answers = {f'{x["problem"]}\n': x['answer'] for x in synthetic.synthetic('train')}
+  for group in record.groups:
+    right = rf'\boxed{{{answers[record.problems.text[group.problem]]}}}'
+    for response in group.responses:
+      (text,) = TEXT.decode([[x for x in response.tokens.tolist() if x != TEXT.eos[0]]])
+      assert response.reward == (right in text)
+
+  spec = hf_config.read_spec(str(make.AIME), compute='float32')
+  with runs.on_devices(1):
+    params = weights.load(str(make.AIME), spec, sharding.make(data=1))
+  rows = [(x.prompt, r) for x in record.round(0, 0, 16) for r in x.responses]
+  tokens_BT = np.zeros((len(rows), 57), np.int32)
+  for row_T, (prompt, response) in zip(tokens_BT, rows, strict=True):
+    row_T[: len(prompt) + len(response.tokens)] = [*prompt, *response.tokens]
+  logp_BT = np.asarray(logprobs.sequence_stats(params, tokens_BT, spec, 1.0).logp_BT)
+  for logp_T, (prompt, response) in zip(logp_BT, rows, strict=True):
+    expected_T = logp_T[len(prompt) :][: len(response.tokens)]
+    np.testing.assert_allclose(response.logp, expected_T, atol=1e-3)
 
 
 # Two groups of two responses to one prompt, and one to another. 5 tokens are a row.
