@@ -151,7 +151,7 @@ def test_trl_recorded_the_numbers_of_the_shipped_policy():
   # No held-out problem, and a reward for the right answer alone.
   answers = {f'{x["problem"]}\n': x['answer'] for x in synthetic.synthetic('train')}
   for group in record.groups:
-    right = rf'\boxed{{{answers[record.problems.text[group.problem]]}}}'
+    right = rf'\boxed{{{answers[record.problems.rows[group.problem].problem]}}}'
     for response in group.responses:
       (text,) = TEXT.decode([[x for x in response.tokens.tolist() if x != TEXT.eos[0]]])
       assert response.reward == (right in text)
