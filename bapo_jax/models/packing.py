@@ -22,6 +22,9 @@ from bapo_jax.models.transformer import ModelSpec
 
 # Attention's largest share of a layer's products in a bin of several rows.
 ATTENTION = 0.02
+# Time of a FLOP of `attention.blockwise`, softmax included, over that of one of other
+# products: 1.8 to 2.1 on a CPU (docs/notes/performance.md, "Shared prompts").
+SLOWER = 2
 
 
 class Shape(NamedTuple):
@@ -154,6 +157,43 @@ class Packed(struct.PyTreeNode):
     return jnp.where(inside_BT, cell_BT, math.prod(self.shape))
 
 
+def seconds(spec: ModelSpec, shape: Shape) -> float:
+  """Estimates the time of a pass over all cells; the unit is that of a cell's products.
+
+  In a bin of T cells a query attends to T / 2 keys on average.
+  """
+  attended = spec.heads * spec.head_width * shape.width
+  return math.prod(shape) * (1 + SLOWER * attended / _weights(spec))
+
+
+def fastest_unit(
+  spec: ModelSpec,
+  rows: int,
+  length: int,
+  micro_batches: int,
+  shards: int,
+  *,
+  group_size: int,
+  response: int,
+) -> tuple[Unit, float]:
+  """Returns the fastest unit of full rows, and its time over that without sharing.
+
+  The first arguments are those of `shape_of`; `response` is the maximum tokens of a
+  response, and the units of a group are equal.
+  """
+
+  def time(unit: Unit) -> float:
+    units = rows // unit.rows
+    shape = shape_of(
+      units, unit.cells(length), micro_batches, shards, width=widest(spec)
+    )
+    return seconds(spec, shape)
+
+  sizes = (n for n in range(1, group_size + 1) if group_size % n == 0)
+  unit = min((Unit(n, response) for n in sizes), key=time)
+  return unit, time(unit) / time(Unit())
+
+
 def widest(spec: ModelSpec) -> int:
   """Returns the widest bin whose attention is cheap compared with other products.
 
@@ -161,12 +201,13 @@ def widest(spec: ModelSpec) -> int:
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
   between tokens of different rows.
   """
-  D = spec.width
-  H = spec.heads
-  K = spec.kv_heads
-  C = spec.head_width
-  weights = 2 * D * (H + K) * C + 3 * D * spec.active_ffn
-  return int(ATTENTION * weights / (2 * H * C))
+  return int(ATTENTION * _weights(spec) / (2 * spec.heads * spec.head_width))
+
+
+def _weights(spec: ModelSpec) -> int:
+  """Returns the number of weights of a layer that a token is multiplied by."""
+  heads = spec.heads + spec.kv_heads
+  return spec.width * (2 * heads * spec.head_width + 3 * spec.active_ffn)
 
 
 def shape_of(

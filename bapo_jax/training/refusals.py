@@ -110,6 +110,21 @@ def _stop(config: Config) -> Iterator[str]:
     )
 
 
+def _shared_prompts(config: Config) -> Iterator[str]:
+  """Yields a sentence if responses cannot share prompts as they are asked to."""
+  rows = config.learner.share_prompts
+  if config.sampler.group_size % rows:
+    yield (
+      f'learner.share_prompts={rows} does not divide sampler.group_size='
+      f'{config.sampler.group_size}; give a divisor, or 1'
+    )
+  if rows > 1 and config.model.attention != 'plain':
+    yield (
+      f'learner.share_prompts={rows} needs model.attention=plain, not '
+      f'{config.model.attention}, whose mask has one text per column; give 1'
+    )
+
+
 def _packages(config: Config) -> Iterator[str]:
   """Yields a sentence for each package that is missing."""
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
@@ -195,6 +210,7 @@ OF_SAMPLING = {
 JUDGES: dict[Callable[[Config], Iterator[str]], tuple[str, ...]] = {
   _sampling: ('rollout.depth', 'sampler.actor_dtype', 'mesh.rollout'),
   _stop: ('sampler.stop', 'sampler.done_check_lag'),
+  _shared_prompts: ('learner.share_prompts', 'model.attention'),
   _packages: ('metrics.tensorboard', 'metrics.wandb'),
   _sizes: ('prompts.count', 'learner.minibatches'),
   _teacher: ('teacher.path', 'teacher.weight'),
