@@ -46,6 +46,7 @@ RULES: dict[str, Rule] = {
   'sampler.cache_segments': derive_sizes.segments,
   'sampler.done_check_lag': derive_sizes.lag,
   'learner.grad_accum_steps': derive_sizes.micro_batches,
+  'learner.share_prompts': derive_sizes.share_prompts,
   'model.remat': derive_sizes.backward,
   'learner.bounds_pass': derive_sizes.bounds_pass,
   'model.sequence_sharding': derive_sizes.columns,

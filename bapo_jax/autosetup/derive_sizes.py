@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.autosetup.facts import Facts, Name, Number
-from bapo_jax.models import decoder, experts
+from bapo_jax.models import decoder, experts, packing
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import cache
@@ -188,6 +188,28 @@ def micro_batches(config: Config, facts: Facts) -> Number:
     return max(most, 1), f'NOTHING FITS: a single row at a time needs more than {room}'
   n, needed = fitting[0]
   return n, f'{-(-rows // n)} rows at once: about {needed / GIB:.3g} of {room}'
+
+
+def share_prompts(config: Config, facts: Facts) -> Number:
+  """Derives learner.share_prompts: the responses per prompt of the shortest pass."""
+  spec = spec_of(config, facts)
+  if spec.attention != 'plain' or not config.learner.pack:
+    kernel = f'attention {spec.attention}' if config.learner.pack else 'no packing'
+    return 1, f'{kernel}: each response has its own prompt'
+  unit, share = packing.fastest_unit(
+    spec,
+    config.minibatch_rows,
+    config.row_length,
+    config.learner.grad_accum_steps,
+    _shards(config, facts),
+    group_size=config.sampler.group_size,
+    response=config.sampler.max_new_tokens,
+  )
+  prompt = config.prompts.max_prompt_tokens
+  return unit.rows, (
+    f'{share:.2f} of the time of a pass in which each response of '
+    f'{unit.response} has its own prompt of {prompt}'
+  )
 
 
 def schedule_of(config: Config, facts: Facts) -> Schedule:

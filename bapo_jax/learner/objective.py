@@ -18,7 +18,7 @@ from bapo_jax.learner import accumulation, pictured
 from bapo_jax.learner.pictured import Variables
 from bapo_jax.models import logprobs, lora
 from bapo_jax.models.layers import Schedule
-from bapo_jax.models.packing import Cells, Packed
+from bapo_jax.models.packing import Cells, Packed, Unit
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.types import (
   Batch,
@@ -45,6 +45,7 @@ class Objective:
     temperature: sampling temperature; divides the logits of the policy.
     pack: True packs rows and, without a penalty or a bonus, skips rows without an
       advantage; False computes every token of every row.
+    unit: rows of a group that share the cells of their prompt, if rows are packed.
     grad_accum_steps: maximum number of micro-batches whose gradients are summed.
     bounds_scope: 'minibatch' or 'micro_batch', see `gradient`.
     length: see `loss.row_scale`.
@@ -87,6 +88,7 @@ class Objective:
   temperature: float
   schedule: Schedule = Schedule()
   pack: bool = True
+  unit: Unit = Unit()
   grad_accum_steps: int = 1
   bounds_scope: str = 'minibatch'
   length: int = 1
@@ -219,6 +221,7 @@ def micro_batches(
     objective.spec,
     pictures,
     packed=objective.pack,
+    unit=objective.unit,
     routes_BTX=batch.routes_BTX,
   )
   return MicroBatches(batch, packed, objective, base, pictures)

@@ -26,7 +26,7 @@ from bapo_jax.data.gallery import Gallery, capacity
 from bapo_jax.data.prompts import Problems
 from bapo_jax.models import packing
 from bapo_jax.models.layers import Schedule
-from bapo_jax.models.packing import Packed
+from bapo_jax.models.packing import Packed, Unit
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence, tower
 from bapo_jax.runtime import exchange
@@ -130,18 +130,24 @@ def pack(
   pictures: EmbeddedPictures | None = None,
   *,
   packed: bool = True,
+  unit: Unit = Unit(),
   routes_BTX: Array | None = None,
 ) -> Packed:
   """Packs rows with `packing.pack`; with pictures, adds the `Places` of all tokens.
 
   Args:
-    wanted_BT, micro_batches, packed: see `packing.pack`.
+    wanted_BT, micro_batches, packed, unit: see `packing.pack`.
     pictures: pictures of P prompts with B / P consecutive rows each; None for text
       only.
     routes_BTX: recorded routes, see `types.Batch`.
   """
   rows = packing.pack(
-    tokens_BT, wanted_BT, micro_batches, width=packing.widest(spec), packed=packed
+    tokens_BT,
+    wanted_BT,
+    micro_batches,
+    width=packing.widest(spec),
+    packed=packed,
+    unit=unit,
   ).replace(routes_BTX=routes_BTX)
   if pictures is None:
     return rows

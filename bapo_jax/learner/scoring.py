@@ -18,6 +18,7 @@ from bapo_jax.learner import pictured
 from bapo_jax.learner.pictured import Seen
 from bapo_jax.models import logprobs
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.packing import Unit
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, LogpDiff, Tree
@@ -33,6 +34,7 @@ def packed_logprobs(
   schedule: Schedule = Schedule(),
   temperature: float,
   pictures: Seen = None,
+  unit: Unit = Unit(),
   routes_BTX: Array | None = None,
 ) -> Array:
   """Returns the log-probabilities [B, T] of the wanted tokens, nats; 0 elsewhere.
@@ -41,6 +43,7 @@ def packed_logprobs(
     wanted_BT: bool, the tokens to score; column 0 must be False.
     micro_batches: maximum number of micro-batches, which run one after the other.
     temperature: see `logprobs.token_stats`.
+    unit: see `packing.pack`.
     pictures: see `pictured.pack`; pixels are embedded with the tower of `params`.
     routes_BTX: recorded routes, see `types.Batch`.
   """
@@ -48,7 +51,7 @@ def packed_logprobs(
   if pictures is not None:
     seen = sequence.embedded(params, pictures, spec, schedule)
   packed = pictured.pack(
-    tokens_BT, wanted_BT, micro_batches, spec, seen, routes_BTX=routes_BTX
+    tokens_BT, wanted_BT, micro_batches, spec, seen, unit=unit, routes_BTX=routes_BTX
   )
   patch_XD = pictured.Variables(params).patches(seen)
 

@@ -10,7 +10,7 @@ longest one, and the kernel of ragged.py, on accelerators, each up to its length
 import functools
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,16 @@ FLASH_K = 64
 FLASH_BACK = 64
 FLASH_WARPS = 8
 CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
+
+
+class Shared(NamedTuple):
+  """Columns that several segments of packed rows attend to, such as a prompt.
+
+  A query with reads_BT of s attends also to the columns before it with shared_BT of s.
+  """
+
+  reads_BT: Array  # i32; -1 in empty columns
+  shared_BT: Array  # i32; -2 in columns that are not shared
 
 
 def resolve(
@@ -75,6 +85,7 @@ def attend(
   *,
   kind: str | None = None,
   segment_BT: Array | None = None,
+  shared: Shared | None = None,
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
@@ -85,13 +96,15 @@ def attend(
     kind: the name of a kernel, which is not checked; None: by platform.
     segment_BT: for packed rows, the segment of each column: a query attends to the
       columns of its segment only. Empty columns need a segment too, such as -1.
+    shared: columns of other segments to attend to, for kind 'plain' alone.
     is_causal: whether a query attends only to keys up to its column, not to all keys.
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
   if kind is None:
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
   if kind == 'plain':
-    return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, is_causal=is_causal)
+    return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, is_causal=is_causal)
+  assert shared is None, 'the kernels compare one segment per column'
   B, _, H, C = q_BTHC.shape
   if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
     # cuDNN is faster, but on packed rows it needs a mask of [T, T].
@@ -135,6 +148,7 @@ def blockwise(
   k_BTKC: Array,
   v_BTKC: Array,
   segment_BT: Array | None = None,
+  shared: Shared | None = None,
   *,
   is_causal: bool = True,
 ) -> Array:
@@ -160,7 +174,11 @@ def blockwise(
     if not is_causal:
       live_Btj = jnp.ones_like(live_Btj)
     if segment_BT is not None:
-      live_Btj &= segment_BT[:, start:end, None] == segment_BT[:, None, :seen]
+      same_Btj = segment_BT[:, start:end, None] == segment_BT[:, None, :seen]
+      if shared:
+        reads_Bt1 = shared.reads_BT[:, start:end, None]
+        same_Btj |= reads_Bt1 == shared.shared_BT[:, None, :seen]
+      live_Btj &= same_Btj
     # The mask repeats for each of the G query heads of a key head: [B, 1, G t, j].
     live_B1Xj = jnp.tile(live_Btj, (1, H // K, 1))[:, None]
     scores_BKXj = jnp.einsum(

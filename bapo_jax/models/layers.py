@@ -268,13 +268,15 @@ def through(
   segment_BT: Array | None = None,
   routes_BTX: Array | None = None,
   *,
+  shared: attention.Shared | None = None,
   schedule: Schedule = Schedule(),
 ) -> tuple[Array, Array | None]:
   """Runs embedded rows through all layers; `turn` are the rotations of their positions.
 
-  If rows contain several texts, `segment_BT` is the text index of each token
-  (`attention.attend`). Returns also, with recorded routes, the share [B, T] of the
-  layers whose router would use the recorded experts; else None.
+  If rows contain several texts, `segment_BT` is the text index of each token, and
+  `shared` are the tokens that several texts begin with (`attention.attend`). Returns
+  also, with recorded routes, the share [B, T] of the layers whose router would use the
+  recorded experts; else None.
   """
   recorded_LBTK = None
   if routes_BTX is not None:
@@ -284,7 +286,12 @@ def through(
     w, recorded_BTK = of_layer
     q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
     attended_BTHC = attention.attend(
-      q_BTHC, k_BTKC, v_BTKC, kind=spec.attention, segment_BT=segment_BT
+      q_BTHC,
+      k_BTKC,
+      v_BTKC,
+      kind=spec.attention,
+      segment_BT=segment_BT,
+      shared=shared,
     )
     x_BTD, chosen = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
     agree_BT = None

@@ -107,7 +107,14 @@ def packed_stats(
     x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
     turn = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
   hidden_RTD, agree_RT = layers.through(
-    params, x_RTD, turn, spec, cells.row_RT, cells.routes_RTX, schedule=schedule
+    params,
+    x_RTD,
+    turn,
+    spec,
+    cells.row_RT,
+    cells.routes_RTX,
+    shared=cells.shared,
+    schedule=schedule,
   )
   R, T = cells.tokens_RT.shape
   shards = sharding.ambient_row_shards()

@@ -2,7 +2,10 @@
 
 A text attends only to itself within its bin (`attention.attend`) and keeps the
 positions of its row, so packing changes results only through the order of summation.
-Axes: a micro-batch has R bins of T cells; the batch has B rows of T tokens.
+Rows of one group may share the cells of their prompt: a unit of such rows is placed as
+one, [prompt, response, response, ...], and every response attends to the prompt too.
+Axes: a micro-batch has R bins of T cells; the batch has B rows of T tokens, in U units
+of G rows.
 """
 
 import math
@@ -14,10 +17,14 @@ from jax import Array, lax
 from jaxtyping import Bool, Int32, UInt
 
 from bapo_jax import sharding
+from bapo_jax.models.attention import Shared
 from bapo_jax.models.transformer import ModelSpec
 
 # Attention's largest share of a layer's products in a bin of several rows.
 ATTENTION = 0.02
+# Time of a FLOP of `attention.blockwise`, softmax included, over that of one of other
+# products: 1.8 to 2.1 on a CPU (docs/notes/performance.md, "Shared prompts").
+SLOWER = 2
 
 
 class Shape(NamedTuple):
@@ -26,6 +33,17 @@ class Shape(NamedTuple):
   micro_batches: int  # the maximum for any batch
   bins: int  # per micro-batch, R
   width: int  # cells of a bin
+
+
+class Unit(NamedTuple):
+  """Consecutive rows of a group that share their prompt in a bin; 1: no sharing."""
+
+  rows: int = 1
+  response: int = 0  # the maximum tokens of a response
+
+  def cells(self, length: int) -> int:
+    """Returns the cells that suffice for a unit of rows of up to `length` tokens."""
+    return length + (self.rows - 1) * self.response
 
 
 class Places(NamedTuple):
@@ -43,6 +61,15 @@ class Cells(NamedTuple):
   wanted_RT: Bool[Array, 'R T']  # True where the target is scored
   places: Places | None = None  # [R, T]; None: prompts have no pictures
   routes_RTX: UInt[Array, 'R T X'] | None = None  # see types.Batch
+  shared: Shared | None = None  # the prompts of units; None: none is shared
+
+
+class Prompts(NamedTuple):
+  """Where each row's shared columns are: in the cells of the first row of its unit."""
+
+  first_B: Int32[Array, ' B']  # the row that has these cells
+  length_B: Int32[Array, ' B']  # the shared columns, from column 0
+  start_B: Int32[Array, ' B']  # their first cell in the bin
 
 
 class Packed(struct.PyTreeNode):
@@ -52,11 +79,12 @@ class Packed(struct.PyTreeNode):
   wanted_BT: Bool[Array, 'B T']  # True where a token is scored; False in column 0
   shape: Shape = struct.field(pytree_node=False)
   bin_B: Int32[Array, ' B']  # bin of each row; -1: the row is not computed
-  start_B: Int32[Array, ' B']  # the row's first cell in its bin
+  start_B: Int32[Array, ' B']  # the cell of the row's column 0, if it is not shared
   length_B: Int32[Array, ' B']  # cells of the row: the tokens before its last target
   used: Int32[Array, '']  # number of micro-batches with rows; they come first
   places: Places | None = None  # of all tokens; None: prompts have no pictures
   routes_BTX: UInt[Array, 'B T X'] | None = None  # see types.Batch
+  prompts: Prompts | None = None  # None: no prompt is shared
 
   def mine(self, n: Array | int) -> Array:
     """Returns a mask [B, 1] of the rows that belong to micro-batch n."""
@@ -69,7 +97,12 @@ class Packed(struct.PyTreeNode):
     # Scatter the flat index of every token into its cell; -1 stays in empty cells.
     index_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
     empty = jnp.full(math.prod(self.shape), -1, jnp.int32)
-    all_cells = empty.at[self._cell_BT()].set(index_BT, mode='drop')
+    cell_BT = self._cell_BT()
+    if shared := self.prompts:  # a shared cell is that of the first row
+      first_B1 = (shared.first_B == jnp.arange(B))[:, None]
+      own_BT = first_B1 | (jnp.arange(T)[None] >= shared.length_B[:, None])
+      cell_BT = jnp.where(own_BT, cell_BT, empty.size)
+    all_cells = empty.at[cell_BT].set(index_BT, mode='drop')
     # Cut out the micro-batch, then gather what its cells need by these indices.
     size = self.shape.bins * self.shape.width
     at_RT = lax.dynamic_slice_in_dim(all_cells, n * size, size)
@@ -90,6 +123,11 @@ class Packed(struct.PyTreeNode):
       routes_CX = self.routes_BTX.reshape(B * T, -1)
       routes_RTX = jnp.where(filled_RT[..., None], routes_CX[at_RT], none)
       cells = cells._replace(routes_RTX=routes_RTX)
+    if shared:
+      row_RT = at_RT // T
+      reads_RT = jnp.where(filled_RT, shared.first_B[row_RT], -1)
+      prompt_RT = filled_RT & (at_RT % T < shared.length_B[row_RT])
+      cells = cells._replace(shared=Shared(reads_RT, jnp.where(prompt_RT, row_RT, -2)))
     if self.places is None:
       return cells
     parts_X3 = self.places.parts_BT3.reshape(-1, 3)
@@ -111,9 +149,50 @@ class Packed(struct.PyTreeNode):
   def _cell_BT(self):
     """Returns the cell of each token over all bins; past the last if it has no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
-    cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
+    start_BT = self.start_B[:, None]
+    if shared := self.prompts:
+      in_prompt_BT = column_T < shared.length_B[:, None]
+      start_BT = jnp.where(in_prompt_BT, shared.start_B[:, None], start_BT)
+    cell_BT = (self.bin_B * self.shape.width)[:, None] + start_BT + column_T
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
     return jnp.where(inside_BT, cell_BT, math.prod(self.shape))
+
+
+def seconds(spec: ModelSpec, shape: Shape) -> float:
+  """Estimates the time of a pass over all cells; the unit is that of a cell's products.
+
+  In a bin of T cells a query attends to T / 2 keys on average.
+  """
+  attended = spec.heads * spec.head_width * shape.width
+  return math.prod(shape) * (1 + SLOWER * attended / _weights(spec))
+
+
+def fastest_unit(
+  spec: ModelSpec,
+  rows: int,
+  length: int,
+  micro_batches: int,
+  shards: int,
+  *,
+  group_size: int,
+  response: int,
+) -> tuple[Unit, float]:
+  """Returns the fastest unit of full rows, and its time over that without sharing.
+
+  The first arguments are those of `shape_of`; `response` is the maximum tokens of a
+  response, and the units of a group are equal.
+  """
+
+  def time(unit: Unit) -> float:
+    units = rows // unit.rows
+    shape = shape_of(
+      units, unit.cells(length), micro_batches, shards, width=widest(spec)
+    )
+    return seconds(spec, shape)
+
+  sizes = (n for n in range(1, group_size + 1) if group_size % n == 0)
+  unit = min((Unit(n, response) for n in sizes), key=time)
+  return unit, time(unit) / time(Unit())
 
 
 def widest(spec: ModelSpec) -> int:
@@ -123,12 +202,13 @@ def widest(spec: ModelSpec) -> int:
   such rows fit into 5 T cells. Attention then costs 5 times as much per cell, mostly
   between tokens of different rows.
   """
-  D = spec.width
-  H = spec.heads
-  K = spec.kv_heads
-  C = spec.head_width
-  weights = 2 * D * (H + K) * C + 3 * D * spec.active_ffn
-  return int(ATTENTION * weights / (2 * H * C))
+  return int(ATTENTION * _weights(spec) / (2 * spec.heads * spec.head_width))
+
+
+def _weights(spec: ModelSpec) -> int:
+  """Returns the number of weights of a layer that a token is multiplied by."""
+  heads = spec.heads + spec.kv_heads
+  return spec.width * (2 * heads * spec.head_width + 3 * spec.active_ffn)
 
 
 def shape_of(
@@ -166,11 +246,13 @@ def pack(
   *,
   width: int = 0,
   packed: bool = True,
+  unit: Unit = Unit(),
 ) -> Packed:
   """Packs the rows that have a target into bins, by first-fit decreasing.
 
   wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
-  bin i, and all tokens after column 0 are targets.
+  bin i, and all tokens after column 0 are targets. The rows of a `unit` begin with the
+  same prompt and have their first target behind it.
 
   Example: two prompts of one token (1), with responses of three tokens and of one.
 
@@ -185,7 +267,10 @@ def pack(
   """
   B, T = tokens_BT.shape
   shards = sharding.ambient_row_shards()
-  shape = shape_of(B, T, micro_batches, shards, width=width, packed=packed)
+  units = B // unit.rows
+  shape = shape_of(
+    units, unit.cells(T), micro_batches, shards, width=width, packed=packed
+  )
   if not packed:
     row_B = jnp.arange(B, dtype=jnp.int32)
     return Packed(
@@ -199,21 +284,58 @@ def pack(
     )
   # The last target, in column t, is predicted from t tokens.
   length_B = jnp.where(wanted_BT, jnp.arange(T, dtype=jnp.int32), 0).max(1)
-  order_B = jnp.argsort(-length_B, stable=True)
+  prompts, length_U = None, length_B
+  if unit.rows > 1:
+    prompts, length_U = _shared(tokens_BT, wanted_BT, length_B, unit)
+  order_U = jnp.argsort(-length_U, stable=True)
   free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
 
   def place(i, state):
-    free_K, bin_B, start_B = state
-    row = order_B[i]
+    free_K, bin_U, start_U = state
+    at = order_U[i]
     # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
-    k = jnp.argmax(free_K >= length_B[row]).astype(jnp.int32)
-    start_B = start_B.at[row].set(shape.width - free_K[k])
-    return free_K.at[k].add(-length_B[row]), bin_B.at[row].set(k), start_B
+    k = jnp.argmax(free_K >= length_U[at]).astype(jnp.int32)
+    start_U = start_U.at[at].set(shape.width - free_K[k])
+    return free_K.at[k].add(-length_U[at]), bin_U.at[at].set(k), start_U
 
-  none_B = jnp.full(B, -1, jnp.int32)
-  state = free_K, none_B, none_B
-  free_K, bin_B, start_B = lax.fori_loop(0, B, place, state)
+  none_U = jnp.full(units, -1, jnp.int32)
+  state = free_K, none_U, none_U
+  free_K, bin_B, start_B = lax.fori_loop(0, units, place, state)
+  if prompts:
+    bin_B, start_B = (jnp.repeat(x_U, unit.rows) for x_U in (bin_B, start_B))
+    prompts = prompts._replace(start_B=start_B)
+    # Responses follow the prompt, one after the other.
+    own_UG = jnp.maximum(length_B - prompts.length_B, 0).reshape(units, unit.rows)
+    start_B += (own_UG.cumsum(1, dtype=jnp.int32) - own_UG).ravel()
   # Rows without a target were placed with length 0, but are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)
-  return Packed(tokens_BT, wanted_BT, shape, bin_B, start_B, length_B, used)
+  return Packed(
+    tokens_BT, wanted_BT, shape, bin_B, start_B, length_B, used, prompts=prompts
+  )
+
+
+def _shared(
+  tokens_BT: Array, wanted_BT: Array, length_B: Array, unit: Unit
+) -> tuple[Prompts, Array]:
+  """Returns the prompts of units, without their starts, and the cells of each unit."""
+  T = tokens_BT.shape[1]
+  computed_UG = (length_B > 0).reshape(-1, unit.rows)
+  first_U = jnp.argmax(computed_UG, axis=1)
+  tokens_UGT = tokens_BT.reshape(*computed_UG.shape, T)
+  same_UGT = tokens_UGT == jnp.take_along_axis(tokens_UGT, first_U[:, None, None], 1)
+  # The last token of the prompt predicts another token in each response, so it is a
+  # cell of each: every cell has one target, and the statistics of cells are those of
+  # rows. That costs one cell per response.
+  wanted_UGT = wanted_BT.reshape(tokens_UGT.shape)
+  until_UG = jnp.argmax(wanted_UGT, axis=2) - 1
+  until_UG = jnp.minimum(until_UG, same_UGT.cumprod(2).sum(2))
+  shared_U = jnp.where(computed_UG, until_UG, T).min(1).astype(jnp.int32)
+  shared_U = jnp.where(computed_UG.any(1), shared_U, 0)
+  own_UG = jnp.where(computed_UG, length_B.reshape(computed_UG.shape), 0)
+  own_UG -= computed_UG * shared_U[:, None]
+  first_B = jnp.arange(len(shared_U)) * unit.rows + first_U
+  first_B, shared_B = (
+    jnp.repeat(x_U.astype(jnp.int32), unit.rows) for x_U in (first_B, shared_U)
+  )
+  return Prompts(first_B, shared_B, shared_B), shared_U + own_UG.sum(1, dtype=jnp.int32)

@@ -19,7 +19,14 @@ from jax.sharding import Mesh
 
 from bapo_jax import sharding
 from bapo_jax.learner.optimizer import OptimizerRule
-from bapo_jax.models import attention, experts, logprob_tiles, lora, transformer
+from bapo_jax.models import (
+  attention,
+  experts,
+  logprob_tiles,
+  lora,
+  packing,
+  transformer,
+)
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.runtime import machine
@@ -93,6 +100,7 @@ class Sizes(NamedTuple):
   places: int  # groups submitted and not yet trained on
   minibatch_rows: int
   grad_accum_steps: int
+  unit: packing.Unit  # rows of a group that share a prompt
   slots: int  # of decoding
   depth: int
   lags: bool  # whether an actor stays for several steps
@@ -127,6 +135,7 @@ def sizes_of(config: Config, spec: ModelSpec) -> Sizes:
     places=c.places,
     minibatch_rows=c.minibatch_rows,
     grad_accum_steps=learner.grad_accum_steps,
+    unit=packing.Unit(learner.share_prompts or 1, c.sampler.max_new_tokens or 0),
     slots=c.sampler.max_num_seqs,
     depth=c.rollout.depth,
     lags=c.rollout.weight_sync_interval > 1,
@@ -294,10 +303,12 @@ def _passes(
   logits if they are larger.
   """
   tensor = mesh.shape['tensor']
-  T = sizes.row_length
+  # Bins of one unit of rows, which are whole rows unless they share a prompt.
+  unit = sizes.unit if spec.attention == 'plain' else packing.Unit()
+  T = unit.cells(sizes.row_length)
   c = itemsize(spec.compute)
   # Of a micro-batch, if all of them have full length.
-  rows = -(-sizes.minibatch_rows // sizes.grad_accum_steps)
+  rows = -(-sizes.minibatch_rows // (unit.rows * sizes.grad_accum_steps))
   shards = sharding.row_shards(mesh)
   rows = rows if rows % shards else rows // shards
   head = spec.vocab * spec.width
@@ -327,7 +338,8 @@ def _passes(
   logits = 3 * 4 * min(tile.columns, rows * T) * tile.rows
   # The routes of a minibatch. The tiles of logits are gone before the backward pass of
   # the layers begins.
-  routes = route_bytes(spec, tensor) * sizes.minibatch_rows / shards * T
+  recorded = sizes.minibatch_rows / shards * sizes.row_length
+  routes = route_bytes(spec, tensor) * recorded
   per_token += route_bytes(spec)
   return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
 

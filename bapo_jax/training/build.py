@@ -24,6 +24,7 @@ from bapo_jax.learner.pictured import Embedder, Seen
 from bapo_jax.models import lora, transformer
 from bapo_jax.models.hf import weights as hf_weights
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.packing import Unit
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.rewards import rewards
 from bapo_jax.rewards.rewards import Verifier
@@ -125,12 +126,20 @@ def make_train_step(
     schedule=schedule,
     temperature=config.sampler.temperature,
     pack=config.learner.pack,
+    unit=unit_of(config, spec),
     grad_accum_steps=config.learner.grad_accum_steps,
     bounds_scope=config.learner.bounds_scope,
     length=config.sampler.max_new_tokens,
   )
   step = functools.partial(learner.learn, tx=optimizer(config), objective=objective)
   return jax.jit(step, donate_argnums=(0, 1))
+
+
+def unit_of(config: Config, spec: ModelSpec) -> Unit:
+  """Returns the rows that share a prompt; a teacher's kernel may compute one alone."""
+  shares = config.learner.pack and spec.attention == 'plain'
+  rows = config.learner.share_prompts if shares else 1
+  return Unit(rows, config.sampler.max_new_tokens)
 
 
 def abstract_batch(
@@ -169,10 +178,12 @@ def train_program(t: Trainer, params: Tree, opt: Tree) -> Call:
 
 @functools.cache  # one program for the trainers that compile and that run it
 def _scorers(
-  rows: int, spec: ModelSpec, schedule: Schedule, temperature: float
+  rows: int, spec: ModelSpec, schedule: Schedule, temperature: float, unit: Unit
 ) -> tuple[Wrapped, Wrapped]:
   """Jits `scoring.score` and `scoring.recompute`."""
-  knobs = dict(rows=rows, spec=spec, schedule=schedule, temperature=temperature)
+  knobs = dict(
+    rows=rows, spec=spec, schedule=schedule, temperature=temperature, unit=unit
+  )
   score = functools.partial(scoring.score, **knobs)
   return jax.jit(score), jax.jit(functools.partial(scoring.recompute, score=score))
 
@@ -193,12 +204,13 @@ def make_trainer(
   gallery, held_out = pictured.galleries(data.training, data.held_out, spec)
   temperature = config.sampler.temperature
   rows = config.micro_batch_rows
-  score, _ = _scorers(rows, spec, r.schedule, temperature)
+  score, _ = _scorers(rows, spec, r.schedule, temperature, unit_of(config, spec))
   at_start = sharding.under(mesh, score)
   reference = None
   if teacher is not None:
     of_teacher = (r.teacher or r.model).spec
-    reference, _ = _scorers(rows, of_teacher, r.schedule, temperature)
+    unit = unit_of(config, of_teacher)
+    reference, _ = _scorers(rows, of_teacher, r.schedule, temperature, unit)
   engine = make_engine(r, gallery)
   pictures = Embedder(gallery, spec, mesh, base, r.schedule) if gallery else None
   if data.record is not None:
@@ -312,7 +324,10 @@ def _local_sampler(
     cut_length=config.sampler.cut_length,
   )
   temperature = config.sampler.temperature
-  _, recompute = _scorers(config.micro_batch_rows, r.spec, r.schedule, temperature)
+  unit = unit_of(config, r.spec)
+  _, recompute = _scorers(
+    config.micro_batch_rows, r.spec, r.schedule, temperature, unit
+  )
   return LocalSampler(
     engine=engine,
     verification=Verification(data.problems, r.tokenizer, verifier, timer, shape),
@@ -370,7 +385,9 @@ def build(
   t = make_trainer(r, data, verifier, timer, base, teacher)
   if isinstance(t.sampler, RecordedSampler) and recomputes(t.config):
     temperature = t.config.sampler.temperature
-    score, _ = _scorers(t.config.micro_batch_rows, t.spec, t.schedule, temperature)
+    unit = unit_of(t.config, t.spec)
+    rows = t.config.micro_batch_rows
+    score, _ = _scorers(rows, t.spec, t.schedule, temperature, unit)
     score = functools.partial(sharding.under(t.mesh, score), t.weights(params))
     with timer('score'):
       t = dataclasses.replace(t, sampler=t.sampler.scored(score))

@@ -17,6 +17,14 @@ class LearnerConfig(Section):
     2, 'Largest number of micro-batches per minibatch.', least=1, most=65536
   )
   pack: bool = knob(True, 'Packs rows, and skips rows without an advantage.')
+  share_prompts: Auto[int] = knob(
+    1,
+    'Responses of a group that share one computation of their prompt, a divisor of '
+    'sampler.group_size; 1: each response has its own; None: the fastest by count, 1 '
+    'unless model.attention=plain.',
+    least=1,
+    needs='learner.pack',
+  )
   max_consecutive_skips: int = knob(
     64, 'Consecutive non-finite updates after which the run stops.', least=1
   )

@@ -97,6 +97,21 @@ def _sampling(config: Config) -> Iterator[str]:
     )
 
 
+def _shared_prompts(config: Config) -> Iterator[str]:
+  """Yields a sentence if responses cannot share prompts as they are asked to."""
+  rows = config.learner.share_prompts or 1
+  if config.sampler.group_size % rows:
+    yield (
+      f'learner.share_prompts={rows} does not divide sampler.group_size='
+      f'{config.sampler.group_size}; give a divisor, or 1'
+    )
+  if rows > 1 and config.model.attention not in (None, 'plain'):
+    yield (
+      f'learner.share_prompts={rows} needs model.attention=plain, not '
+      f'{config.model.attention}, whose mask has one text per column; give 1'
+    )
+
+
 def _packages(config: Config) -> Iterator[str]:
   """Yields a sentence for each package that is missing."""
   for name, package in {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}.items():
@@ -181,7 +196,15 @@ OF_SAMPLING = {
   'rollout.max_off_policy_steps': 0,
   'mesh.rollout': 0,
 }
-JUDGES = (_sampling, _packages, _sizes, _teacher, _given, _records)
+JUDGES = (
+  _sampling,
+  _shared_prompts,
+  _packages,
+  _sizes,
+  _teacher,
+  _given,
+  _records,
+)
 
 
 def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
