@@ -149,11 +149,10 @@ class Packed(struct.PyTreeNode):
   def _cell_BT(self):
     """Returns the cell of each token over all bins; past the last if it has no cell."""
     column_T = jnp.arange(self.tokens_BT.shape[1])[None]
-    start_BT = self.start_B[:, None]
+    cell_BT = (self.bin_B * self.shape.width + self.start_B)[:, None] + column_T
     if shared := self.prompts:
       in_prompt_BT = column_T < shared.length_B[:, None]
-      start_BT = jnp.where(in_prompt_BT, shared.start_B[:, None], start_BT)
-    cell_BT = (self.bin_B * self.shape.width)[:, None] + start_BT + column_T
+      cell_BT += jnp.where(in_prompt_BT, (shared.start_B - self.start_B)[:, None], 0)
     inside_BT = (column_T < self.length_B[:, None]) & (self.bin_B >= 0)[:, None]
     return jnp.where(inside_BT, cell_BT, math.prod(self.shape))
 
