@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bapo_jax.algorithms import advantage, bound_search, loss
+from bapo_jax.algorithms import advantage, loss
 from bapo_jax.learner import learner, optimizer
 from bapo_jax.learner import objective as objective_lib
 from bapo_jax.models import decoder, logprobs, lora, transformer
@@ -185,14 +185,6 @@ def batch(adv_B, loss_mask_BT, logp_BT=None, prox_BT=None, source_B=None) -> Bat
     source_B=np.zeros(len(adv_B), np.int32) if source_B is None else np.int32(source_B),
     on_policy_BT=np.ones(loss_mask_BT.shape, bool),
   )
-
-
-def share(ratio_BT, batch: Batch, low, high, k=bound_search.Share()):
-  """Returns P / (P + N) at these bounds, the share of tokens with A > 0; 0 if none."""
-  sides = bound_search.contributions(ratio_BT, batch, k)
-  positive, negative = bound_search.sums(ratio_BT, *sides, low, high, k.contribution)
-  total = positive + negative
-  return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
 
 
 def same_row(a: Groups, i: int, b: Groups, j: int) -> bool:

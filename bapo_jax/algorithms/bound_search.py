@@ -131,6 +131,24 @@ def bisect(meets: Callable[[Array], Array], begin: int, end: int) -> Array:
   return jax.lax.fori_loop(0, calls, halve, (jnp.int32(begin), jnp.int32(end)))[1]
 
 
+def share(
+  ratio_BT: Array,
+  batch: Batch,
+  low: Array | float,
+  high: Array | float,
+  k: Share = Share(),
+  weight_BT: Array | None = None,
+) -> Array:
+  """Returns P / (P + N), the share of tokens with A > 0; 0 if no such token counts.
+
+  See `contributions` for ratio_BT, batch, k and weight_BT.
+  """
+  sides = contributions(ratio_BT, batch, k, weight_BT)
+  positive, negative = sums(ratio_BT, *sides, low, high, k.contribution)
+  total = positive + negative
+  return jnp.where(positive > 0, positive / jnp.where(total > 0, total, 1), 0)
+
+
 def contributions(
   ratio_BT: Array, batch: Batch, k: Share, weight_BT: Array | None = None
 ) -> tuple[Array, Array]:

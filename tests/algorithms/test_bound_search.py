@@ -30,7 +30,7 @@ def test_share_golden(variant):
 
   def share(low, high, **knobs):
     return variant(
-      lambda *xs: making.share(*xs, low, high, bound_search.Share(**knobs)),
+      lambda *xs: bound_search.share(*xs, low, high, bound_search.Share(**knobs)),
       ratio_BT,
       batch,
     )

@@ -233,7 +233,7 @@ def test_every_kind_of_search_finds_the_bounds_of_a_run(drawn, resolution):
     for order, leg in itertools.product(points, range(2)):
       values = dict(contribution=contribution, weight=weight, order=order)
       k = bound_search.Share(**values)
-      target = float(making.share(ratio_BT, batch, *points[order][leg], k)) - 1e-5
+      target = float(bound_search.share(ratio_BT, batch, *points[order][leg], k)) - 1e-5
       values |= {'resolution': resolution, 'low_step': 0.005, 'target': target}
       setting = {f'clip.balanced.{name}': value for name, value in values.items()}
       cases.append({'knobs': setting | {'stale': 1.0, 'moved': 0.0}, 'points': []})
