@@ -161,7 +161,7 @@ def train(context: Context, model: str) -> Iterator[Figure | dict[str, Any]]:
     rows, length = ROWS, min(LENGTH, spec.positions)
     if jax.default_backend() == 'cpu':
       rows, length = ON_CPU['rows'], ON_CPU['length']
-    config = learner.config_of(rows, length, pack=True)
+    config = learner.config_of(rows, length, 'packed')
   config = config.with_values(sft={'batch': 1})  # the estimate counts a warm start, too
   r = run_of(spec, config)
   counted = r.budget.update

@@ -202,3 +202,20 @@ def test_attention_in_float64_by_loops():
         weight = np.exp(score - score.max())
         mixed = weight @ values[: t + 1] / weight.sum()
         np.testing.assert_allclose(found[bin_[0], c, head], mixed, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ('prompt', 'response', 'rows', 'shards', 'best'),
+  [
+    (1, 30, 64, 1, 1),  # nothing is repeated but the last token of the prompt
+    (200, 4, 64, 1, 8),  # the prompt is nearly all
+    (200, 4, 8, 8, 1),  # seven of eight devices would have no bin
+    (8, 4096, 64, 1, 1),  # attention over other responses costs more than the prompt
+  ],
+)
+def test_a_unit_is_as_large_as_it_is_worth(prompt, response, rows, shards, best):
+  unit, share = packing.fastest_unit(
+    SPEC, rows, prompt + response, 1, shards, group_size=8, response=response
+  )
+  assert unit == Unit(best, response)
+  assert (share == 1) if best == 1 else (share < 0.5)

@@ -129,12 +129,16 @@ def test_the_bytes_of_an_actor_are_those_of_its_arrays(model, kind, compute):
   assert sum(x.size * x.dtype.itemsize for x in arrays) == counted
 
 
-def update_bytes(remat, bounds_pass, pieces):
+def update_bytes(remat, bounds_pass, pieces, shared=1):
   """Returns (counted, compiled) bytes of an update in `pieces` micro-batches."""
   config = config_lib.parse(aime.tiny().to_dict()).with_values(
     prompts={'count': 2 * pieces, 'max_prompt_tokens': 64},
     sampler={'group_size': 4, 'max_new_tokens': 192},
-    learner={'minibatches': 1, 'grad_accum_steps': pieces},
+    learner={
+      'minibatches': 1,
+      'grad_accum_steps': pieces,
+      'share_prompts': shared,
+    },
     sft={'batch': 1},
   )
   spec = dataclasses.replace(SPEC, width=128, attention='plain')
@@ -153,6 +157,14 @@ def test_stored_activations_are_the_compilers(remat, pieces):
   counted, compiled = (a - b for a, b in zip(stored, again, strict=True))
   # What the head saves for its backward pass is not in the count.
   assert compiled == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.nightly
+def test_shared_prompts_are_counted():
+  # Fewer cells in wider bins: more scores, less of everything else.
+  shared, alone = (update_bytes('none', 'again', 2, rows) for rows in (4, 1))
+  counted, compiled = (a - b for a, b in zip(shared, alone, strict=True))
+  assert compiled == pytest.approx(counted, rel=0.05) and counted > 2**26
 
 
 def parsed(learner=(), rule='balanced', **model):
