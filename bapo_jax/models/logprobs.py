@@ -116,6 +116,20 @@ def packed_stats(
     shared=cells.shared,
     schedule=schedule,
   )
+  scored = _scored(hidden_RTD, transformer.head(params), cells, temperature, schedule)
+  if agree_RT is None:
+    return scored
+  return scored._replace(agree_BT=jnp.where(cells.wanted_RT, agree_RT, 0))
+
+
+def _scored(
+  hidden_RTD: Array,
+  head_VD: Array,
+  cells: Cells,
+  temperature: float | Array,
+  schedule: Schedule,
+) -> TokenStats:
+  """Scores the cells with a target; each device moves its own to the front first."""
   R, T = cells.tokens_RT.shape
   shards = sharding.ambient_row_shards()
   shards = 1 if R % shards else shards
@@ -126,10 +140,8 @@ def packed_stats(
   wanted_SX = of_device(cells.wanted_RT)
   target_SX = of_device(cells.target_RT)
   order_SX = jnp.argsort(~wanted_SX, axis=1, stable=True)
-  head_VD = transformer.head(params)
   mesh = sharding.ambient()
   rows = head_VD.shape[0] // (mesh.shape['tensor'] if mesh else 1)
-  # Each device scores its cells with a target, in front, and moves the results back.
   stats = token_stats(
     jnp.take_along_axis(of_device(hidden_RTD), order_SX[..., None], 1),
     head_VD,
@@ -144,10 +156,7 @@ def packed_stats(
     x_RT = jnp.take_along_axis(x_SX, back_SX, 1).reshape(R, T)
     return jnp.where(cells.wanted_RT, x_RT, 0)
 
-  scored = jax.tree.map(moved_back, stats)
-  if agree_RT is None:
-    return scored
-  return scored._replace(agree_BT=jnp.where(cells.wanted_RT, agree_RT, 0))
+  return jax.tree.map(moved_back, stats)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -250,8 +250,7 @@ def pack(
   """Packs the rows that have a target into bins, by first-fit decreasing.
 
   wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
-  bin i, and all tokens after column 0 are targets. The rows of a `unit` begin with the
-  same prompt and have their first target behind it.
+  bin i, and all tokens after column 0 are targets. Rows of a `unit` share a prompt.
 
   Example: two prompts of one token (1), with responses of three tokens and of one.
 
@@ -286,20 +285,7 @@ def pack(
   prompts, length_U = None, length_B
   if unit.rows > 1:
     prompts, length_U = _shared(tokens_BT, wanted_BT, length_B, unit)
-  order_U = jnp.argsort(-length_U, stable=True)
-  free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
-
-  def place(i, state):
-    free_K, bin_U, start_U = state
-    at = order_U[i]
-    # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
-    k = jnp.argmax(free_K >= length_U[at]).astype(jnp.int32)
-    start_U = start_U.at[at].set(shape.width - free_K[k])
-    return free_K.at[k].add(-length_U[at]), bin_U.at[at].set(k), start_U
-
-  none_U = jnp.full(units, -1, jnp.int32)
-  state = free_K, none_U, none_U
-  free_K, bin_B, start_B = lax.fori_loop(0, units, place, state)
+  free_K, bin_B, start_B = _first_fit(length_U, shape)
   if prompts:
     bin_B, start_B = (jnp.repeat(x_U, unit.rows) for x_U in (bin_B, start_B))
     prompts = prompts._replace(start_B=start_B)
@@ -312,6 +298,24 @@ def pack(
   return Packed(
     tokens_BT, wanted_BT, shape, bin_B, start_B, length_B, used, prompts=prompts
   )
+
+
+def _first_fit(length_U: Array, shape: Shape) -> tuple[Array, Array, Array]:
+  """Places units into bins, longest first; returns (free cells, bins, starts)."""
+  order_U = jnp.argsort(-length_U, stable=True)
+  free_K = jnp.full(math.prod(shape[:2]), shape.width, jnp.int32)
+
+  def place(i, state):
+    free_K, bin_U, start_U = state
+    at = order_U[i]
+    # argmax of booleans: the first bin with room. `shape_of` guarantees such a bin.
+    k = jnp.argmax(free_K >= length_U[at]).astype(jnp.int32)
+    start_U = start_U.at[at].set(shape.width - free_K[k])
+    return free_K.at[k].add(-length_U[at]), bin_U.at[at].set(k), start_U
+
+  none_U = jnp.full(len(length_U), -1, jnp.int32)
+  state = free_K, none_U, none_U
+  return lax.fori_loop(0, len(length_U), place, state)
 
 
 def _shared(

@@ -221,7 +221,7 @@ def rewards_of(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
   Returns {} without custom reward functions: then the mean reward is the accuracy.
   """
-  if not (parts := result['parts']):
+  if not (parts := result.get('parts')):  # a record may have none
     return {}
   reward = {'reward': (result['reward'], result['reward_stderr'])}
   if len(parts) == 1:  # of one function: the reward itself
