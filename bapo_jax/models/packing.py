@@ -23,7 +23,7 @@ from bapo_jax.models.transformer import ModelSpec
 # Attention's largest share of a layer's products in a bin of several rows.
 ATTENTION = 0.02
 # Time of a FLOP of `attention.blockwise`, softmax included, over that of one of other
-# products: 1.8 to 2.1 on a CPU (docs/notes/performance.md, "Shared prompts").
+# products on a CPU: 2.1 and 2.6 by the embedded policy with units of 8 and 4.
 SLOWER = 2
 
 
