@@ -41,7 +41,9 @@ LOWER = ('grpo', 'low95_high120', 'low95_high200')  # the arms of T1
 COMMON = 6e-4  # the rate of protocol 2 in S1
 # Setting -> arm -> rates tried so far, and arm -> own rate once stage 1 has chosen it.
 TRIED: dict[str, dict[str, tuple[float, ...]]] = {
-  's1': {arm: FIRST for arm in ARMS},
+  's1': {arm: FIRST for arm in ARMS}
+  | {arm: LADDER[:4] for arm in ('cispo', 'tis', 'sapo')}
+  | {arm: LADDER[1:5] for arm in ('low95_high120', 'low95_high200', 'gspo', 'vespo')},
   's2': {arm: FIRST for arm in ARMS}
   | {arm: LADDER[:4] for arm in ('grpo', 'cispo', 'tis', 'decoupled')},
 }
