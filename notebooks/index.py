@@ -26,7 +26,7 @@ NOTEBOOKS = {
     Entry('3_batch_rule', 'the batch rule and the replay buffer', 17),
     Entry('4_your_run', 'curves, tokens and responses of any workdir', 4),
     Entry('8_three_rules', 'three rules trained side by side', 108),
-    Entry('10_recorded_run', 'three rules trained on one recorded run of TRL', 141),
+    Entry('10_recorded_run', 'three rules trained on one recorded run of TRL', 50),
   ),
 }
 
