@@ -141,6 +141,10 @@ def pack(
       only.
     routes_BTX: recorded routes, see `types.Batch`.
   """
+  routed_B = None
+  if routes_BTX is not None and unit.rows > 1:
+    # A given response has no routes, so the prompt of a sampled one is computed.
+    routed_B = (routes_BTX[:, 0] < jnp.iinfo(routes_BTX.dtype).max).all(-1)
   rows = packing.pack(
     tokens_BT,
     wanted_BT,
@@ -148,6 +152,7 @@ def pack(
     width=packing.widest(spec),
     packed=packed,
     unit=unit,
+    prefer_B=routed_B,
   ).replace(routes_BTX=routes_BTX)
   if pictures is None:
     return rows

@@ -65,9 +65,9 @@ class Cells(NamedTuple):
 
 
 class Prompts(NamedTuple):
-  """Where each row's shared columns are: in the cells of the first row of its unit."""
+  """Locates each row's shared columns, which are cells of one row of its unit."""
 
-  first_B: Int32[Array, ' B']  # the row that has these cells
+  owner_B: Int32[Array, ' B']  # the row that has these cells
   length_B: Int32[Array, ' B']  # the shared columns, from column 0
   start_B: Int32[Array, ' B']  # their first cell in the bin
 
@@ -98,9 +98,9 @@ class Packed(struct.PyTreeNode):
     index_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
     empty = jnp.full(math.prod(self.shape), -1, jnp.int32)
     cell_BT = self._cell_BT()
-    if shared := self.prompts:  # a shared cell is that of the first row
-      first_B1 = (shared.first_B == jnp.arange(B))[:, None]
-      own_BT = first_B1 | (jnp.arange(T)[None] >= shared.length_B[:, None])
+    if shared := self.prompts:  # only the owner writes a shared cell
+      owner_B1 = (shared.owner_B == jnp.arange(B))[:, None]
+      own_BT = owner_B1 | (jnp.arange(T)[None] >= shared.length_B[:, None])
       cell_BT = jnp.where(own_BT, cell_BT, empty.size)
     all_cells = empty.at[cell_BT].set(index_BT, mode='drop')
     # Cut out the micro-batch, then gather what its cells need by these indices.
@@ -125,7 +125,7 @@ class Packed(struct.PyTreeNode):
       cells = cells._replace(routes_RTX=routes_RTX)
     if shared:
       row_RT = at_RT // T
-      reads_RT = jnp.where(filled_RT, shared.first_B[row_RT], -1)
+      reads_RT = jnp.where(filled_RT, shared.owner_B[row_RT], -1)
       prompt_RT = filled_RT & (at_RT % T < shared.length_B[row_RT])
       cells = cells._replace(shared=Shared(reads_RT, jnp.where(prompt_RT, row_RT, -2)))
     if self.places is None:
@@ -157,8 +157,8 @@ class Packed(struct.PyTreeNode):
     return jnp.where(inside_BT, cell_BT, math.prod(self.shape))
 
 
-def seconds(spec: ModelSpec, shape: Shape) -> float:
-  """Estimates the time of a pass over all cells; the unit is that of a cell's products.
+def cost(spec: ModelSpec, shape: Shape) -> float:
+  """Estimates the time of a pass over all cells, in that of a cell's other products.
 
   In a bin of T cells a query attends to T / 2 keys on average.
   """
@@ -187,7 +187,7 @@ def fastest_unit(
     shape = shape_of(
       units, unit.cells(length), micro_batches, shards, width=widest(spec)
     )
-    return seconds(spec, shape)
+    return cost(spec, shape)
 
   sizes = (n for n in range(1, group_size + 1) if group_size % n == 0)
   unit = min((Unit(n, response) for n in sizes), key=time)
@@ -246,11 +246,13 @@ def pack(
   width: int = 0,
   packed: bool = True,
   unit: Unit = Unit(),
+  prefer_B: Array | None = None,
 ) -> Packed:
   """Packs the rows that have a target into bins, by first-fit decreasing.
 
   wanted_BT marks the targets and is False in column 0. Unless `packed`, row i fills
-  bin i, and all tokens after column 0 are targets. Rows of a `unit` share a prompt.
+  bin i, and all tokens after column 0 are targets. Rows of a `unit` share a prompt, if
+  possible that of a row in prefer_B.
 
   Example: two prompts of one token (1), with responses of three tokens and of one.
 
@@ -284,14 +286,12 @@ def pack(
   length_B = jnp.where(wanted_BT, jnp.arange(T, dtype=jnp.int32), 0).max(1)
   prompts, length_U = None, length_B
   if unit.rows > 1:
-    prompts, length_U = _shared(tokens_BT, wanted_BT, length_B, unit)
+    prompts, length_U = _shared(tokens_BT, wanted_BT, length_B, prefer_B, unit)
   free_K, bin_B, start_B = _first_fit(length_U, shape)
   if prompts:
     bin_B, start_B = (jnp.repeat(x_U, unit.rows) for x_U in (bin_B, start_B))
     prompts = prompts._replace(start_B=start_B)
-    # Responses follow the prompt, one after the other.
-    own_UG = jnp.maximum(length_B - prompts.length_B, 0).reshape(units, unit.rows)
-    start_B += (own_UG.cumsum(1, dtype=jnp.int32) - own_UG).ravel()
+    start_B += _before(length_B - prompts.length_B, unit)
   # Rows without a target were placed with length 0, but are not computed.
   bin_B = jnp.where(length_B > 0, bin_B, -1)
   used = -(-(free_K < shape.width).sum(dtype=jnp.int32) // shape.bins)
@@ -318,15 +318,28 @@ def _first_fit(length_U: Array, shape: Shape) -> tuple[Array, Array, Array]:
   return lax.fori_loop(0, len(length_U), place, state)
 
 
+def _before(own_B: Array, unit: Unit) -> Array:
+  """Returns the cells of a unit's earlier responses, which follow each other."""
+  own_UG = jnp.maximum(own_B, 0).reshape(-1, unit.rows)
+  return (own_UG.cumsum(1, dtype=jnp.int32) - own_UG).ravel()
+
+
 def _shared(
-  tokens_BT: Array, wanted_BT: Array, length_B: Array, unit: Unit
+  tokens_BT: Array,
+  wanted_BT: Array,
+  length_B: Array,
+  prefer_B: Array | None,
+  unit: Unit,
 ) -> tuple[Prompts, Array]:
   """Returns the prompts of units, without their starts, and the cells of each unit."""
   T = tokens_BT.shape[1]
   computed_UG = (length_B > 0).reshape(-1, unit.rows)
-  first_U = jnp.argmax(computed_UG, axis=1)
+  rank_UG = computed_UG.astype(jnp.int32)
+  if prefer_B is not None:
+    rank_UG += computed_UG & prefer_B.reshape(computed_UG.shape)
+  owner_U = jnp.argmax(rank_UG, axis=1)
   tokens_UGT = tokens_BT.reshape(*computed_UG.shape, T)
-  same_UGT = tokens_UGT == jnp.take_along_axis(tokens_UGT, first_U[:, None, None], 1)
+  same_UGT = tokens_UGT == jnp.take_along_axis(tokens_UGT, owner_U[:, None, None], 1)
   # The last token of the prompt predicts another token in each response, so it is a
   # cell of each: every cell has one target, and the statistics of cells are those of
   # rows. That costs one cell per response.
@@ -337,8 +350,8 @@ def _shared(
   shared_U = jnp.where(computed_UG.any(1), shared_U, 0)
   own_UG = jnp.where(computed_UG, length_B.reshape(computed_UG.shape), 0)
   own_UG -= computed_UG * shared_U[:, None]
-  first_B = jnp.arange(len(shared_U)) * unit.rows + first_U
-  first_B, shared_B = (
-    jnp.repeat(x_U.astype(jnp.int32), unit.rows) for x_U in (first_B, shared_U)
+  owner_B = jnp.arange(len(shared_U)) * unit.rows + owner_U
+  owner_B, shared_B = (
+    jnp.repeat(x_U.astype(jnp.int32), unit.rows) for x_U in (owner_B, shared_U)
   )
-  return Prompts(first_B, shared_B, shared_B), shared_U + own_UG.sum(1, dtype=jnp.int32)
+  return Prompts(owner_B, shared_B, shared_B), shared_U + own_UG.sum(1, dtype=jnp.int32)

@@ -122,7 +122,7 @@ def unmet(config: Config, need: str) -> Inert | None:
     names = ' or '.join(repr(x) for x in rules if getattr(rules[x], name))
     condition = Need(is_on, f'{part}.rule', f'set {part}.rule={names}')
   else:
-    limit = '' if is_on(config) == '' else ' above 0'
+    limit = {str: '', bool: '=True'}.get(type(is_on(config)), ' above 0')
     condition = Need(is_on, need, f'set {need}{limit}')
   value = operator.attrgetter(condition.knob)(config)
   if value is None or condition.met(config):

@@ -16,6 +16,7 @@ from bapo_jax.learner import objective as objective_lib
 from bapo_jax.learner import pictured, scoring
 from bapo_jax.models import transformer
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.packing import Unit
 from bapo_jax.training import sft
 
 PROMPTS, GALLERY = problems()
@@ -133,6 +134,8 @@ STORED = {'grad_accum_steps': 3, 'schedule': Schedule(bounds_pass='stored')}
   [
     (False, 1, {}),
     (True, 1, STORED),
+    (True, 1, {'unit': Unit(G, NEW)}),
+    (False, 1, {'unit': Unit(2, NEW)} | STORED),
     (False, 8, {'grad_accum_steps': 2}),
     (True, 8, {'grad_accum_steps': 2}),
   ],

@@ -14,6 +14,7 @@ from bapo_jax.algorithms import advantage, clip
 from bapo_jax.learner import learner, scoring
 from bapo_jax.models import decoder
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.packing import Unit
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.models.vision import sequence
 from bapo_jax.types import Groups, Routes
@@ -36,8 +37,10 @@ def sampled(compute: str = 'float32') -> Groups:
   return making.sampled(making.params(SPEC), spec, P, G, T, [1, 2, 3, 2])
 
 
-def score(groups: Groups, spec: ModelSpec = SPEC) -> np.ndarray:
-  run = functools.partial(scoring.score, rows=P * G, spec=spec, temperature=1.0)
+def score(groups: Groups, spec: ModelSpec = SPEC, unit: Unit = Unit()) -> np.ndarray:
+  run = functools.partial(
+    scoring.score, rows=P * G, spec=spec, temperature=1.0, unit=unit
+  )
   return np.asarray(jax.jit(run)(making.params(SPEC), groups))
 
 
@@ -70,6 +73,17 @@ def test_a_token_without_a_route_takes_the_live_one():
   found = score(groups._replace(routes_PGTX=jnp.asarray(some)))
   assert (found[:, ::2] == score(sampled())[:, ::2]).all()
   assert (found[:, 1::2] == score(groups)[:, 1::2]).all()
+
+
+@pytest.mark.parametrize('rows', [2, G])
+def test_a_shared_prompt_takes_the_routes_of_a_row_that_has_some(rows):
+  groups, unit = shuffled(), Unit(rows, T - 1)
+  making.close(score(groups, unit=unit), score(groups), count=T * SPEC.width)
+  some = np.asarray(groups.routes_PGTX).copy()
+  some[:, ::2] = NONE  # as of given responses, which come first
+  groups = groups._replace(routes_PGTX=jnp.asarray(some))
+  found, wanted = score(groups, unit=unit), score(groups)
+  making.close(found[:, 1::2], wanted[:, 1::2], count=T * SPEC.width)
 
 
 def test_sampler_and_learner_agree_to_rounding():

@@ -27,6 +27,7 @@ SLIPS = [  # overrides, what the sentence must say
   # knobs of something that is switched off
   ('buffer.capacity=128', "set batch.rule='replay' or 'adapted'"),
   ('loss.kl_direction=policy_behavior', 'set loss.kl above 0'),
+  ('learner.pack=False learner.share_prompts=2', 'set learner.pack=True'),
   ('loss.rule=decoupled loss.cap=inf loss.beyond_cap=mask', 'set loss.cap below inf'),
   ('rollout.cache=keep', 'set rollout.max_off_policy_steps above 0'),
   ('rollout.max_off_policy_steps=2', 'set rollout.max_tokens_per_step below'),
