@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -295,13 +296,24 @@ def exit_now(status: int) -> NoReturn:
   os._exit(status)
 
 
+def is_collective(error: BaseException) -> bool:
+  """Returns whether a collective or barrier failed.
+
+  A compiled program that is called again raises a plain ValueError then, without a
+  frame of JAX, whose text begins with a status: UNKNOWN: Gloo AllGather failed.
+  """
+  if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
+    return True
+  return isinstance(error, ValueError) and bool(re.match('[A-Z_]+: ', str(error)))
+
+
 def failed(error: BaseException) -> NoReturn:
   """Prints the traceback of an unexpected error and ends this process with status 1.
 
   If a collective or barrier failed, another process is probably gone. Then this waits
   first, so that JAX can abort this process, with the sentence of `_explain_abort`.
   """
-  if isinstance(error, TimeoutError) or type(error).__name__ == 'JaxRuntimeError':
+  if is_collective(error):
     time.sleep(HEARTBEAT_S + 3)
   traceback.print_exception(error)
   place = f'process {_here.process} of {len(_here.run)}'

@@ -199,6 +199,7 @@ def test_an_error_of_one_process_is_an_error_of_all(tmp_path, wrong):
 def test_the_others_end_with_a_sentence_when_a_process_is_gone(tmp_path, loss):
   victim = 0 if loss == signal.SIGKILL else 1
   source = (
+    'exchange.agree([0])\n'  # the next one fails in a program that is called again
     'print("up")\n'
     'try:\n'
     f'  if hosts.process() == {victim}:\n'
@@ -225,6 +226,13 @@ def test_the_others_end_with_a_sentence_when_a_process_is_gone(tmp_path, loss):
   if not loss:
     assert ended == 1
     assert "process 1 of 2: KeyError: 'lost'" in other and 'Traceback' in other
+
+
+def test_a_failed_collective_is_no_refusal():
+  # As JAX 0.10 raises it from compiled dispatch.
+  lost = ValueError('UNKNOWN: Gloo AllGather failed: Connection closed by peer')
+  assert hosts.is_collective(lost) and hosts.is_collective(TimeoutError())
+  assert not hosts.is_collective(ValueError('steps=0: give an integer, at least 1'))
 
 
 def test_a_process_that_stays_alone_ends_with_a_sentence(tmp_path):
