@@ -108,7 +108,7 @@ def attend(
   if kind == 'plain' or (shared and kind == 'flash' and width(kind, C, True) > WIDEST):
     return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, is_causal=is_causal)
   scale = C**-0.5
-  if shared:
+  if shared and segment_BT is not None:
     q_BTHC, k_BTKC = _tell_apart(q_BTHC, k_BTKC, segment_BT, shared)
     v_BTKC = jnp.pad(v_BTKC, ((0, 0), (0, 0), (0, 0), (0, 2 * CODE)))
     segment_BT = shared.reads_BT
