@@ -9,6 +9,7 @@ of G rows.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -175,11 +176,12 @@ def fastest_unit(
   *,
   group_size: int,
   response: int,
+  fits: Callable[[Unit], bool] = lambda unit: True,
 ) -> tuple[Unit, float]:
   """Returns the fastest unit of full rows, and its time over that without sharing.
 
   The first arguments are those of `shape_of`; `response` is the maximum tokens of a
-  response, and the units of a group are equal.
+  response, and the units of a group are equal. Rows share nothing if no unit `fits`.
   """
 
   def time(unit: Unit) -> float:
@@ -189,8 +191,9 @@ def fastest_unit(
     )
     return cost(spec, shape)
 
-  sizes = (n for n in range(1, group_size + 1) if group_size % n == 0)
-  unit = min((Unit(n, response) for n in sizes), key=time)
+  sizes = (n for n in range(2, group_size + 1) if group_size % n == 0)
+  units = filter(fits, (Unit(n, response) for n in sizes))
+  unit = min([Unit(1, response), *units], key=time)
   return unit, time(unit) / time(Unit())
 
 
