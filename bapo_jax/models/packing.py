@@ -26,8 +26,8 @@ ATTENTION = 0.02
 # Time of a FLOP of `attention.blockwise`, softmax included, over that of one of other
 # products on a CPU: 2.1 and 2.6 by the embedded policy with units of 8 and 4.
 SLOWER = 2
-# Share of the counted time above which units of rows are not faster than rows: they fill
-# bins less well, and shorter rows repeat less. Counts of .93 took .96 to 1.04.
+# Counted share of the time above which units of rows are no faster: they fill bins less
+# well, and shorter rows repeat less. Counts of .93 took .96 to 1.04.
 WORTH = 0.9
 
 
