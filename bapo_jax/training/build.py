@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,8 +65,6 @@ def tabulate(r: Resolved) -> Material:
   config = r.config
   record = None
   if config.rollout.records:
-    # The bins of `packing.shape_of` have room for responses up to the unit's maximum.
-    unit = unit_of(config, r.spec)
     record = records.read(
       config.rollout.records,
       r.tokenizer,
@@ -76,8 +73,17 @@ def tabulate(r: Resolved) -> Material:
       length=config.row_length,
       vocab=r.spec.vocab,
       scored=recomputes(config),
-      longest=unit.response if unit.rows > 1 else math.inf,
     )
+    # A record may have longer responses behind short prompts, but the bin of a unit has
+    # room for the maximum of each: rows would overlap.
+    unit = unit_of(config)
+    longest = max(len(x.tokens) for group in record.groups for x in group.responses)
+    if unit.rows > 1 and longest > unit.response:
+      raise ValueError(
+        f'rollout.records has a response of {longest} tokens, more than sampler.'
+        f'max_new_tokens={unit.response}, on which learner.share_prompts={unit.rows} '
+        'counts; raise sampler.max_new_tokens, or set learner.share_prompts=1'
+      )
   problems, held_out = prompts.load(
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )
