@@ -32,7 +32,7 @@ SPEC = transformer.ModelSpec(
 QWEN2 = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
 )
-QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm='head', head_width=8)
 
 MIXTURE = dataclasses.replace(  # called qwen3_moe
   QWEN3, vocab=24, kv_heads=4, head_width=4, ffn=12, experts=8, active=2

@@ -426,7 +426,7 @@ def saved_bytes(
   if kind == 'dots':
     attended = (c * C + 4) * H if spec.attention in attention.FUSED else 0
     return c * (2 * D + (H + 2 * K) * C) + ffn + attended
-  norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
+  norms = (16 + 2 * c) * D + bool(spec.qk_norm) * 8 * (H + K) * C
   scores = 4 * H
   blocks = 1.0
   if spec.attention == 'plain':

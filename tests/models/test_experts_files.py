@@ -46,7 +46,8 @@ def test_the_published_model():
     128,
     8,
   )
-  assert found.norm_topk and found.qk_norm and not (found.qkv_bias or found.tied)
+  assert found.norm_topk and not (found.qkv_bias or found.tied)
+  assert found.qk_norm == 'head'
   assert transformer.count(found) == 30_532_122_624  # as published: 30.5 B
   stored = hf_weights.stored(found)
   assert len([name for name in stored if '.experts.' in name]) == 18_432

@@ -52,7 +52,7 @@ def temporaries(spec, kind, rank=0):
 
 
 @pytest.mark.parametrize(
-  ('qk_norm', 'rank', 'kinds'), [(True, 0, budget.REMATS), (False, 4, ['dots'])]
+  ('qk_norm', 'rank', 'kinds'), [('head', 0, budget.REMATS), ('', 4, ['dots'])]
 )
 def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
   # A difference of two depths leaves out what does not depend on the depth. Over eight

@@ -27,7 +27,7 @@ class Architecture(NamedTuple):
 
   name: str
   qkv_bias: bool = False
-  qk_norm: bool = False
+  qk_norm: str = ''
   head_width: int | None = None  # if config.json has no head_dim; None: D / H
   windowed: bool = False  # all layers use sliding_window, unless it is null
   defaults: Options | None = None  # for absent options; null is a value
@@ -43,11 +43,11 @@ ARCHITECTURES = {
     defaults={'sliding_window': 4096, 'num_key_value_heads': 8},
   ),
   'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
-  'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
+  'qwen3': Architecture('Qwen3ForCausalLM', qk_norm='head', head_width=128),
   VISION: Architecture('Qwen2_5_VLForConditionalGeneration', qkv_bias=True),
   EXPERTS: Architecture(
     'Qwen3MoeForCausalLM',
-    qk_norm=True,
+    qk_norm='head',
     defaults={'sliding_window': 4096, 'num_key_value_heads': 4},
   ),
 }
