@@ -72,6 +72,11 @@ class ModelSpec:
   replay_routes: str = _D.replay_routes
 
   @property
+  def layer_kinds(self) -> tuple[LayerKind, ...]:
+    """Returns the kind of each layer."""
+    return self.kinds or (LayerKind(),) * self.layers
+
+  @property
   def active_ffn(self) -> int:
     """Returns the feed-forward width that a token uses."""
     return self.ffn * (self.active if self.experts else 1)

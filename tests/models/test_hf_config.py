@@ -220,7 +220,6 @@ REFUSED = [
   ("hidden_size='16'", {'hidden_size': '16'}),
   ("rope_type='longrope'", {'rope_scaling': {'type': 'longrope', **LISTS}}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
-  ('sliding_window=4096', MISTRAL | {'max_position_embeddings': 32768}),
   ('sliding_window=32', WINDOW | {'layer_types': ['full', 'sliding_attention']}),
 ]
 REFUSED_VISION = [
