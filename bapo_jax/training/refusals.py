@@ -230,6 +230,14 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
       f"{prompt} + response {new} tokens exceed the model's {spec.positions} "
       'positions; lower one of the two knobs'
     )
+  rows = config.learner.share_prompts or 1
+  window = max(kind.window for kind in spec.layer_kinds)
+  if rows > 1 and window:
+    yield (
+      f'learner.share_prompts={rows}: layers of model.path={config.model.path} attend '
+      f'to the last {window} columns, in which a shared prompt does not precede its '
+      'responses; give 1'
+    )
   if sft.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)
   else:
