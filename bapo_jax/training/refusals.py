@@ -105,11 +105,6 @@ def _shared_prompts(config: Config) -> Iterator[str]:
       f'learner.share_prompts={rows} does not divide sampler.group_size='
       f'{config.sampler.group_size}; give a divisor, or 1'
     )
-  if rows > 1 and config.model.attention not in (None, 'plain'):
-    yield (
-      f'learner.share_prompts={rows} needs model.attention=plain, not '
-      f'{config.model.attention}, whose mask has one text per column; give 1'
-    )
 
 
 def _packages(config: Config) -> Iterator[str]:
