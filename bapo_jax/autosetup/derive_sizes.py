@@ -195,8 +195,7 @@ def share_prompts(config: Config, facts: Facts) -> Number:
   spec = spec_of(config, facts)
   reasons = {
     'no packing': not config.learner.pack,
-    f'attention {spec.attention}': spec.attention != 'plain',
-    'layers with windows': any(kind.window for kind in spec.layer_kinds),
+    'layers with windows': spec.widest_window > 0,
   }
   if any(reasons.values()):
     reason = next(filter(reasons.get, reasons))
