@@ -431,6 +431,7 @@ def saved_bytes(
           their sums, and weighted sums of the values;     12 H + 4 H C
           keys and values again for n blocks of queries    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
+          several kinds of layers: q, k again, and masks   c (H + K) C + H L / K
 
   With experts, F is replaced as in `_experts_bytes`. Heads and F are divided over
   `tensor` devices; with sequence sharding, D too. L, the mean number of keys that a
@@ -456,25 +457,26 @@ def saved_bytes(
   norms = ((32 if spec.norms == 'sandwich' else 16) + 2 * c) * D
   norms += bool(spec.qk_norm) * 8 * (H + K) * C
   scores = 4 * H
-  blocks = 1.0
-  if live_blocks := _stored_keys(spec, length):
-    live, blocks = live_blocks
+  live, blocks = _stored_keys(spec, length)
+  if live:
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
+  if len(set(spec.layer_kinds)) > 1:
+    scores += c * (H + K) * C + H / K * live
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
 
 
-def _stored_keys(spec: ModelSpec, length: int) -> tuple[float, float] | None:
-  """Returns what `attention.blockwise` saves of a layer; None if it is not used.
+def _stored_keys(spec: ModelSpec, length: int) -> tuple[float, float]:
+  """Returns (mean keys per query, copies of a key) of the scores that a layer saves.
 
-  The mean number of keys per query whose scores are saved, and the copies of a key over
-  all blocks. Layers of several windows are branches of one program, which save the
-  arrays of every branch, those of equal shape once.
+  They are (0, 1) if no layer uses `attention.blockwise`. Layers of several windows are
+  branches of one program, which save the arrays of every branch, those of equal shape
+  once.
   """
   windows = {kind.window for kind in spec.layer_kinds}
   if spec.attention == 'flash':
     windows.discard(0)  # only windows use `blockwise`
   if spec.attention == 'splash' or not windows:
-    return None
+    return 0.0, 1.0
   size = attention.query_block(length)
   blocks = collections.Counter[tuple[int, int]]()
   for window in windows:
