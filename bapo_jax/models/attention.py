@@ -416,7 +416,7 @@ def splash(
       block_q=n,
       block_kv=n,
       block_q_dkv=n,
-      block_kv_dkv=key_block(T + pad),
+      block_kv_dkv=key_block(T + pad, C + wide),
       block_kv_dkv_compute=n,
       use_fused_bwd_kernel=True,
     ),
@@ -437,11 +437,14 @@ def splash(
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
 
 
-def key_block(length: int) -> int:
+def key_block(length: int, channels: int) -> int:
   """Returns the number of keys per block in the TPU kernel's backward pass.
 
-  `length` is a multiple of LANES. The kernel writes the gradient of all queries for
+  `length` is a multiple of LANES, and so are the `channels` of a head. The kernel writes the gradient of all queries for
   every block, [blocks, H, T, C], and sums over blocks afterwards. With small blocks the
-  size of this array is quadratic in the length.
+  size of this array is quadratic in the length. Blocks of 1,536 keys of 256 channels
+  exceed the 16 MiB that a v5e has for the kernel.
   """
-  return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
+  sizes = (2048, 1536, 1024, 512, 256, LANES)
+  most = max(LANES, 2048 * LANES // channels)
+  return next(n for n in sizes if n <= most and length % n == 0)
