@@ -440,10 +440,10 @@ def splash(
 def key_block(length: int, channels: int) -> int:
   """Returns the number of keys per block in the TPU kernel's backward pass.
 
-  `length` is a multiple of LANES, and so are the `channels` of a head. The kernel writes the gradient of all queries for
-  every block, [blocks, H, T, C], and sums over blocks afterwards. With small blocks the
-  size of this array is quadratic in the length. Blocks of 1,536 keys of 256 channels
-  exceed the 16 MiB that a v5e has for the kernel.
+  `length` is a multiple of LANES, and so are the `channels` of a head. The kernel
+  writes the gradient of all queries for every block, [blocks, H, T, C], and sums over
+  blocks afterwards. With small blocks the size of this array is quadratic in the
+  length. Blocks of 1,536 keys of 256 channels exceed a v5e's 16 MiB for a kernel.
   """
   sizes = (2048, 1536, 1024, 512, 256, LANES)
   most = max(LANES, 2048 * LANES // channels)

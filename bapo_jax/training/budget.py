@@ -2,10 +2,10 @@
 
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
 TPU programs, and within 12 % for seven of GPUs; it was 22 % too low for one row of 3k
-per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a 30B with experts
-it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a vision tower,
-only weights are counted. On a host, Python and compiled programs take about half a GiB
-more. --mode=plan compiles instead.
+per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a 30B
+with experts it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a
+vision tower, only weights are counted. On a host, Python and compiled programs take
+about half a GiB more. --mode=plan compiles instead.
 """
 
 import collections
