@@ -2,7 +2,8 @@
 
 Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed and
 it takes the heads) and `splash` on a TPU. Only `blockwise` stores scores, [T, T]; if
-causal, half of them.
+causal, half of them; with a window, fewer. The GPU's kernel for packed rows has no
+windows: layers with a window use `blockwise` there.
 Decoding has one query per slot: `cached` reads the cache of every slot up to the
 longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
@@ -105,18 +106,25 @@ def attend(
   """
   if kind is None:
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
-  if kind == 'plain':
-    return blockwise(
-      q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, window=window, is_causal=is_causal
-    )
-  assert shared is None, 'the kernels compare one segment per column'
   B, _, H, C = q_BTHC.shape
   if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
     # cuDNN is faster, but on packed rows it needs a mask of [T, T].
     return jax.nn.dot_product_attention(
-      q_BTHC, k_BTKC, v_BTKC, is_causal=is_causal, implementation='cudnn'
+      q_BTHC,
+      k_BTKC,
+      v_BTKC,
+      is_causal=is_causal,
+      local_window_size=(window - 1, 0) if window else None,
+      implementation='cudnn',
     )
-  kernel = splash if kind == 'splash' else flash
+  if kind == 'plain' or (kind == 'flash' and window):
+    return blockwise(
+      q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, window=window, is_causal=is_causal
+    )
+  assert shared is None, 'the kernels compare one segment per column'
+  kernel = flash
+  if kind == 'splash':
+    kernel = functools.partial(splash, window=window)
   kernel = functools.partial(kernel, is_causal=is_causal, interpret=interpret)
   mesh = sharding.ambient()
   if mesh is None:
@@ -180,7 +188,7 @@ def blockwise(
     seen = slice(max(0, start + 1 - window) if window else 0, end if is_causal else T)
     live_Btj = (column_T[start:end, None] >= column_T[None, seen])[None]
     if window:
-      live_Btj &= column_T[start:end, None] - column_T[None, seen] < window
+      live_Btj &= (column_T[start:end, None] - column_T[None, seen] < window)[None]
     if not is_causal:
       live_Btj = jnp.ones_like(live_Btj)
     if segment_BT is not None:
@@ -297,6 +305,7 @@ def splash(
   v_BTKC: Array,
   segment_BT: Array | None,
   *,
+  window: int,
   is_causal: bool,
   interpret: bool,
 ) -> Array:
@@ -308,7 +317,10 @@ def splash(
   pad = -T % LANES
   wide = -C % LANES
   n = next(size for size in (512, 256, LANES) if (T + pad) % size == 0)
-  mask = (lib.CausalMask if is_causal else lib.FullMask)((T + pad, T + pad))
+  shape = T + pad, T + pad
+  mask = (lib.CausalMask if is_causal else lib.FullMask)(shape)
+  if window:
+    mask = lib.LocalMask(shape, (window - 1, 0), offset=0)
   kernel: Any = lib.make_splash_mha(
     lib.MultiHeadMask([mask] * H),
     head_shards=1,

@@ -248,7 +248,7 @@ def decode(
       from bapo_jax.models import ragged  # loads Pallas
 
       attended_SHC, extended = ragged.attend(
-        q_SHC, (k_SKC, v_SKC), segments[0], position_S, length_S
+        q_SHC, (k_SKC, v_SKC), segments[0], position_S, length_S, kind.window
       )
       new.append([extended])
     else:

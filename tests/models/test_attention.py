@@ -50,7 +50,7 @@ def segments(T=T):
   return jnp.asarray(np.where(text_BT == 2, -1, text_BT), jnp.int32)
 
 
-def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
+def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True, window=0):
   """Row by row, head by head, query by query, in float64."""
   q, k, v = (np.asarray(x, np.float64) for x in (q_BTHC, k_BTKC, v_BTKC))
   segment_BT = None if segment_BT is None else np.asarray(segment_BT)
@@ -58,12 +58,28 @@ def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
   for b, t, h in np.ndindex(q.shape[:3]):
     head = h * k.shape[2] // q.shape[2]
     seen = np.arange(t + 1 if is_causal else q.shape[1])
+    seen = seen[-window:]  # of -0: all
     if segment_BT is not None:
       seen = seen[segment_BT[b, seen] == segment_BT[b, t]]
     score = k[b, seen, head] @ q[b, t, h] / np.sqrt(q.shape[-1])
     weight = np.exp(score - score.max())
     out[b, t, h] = weight @ v[b, seen, head] / weight.sum()
   return out
+
+
+@pytest.mark.parametrize('window', [1, 5, 39, 40, 200])
+@pytest.mark.parametrize('T', [40, 200])
+@pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_window_hides_all_but_the_last_columns_of_a_text(kernel, packed, T, window):
+  # 200 columns are several blocks; the windows of 39, 40 and 200 are all columns but
+  # one, and all, of a row of 40 or 200.
+  args = example(1, B=2, T=T, H=2)
+  segment_BT = segments(T)[2:] if packed else None
+  attend = functools.partial(KERNELS[kernel], window=window)
+  found = jax.jit(attend)(*args, segment_BT=segment_BT)
+  expected = oracle(*args, segment_BT, window=window)
+  np.testing.assert_allclose(found, expected, atol=32 * EPS * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
