@@ -91,6 +91,13 @@ ARCHITECTURES = {
     windows=True,
     rotations=('scaled', 'plain'),
   ),
+  'gemma': Architecture(
+    'GemmaForCausalLM',
+    {'norm_offset': True},
+    defaults={'head_dim': 256, 'num_key_value_heads': 16, 'tie_word_embeddings': True},
+    unread={'hidden_act': 'gelu_pytorch_tanh'},  # transformers 4 ignores it
+    scaled_embedding=True,
+  ),
   'gemma3_text': Architecture(
     'Gemma3ForCausalLM',
     {'norms': 'sandwich', 'norm_offset': True, 'qk_norm': 'head'},
@@ -112,14 +119,14 @@ ARCHITECTURES = {
     scaled_embedding=True,
   ),
 }
-# A model_type that is not supported -> the reason.
+# A model_type that is not supported -> what it would need.
 LACKING = {
-  'gemma2': 'soft caps of scores and logits',
-  'gemma3': 'the vision tower of Gemma 3',
-  'gemma4': 'keys that are also values, and heads of two widths',
-  'gpt_oss': 'attention sinks',
-  'qwen3_5': 'linear attention',
-  'qwen3_next': 'linear attention',
+  'gemma2': 'it has soft caps of scores and logits',
+  'gemma3': 'it has a vision tower; gemma-3-270m and gemma-3-1b have none',
+  'gemma4': 'it has inputs per layer, and heads of two widths',
+  'gpt_oss': 'it has attention sinks',
+  'qwen3_5': 'it has linear attention',
+  'qwen3_next': 'it has linear attention',
 }
 FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'vocab': 'vocab_size',
@@ -232,12 +239,12 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
 
   Raises ValueError if an architecture or an option is not supported.
   """
-  kind = c.get('model_type', '')
+  kind = c.get('model_type') or ''
   implied = ARCHITECTURES.get(kind)
   if implied is None:
-    reason = f', because of {LACKING[kind]}' if kind in LACKING else ''
+    reason = LACKING.get(kind.removesuffix('_text'), 'it is unknown')
     raise ValueError(
-      f'model_type={c.get("model_type")!r} is not supported{reason}; choose a model '
+      f'model_type={c.get("model_type")!r} is not supported: {reason}; choose a model '
       f'with one of {sorted(ARCHITECTURES)}'
     )
   if (quantized := c.get('quantization_config')) is not None:
@@ -401,8 +408,9 @@ def _check_only(c, only, where=''):
     # Files round 1 / 255.
     if isinstance(wanted, float) and math.isclose(value, wanted, rel_tol=1e-8):
       continue
+    allowed = 'null' if wanted is None else repr(wanted)
     raise ValueError(
-      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct it '
+      f'{option}={value!r:.60}{where} is not supported, only {allowed} is; correct it '
       "in the model's JSON files, or choose another model"
     )
 
@@ -522,7 +530,8 @@ def _reads_back(config: Options, spec: ModelSpec) -> bool:
     read = spec_of(config, spec.compute)
   except ValueError:  # such as a window of a model_type without windows
     return False
-  own = {name: getattr(spec, name) for name in NOT_IN_CONFIG}
+  unused = () if spec.experts else ('active', 'norm_topk')
+  own = {name: getattr(spec, name) for name in (*NOT_IN_CONFIG, *unused)}
   return dataclasses.replace(read, **own) == spec
 
 
