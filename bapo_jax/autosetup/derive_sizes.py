@@ -193,9 +193,13 @@ def micro_batches(config: Config, facts: Facts) -> Number:
 def share_prompts(config: Config, facts: Facts) -> Number:
   """Derives learner.share_prompts: the responses per prompt of the shortest pass."""
   spec = spec_of(config, facts)
-  if spec.attention != 'plain' or not config.learner.pack:
-    kernel = f'attention {spec.attention}' if config.learner.pack else 'no packing'
-    return 1, f'{kernel}: each response has its own prompt'
+  reasons = {
+    'no packing': not config.learner.pack,
+    'layers with windows': spec.widest_window > 0,
+  }
+  if any(reasons.values()):
+    reason = next(filter(reasons.get, reasons))
+    return 1, f'{reason}: each response has its own prompt'
   unit, share = packing.fastest_unit(
     spec,
     config.minibatch_rows,

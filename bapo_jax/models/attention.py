@@ -37,6 +37,8 @@ FLASH_K = 64
 FLASH_BACK = 64
 FLASH_WARPS = 8
 CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
+CODE = 8  # bits that tell the segments of a shared column apart, for the kernels
+FAR = 2.0**20  # below any other score
 
 
 class Shared(NamedTuple):
@@ -98,15 +100,16 @@ def attend(
     kind: the name of a kernel, which is not checked; None: by platform.
     segment_BT: for packed rows, the segment of each column: a query attends to the
       columns of its segment only. Empty columns need a segment too, such as -1.
-    shared: columns of other segments to attend to, for kind 'plain' alone.
+    shared: columns of other segments to attend to, by up to 2^CODE adjacent segments.
     window: if causal, the number of last columns that a query attends to, its own
-      included; 0: no limit.
+      included; 0: no limit. Not with `shared`, whose columns may be anywhere before.
     is_causal: whether a query attends only to keys up to its column, not to all keys.
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
-  if kind is None:
-    kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, q_BTHC.shape[-1])
   B, _, H, C = q_BTHC.shape
+  assert not (shared and window), 'columns of a window follow each other'
+  if kind is None:
+    kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, C)
   if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
     # cuDNN is faster, but on packed rows it needs a mask of [T, T].
     return jax.nn.dot_product_attention(
@@ -117,18 +120,25 @@ def attend(
       local_window_size=(window - 1, 0) if window else None,
       implementation='cudnn',
     )
-  if kind == 'plain' or (kind == 'flash' and window):
+  too_wide = shared and width(kind, C, True) > WIDEST
+  if kind == 'plain' or (kind == 'flash' and (window or too_wide)):
     return blockwise(
       q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, window=window, is_causal=is_causal
     )
-  assert shared is None, 'the kernels compare one segment per column'
+  scale = C**-0.5
+  if shared and segment_BT is not None:
+    q_BTHC, k_BTKC = _tell_apart(q_BTHC, k_BTKC, segment_BT, shared)
+    v_BTKC = jnp.pad(v_BTKC, ((0, 0), (0, 0), (0, 0), (0, 2 * CODE)))
+    segment_BT = shared.reads_BT
   kernel = flash
   if kind == 'splash':
     kernel = functools.partial(splash, window=window)
-  kernel = functools.partial(kernel, is_causal=is_causal, interpret=interpret)
+  kernel = functools.partial(
+    kernel, scale=scale, is_causal=is_causal, interpret=interpret
+  )
   mesh = sharding.ambient()
   if mesh is None:
-    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
   # XLA cannot partition a kernel: each device runs it on its rows and heads.
   K = k_BTKC.shape[2]
   shards = mesh.shape['tensor']
@@ -144,7 +154,43 @@ def attend(
     in_specs=(by_head, by_head, by_head, P(rows)),
     out_specs=by_head,
     check_vma=False,
-  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
+
+
+def width(kind: str | None, head_width: int, is_shared: bool = False) -> int:
+  """Returns the channels of a head that a kernel computes with, if columns are shared.
+
+  Pallas pads heads to powers of two on a GPU, and to LANES on a TPU.
+  """
+  if kind not in FUSED:
+    return head_width
+  channels = head_width + 2 * CODE * is_shared
+  if kind == 'splash':
+    return -(-channels // LANES) * LANES
+  return 1 << (channels - 1).bit_length()
+
+
+def _tell_apart(
+  q_BTHC: Array, k_BTKC: Array, segment_BT: Array, shared: Shared
+) -> tuple[Array, Array]:
+  """Appends 2 CODE channels that take FAR from the scores of other segments.
+
+  The kernels compare one id per column, that of the shared column here. A query's
+  channels are the bits of its segment and their complements; a key's are -FAR where
+  those of its segment are 0, unless it is shared. So a product is exactly 0 for keys of
+  the query's segment and shared ones, and at most -FAR for others.
+  """
+  bit_BTX = (segment_BT[..., None] >> jnp.arange(CODE)[None, None]) & 1
+  query_BTX = jnp.concatenate([bit_BTX, 1 - bit_BTX], -1)
+  is_shared_BT1 = (shared.shared_BT == shared.reads_BT)[..., None]
+  key_BTX = jnp.where(is_shared_BT1, 0, -FAR * (1 - query_BTX))
+
+  def append(x_BTHC, channels_BTX):
+    shape = *x_BTHC.shape[:3], 2 * CODE
+    channels = jnp.broadcast_to(channels_BTX[:, :, None], shape)
+    return jnp.concatenate([x_BTHC, channels.astype(x_BTHC.dtype)], -1)
+
+  return append(q_BTHC, query_BTX), append(k_BTKC, key_BTX)
 
 
 def query_block(length: int) -> int:
@@ -265,6 +311,7 @@ def flash(
   v_BTKC: Array,
   segment_BT: Array | None,
   *,
+  scale: float,
   is_causal: bool,
   interpret: bool,
 ) -> Array:
@@ -286,7 +333,7 @@ def flash(
     k=k,
     v=v,
     segment_ids=segment_BT,
-    sm_scale=C**-0.5,
+    sm_scale=scale,
     causal=is_causal,
     block_sizes=lib.BlockSizes(FLASH_Q, FLASH_K, *[FLASH_BACK] * 4),
     num_warps=FLASH_WARPS,
@@ -305,6 +352,7 @@ def splash(
   v_BTKC: Array,
   segment_BT: Array | None,
   *,
+  scale: float,
   window: int,
   is_causal: bool,
   interpret: bool,
@@ -340,7 +388,7 @@ def splash(
   # query attends to them.
   q, k, v = (
     jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, wide))).swapaxes(1, 2)
-    for x in (q_BTHC * jnp.asarray(C**-0.5, q_BTHC.dtype), k_BTKC, v_BTKC)
+    for x in (q_BTHC * jnp.asarray(scale, q_BTHC.dtype), k_BTKC, v_BTKC)
   )
   ids = None
   if segment_BT is not None:

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int32, UInt
 
 from bapo_jax import sharding
-from bapo_jax.models.attention import Shared
+from bapo_jax.models import attention
 from bapo_jax.models.transformer import ModelSpec
 
 # Attention's largest share of a layer's products in a bin of several rows.
@@ -61,7 +61,7 @@ class Cells(NamedTuple):
   wanted_RT: Bool[Array, 'R T']  # True where the target is scored
   places: Places | None = None  # [R, T]; None: prompts have no pictures
   routes_RTX: UInt[Array, 'R T X'] | None = None  # see types.Batch
-  shared: Shared | None = None  # the prompts of units; None: none is shared
+  shared: attention.Shared | None = None  # the prompts of units; None: none is shared
 
 
 class Prompts(NamedTuple):
@@ -127,7 +127,8 @@ class Packed(struct.PyTreeNode):
       row_RT = at_RT // T
       reads_RT = jnp.where(filled_RT, shared.owner_B[row_RT], -1)
       prompt_RT = filled_RT & (at_RT % T < shared.length_B[row_RT])
-      cells = cells._replace(shared=Shared(reads_RT, jnp.where(prompt_RT, row_RT, -2)))
+      reads = attention.Shared(reads_RT, jnp.where(prompt_RT, row_RT, -2))
+      cells = cells._replace(shared=reads)
     if self.places is None:
       return cells
     parts_X3 = self.places.parts_BT3.reshape(-1, 3)
@@ -157,12 +158,13 @@ class Packed(struct.PyTreeNode):
     return jnp.where(inside_BT, cell_BT, math.prod(self.shape))
 
 
-def cost(spec: ModelSpec, shape: Shape) -> float:
+def cost(spec: ModelSpec, shape: Shape, is_shared: bool) -> float:
   """Estimates the time of a pass over all cells, in that of a cell's other products.
 
   In a bin of T cells a query attends to T / 2 keys on average.
   """
-  attended = spec.heads * spec.head_width * shape.width
+  channels = attention.width(spec.attention, spec.head_width, is_shared)
+  attended = spec.heads * channels * shape.width
   return math.prod(shape) * (1 + SLOWER * attended / _weights(spec))
 
 
@@ -187,7 +189,7 @@ def fastest_unit(
     shape = shape_of(
       units, unit.cells(length), micro_batches, shards, width=widest(spec)
     )
-    return cost(spec, shape)
+    return cost(spec, shape, unit.rows > 1)
 
   sizes = (n for n in range(1, group_size + 1) if group_size % n == 0)
   unit = min((Unit(n, response) for n in sizes), key=time)

@@ -77,6 +77,11 @@ class ModelSpec:
     return self.kinds or (LayerKind(),) * self.layers
 
   @property
+  def widest_window(self) -> int:
+    """Returns the largest window of a layer; 0 if no layer has a window."""
+    return max(kind.window for kind in self.layer_kinds)
+
+  @property
   def active_ffn(self) -> int:
     """Returns the feed-forward width that a token uses."""
     return self.ffn * (self.active if self.experts else 1)
@@ -114,14 +119,18 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
   tree: dict[str, Initialiser] = {
     'embed': ((V, D), 0.02 if D > 512 else D**-0.5),
     'final_norm': ((D,), one),
+    'layers/attn_norm': ((L, D), one),
     'layers/q': ((L, D, H, C), inner),
     'layers/k': ((L, D, K, C), inner),
     'layers/v': ((L, D, K, C), inner),
     'layers/o': ((L, H, C, D), outer * (H * C) ** -0.5),
+    'layers/mlp_norm': ((L, D), one),
   }
-  for place in ('norm', 'post_norm'):
-    if spec.norms in ('sandwich', 'post' if place == 'post_norm' else 'pre'):
-      tree |= {f'layers/{name}_{place}': ((L, D), one) for name in ('attn', 'mlp')}
+  for name in ('attn', 'mlp'):
+    if spec.norms != 'pre':
+      tree[f'layers/{name}_post_norm'] = ((L, D), one)
+    if spec.norms == 'post':
+      del tree[f'layers/{name}_norm']
   if E := spec.experts:
     tree |= {
       'layers/router': ((L, D, E), inner),

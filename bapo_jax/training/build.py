@@ -126,7 +126,7 @@ def make_train_step(
     schedule=schedule,
     temperature=config.sampler.temperature,
     pack=config.learner.pack,
-    unit=unit_of(config, spec),
+    unit=unit_of(config),
     grad_accum_steps=config.learner.grad_accum_steps,
     bounds_scope=config.learner.bounds_scope,
     length=config.sampler.max_new_tokens,
@@ -135,10 +135,9 @@ def make_train_step(
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def unit_of(config: Config, spec: ModelSpec) -> Unit:
-  """Returns the rows that share a prompt; a teacher's kernel may compute one alone."""
-  shares = config.learner.pack and spec.attention == 'plain'
-  rows = config.learner.share_prompts if shares else 1
+def unit_of(config: Config) -> Unit:
+  """Returns the rows that share a prompt."""
+  rows = config.learner.share_prompts if config.learner.pack else 1
   return Unit(rows, config.sampler.max_new_tokens)
 
 
@@ -204,12 +203,13 @@ def make_trainer(
   gallery, held_out = pictured.galleries(data.training, data.held_out, spec)
   temperature = config.sampler.temperature
   rows = config.micro_batch_rows
-  score, _ = _scorers(rows, spec, r.schedule, temperature, unit_of(config, spec))
+  score, _ = _scorers(rows, spec, r.schedule, temperature, unit_of(config))
   at_start = sharding.under(mesh, score)
   reference = None
   if teacher is not None:
     of_teacher = (r.teacher or r.model).spec
-    unit = unit_of(config, of_teacher)
+    # A shared prompt does not precede its responses, as a window needs.
+    unit = Unit() if of_teacher.widest_window else unit_of(config)
     reference, _ = _scorers(rows, of_teacher, r.schedule, temperature, unit)
   engine = make_engine(r, gallery)
   pictures = Embedder(gallery, spec, mesh, base, r.schedule) if gallery else None
@@ -324,7 +324,7 @@ def _local_sampler(
     cut_length=config.sampler.cut_length,
   )
   temperature = config.sampler.temperature
-  unit = unit_of(config, r.spec)
+  unit = unit_of(config)
   _, recompute = _scorers(
     config.micro_batch_rows, r.spec, r.schedule, temperature, unit
   )
@@ -385,7 +385,7 @@ def build(
   t = make_trainer(r, data, verifier, timer, base, teacher)
   if isinstance(t.sampler, RecordedSampler) and recomputes(t.config):
     temperature = t.config.sampler.temperature
-    unit = unit_of(t.config, t.spec)
+    unit = unit_of(t.config)
     rows = t.config.micro_batch_rows
     score, _ = _scorers(rows, t.spec, t.schedule, temperature, unit)
     score = functools.partial(sharding.under(t.mesh, score), t.weights(params))

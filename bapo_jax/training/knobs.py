@@ -21,8 +21,9 @@ class LearnerConfig(Section):
     1,
     'Responses of a group that share one computation of their prompt, a divisor of '
     'sampler.group_size; 1: each response has its own; None: the fastest by count, 1 '
-    'unless model.attention=plain.',
+    'for a model with windows.',
     least=1,
+    most=256,
     needs='learner.pack',
   )
   max_consecutive_skips: int = knob(

@@ -105,11 +105,6 @@ def _shared_prompts(config: Config) -> Iterator[str]:
       f'learner.share_prompts={rows} does not divide sampler.group_size='
       f'{config.sampler.group_size}; give a divisor, or 1'
     )
-  if rows > 1 and config.model.attention not in (None, 'plain'):
-    yield (
-      f'learner.share_prompts={rows} needs model.attention=plain, not '
-      f'{config.model.attention}, whose mask has one text per column; give 1'
-    )
 
 
 def _packages(config: Config) -> Iterator[str]:
@@ -229,6 +224,13 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
       f'prompts.max_prompt_tokens={prompt} and sampler.max_new_tokens={new}: prompt '
       f"{prompt} + response {new} tokens exceed the model's {spec.positions} "
       'positions; lower one of the two knobs'
+    )
+  rows = config.learner.share_prompts or 1
+  if rows > 1 and spec.widest_window:
+    yield (
+      f'learner.share_prompts={rows}: layers of model.path={config.model.path} attend '
+      f'to the last {spec.widest_window} columns, in which a shared prompt does not precede its '
+      'responses; give 1'
     )
   if sft.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)

@@ -157,6 +157,50 @@ def test_a_fused_kernel_has_the_gradient_of_plain(kernel, T, packed, is_causal):
     np.testing.assert_allclose(a, b, atol=4 * T**0.5 * EPS * np.abs(b).max())
 
 
+def units(T=T):
+  """Rows of units, as of packing.Cells: (segment_BT, Shared).
+
+  A unit is a prompt and responses: rows 4 to 7 with the prompt of 5, 254 to 257, whose
+  lower bits begin again, two with a long prompt, and one alone. The rest is empty.
+  """
+  row_BT, owner_BT, prompt_BT = (np.zeros((B, T), np.int32) for _ in range(3))
+  for b, (rows, owner, prompt) in enumerate(
+    [
+      ((4, 5, 6, 7), 5, 9),
+      ((254, 255, 256, 257), 254, 1),
+      ((0, 1), 0, 20),
+      ((3,), 3, 0),
+    ]
+  ):
+    ends = np.linspace(prompt, T - 4, len(rows) + 1).astype(int)
+    row_BT[b] = np.repeat((owner, *rows, -1), np.diff([0, *ends, T]))
+    owner_BT[b] = np.where(row_BT[b] >= 0, owner, -1)
+    prompt_BT[b] = np.arange(T) < prompt
+  reads = attention.Shared(owner_BT, np.where(prompt_BT, row_BT, -2))
+  return jnp.asarray(row_BT), jax.tree.map(jnp.asarray, reads)
+
+
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_segments_share_columns(kernel):
+  q, k, v = example(seed=5)
+  segment_BT, shared = units()
+  knobs = {'segment_BT': segment_BT, 'shared': shared}
+  found = with_gradients(functools.partial(KERNELS[kernel], **knobs), (q, k, v), 6)
+  # Each segment again with its shared columns alone, by another function.
+  wanted = np.zeros(q.shape)
+  for b in range(B):
+    for row in set(np.asarray(segment_BT[b]).tolist()):
+      is_mine = np.asarray(segment_BT[b] == row)
+      owner = shared.reads_BT[b][is_mine][0]
+      (at,) = np.nonzero(is_mine | np.asarray(shared.shared_BT[b] == owner))
+      out = oracle(*(x[b : b + 1, at] for x in (q, k, v)))
+      wanted[b, is_mine] = out[0, is_mine[at]]
+  np.testing.assert_allclose(found[0], wanted, atol=32 * EPS * np.abs(wanted).max())
+  expected = with_gradients(functools.partial(KERNELS['plain'], **knobs), (q, k, v), 6)
+  for a, b in zip(found[1:], expected[1:], strict=True):
+    np.testing.assert_allclose(a, b, atol=4 * T**0.5 * EPS * np.abs(b).max())
+
+
 @pytest.mark.parametrize('kv_heads', [1, 4])
 @pytest.mark.parametrize('kernel', attention.FUSED)
 def test_a_fused_kernel_is_split_over_rows_and_heads(kernel, kv_heads):

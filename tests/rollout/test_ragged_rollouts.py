@@ -109,14 +109,18 @@ def extended(new, cache, position_S):
   return k_SKCT, v_SKTC
 
 
-def plain(q_SHC, new, cache, length_S):
+def plain(q_SHC, new, cache, length_S, window=0):
   position_S = jnp.asarray(length_S) - 1
-  return attention.cached(q_SHC, [extended(new, cache, position_S)], position_S)
+  segments = [extended(new, cache, position_S)]
+  return attention.cached(q_SHC, segments, position_S, window)
 
 
-def poisoned(k_SKCT, v_SKTC, length_S, n):
-  """The cache with NaN in every block past the last live block of its slot."""
-  dead_ST = np.arange(T) >= np.asarray(ragged.blocks(length_S, n))[:, None] * n
+def poisoned(k_SKCT, v_SKTC, length_S, n, window=0):
+  """The cache with NaN in every block that has no live column of its slot."""
+  block_T = np.arange(T) // n
+  dead_ST = block_T > (length_S[:, None] - 1) // n
+  if window:
+    dead_ST |= block_T < np.maximum(length_S[:, None] - window, 0) // n
   k_SKCT = jnp.where(dead_ST[:, None, None], jnp.nan, k_SKCT)
   return k_SKCT, jnp.where(dead_ST[:, None, :, None], jnp.nan, v_SKTC)
 
@@ -147,6 +151,23 @@ def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in pair), atol=limit)
   for pair in zip(written, extended(new, cache, position_S), strict=True):
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
+
+
+@pytest.mark.parametrize('slots', [S, 5])
+@pytest.mark.parametrize('window', [1, 2, 70, 129, T])
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_window_is_read_from_its_first_block_on(kernel, window, slots):
+  # Of up to two blocks of 128, or three of 64, that begin at columns of each kind.
+  q, new, cache = example(S=slots)
+  length_S = LENGTHS[:slots]
+  expected = plain(q, new, cache, length_S, window)
+  run = jax.jit(functools.partial(KERNELS[kernel], window=window))
+  cache = poisoned(*cache, length_S, BLOCK[kernel], window)
+  q_SKGC = q.reshape(slots, K, H // K, C)
+  mixed_SKGC, written = run(q_SKGC, new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(mixed_SKGC.reshape(q.shape), expected, atol=32 * EPS)
+  for pair in zip(written, extended(new, cache, length_S - 1), strict=True):
+    np.testing.assert_array_equal(*pair)
 
 
 @pytest.mark.parametrize('kv_heads', [1, 2])

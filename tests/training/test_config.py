@@ -106,10 +106,6 @@ REFUSED = [  # knobs, what the sentence must name; ranges of one knob: test_knob
     ["sampler.stop=('a', 'b')", 'sampler.done_check_lag=0'],
   ),
   ({'learner.share_prompts': 3}, ['share_prompts=3', 'sampler.group_size=8']),
-  (
-    {'learner.share_prompts': 4, 'model.attention': 'splash'},
-    ['share_prompts=4', 'model.attention=plain', 'not splash'],
-  ),
   ({'sampler.stop': ('a', '')}, ['sampler.stop', 'a tuple of strings']),
   ({'rollout.given': 8}, ['rollout.given=8', 'sampler.group_size=8', 'at most 7']),
   (
