@@ -30,14 +30,13 @@ class Architecture:
   name: str
   # Of ModelSpec, whatever the options are.
   fields: Options = dataclasses.field(default_factory=dict)
-  # For absent options; null is a value.
+  # For absent options; null is a value. An option that only some model_types have
+  # counts if it is listed here.
   defaults: Options = dataclasses.field(default_factory=dict)
   # Options that have no effect -> the value that counts.
   unread: Options = dataclasses.field(default_factory=dict)
-  windows: bool = False  # layers may use sliding_window
   # Of layers with full attention, and of layers with a window.
   rotations: tuple[str, str] = ('scaled', 'scaled')
-  activation: str = 'hidden_act'  # the option's name
   scaled_embedding: bool = False  # by the square root of the width
 
 
@@ -50,19 +49,16 @@ ARCHITECTURES = {
     'MistralForCausalLM',
     defaults={'sliding_window': 4096, 'num_key_value_heads': 8},
     unread={**ALL_WINDOWS, 'layer_types': None},
-    windows=True,
   ),
   'qwen2': Architecture(
     'Qwen2ForCausalLM',
     {'qkv_bias': True},
     defaults={'sliding_window': 4096},
-    windows=True,
   ),
   'qwen3': Architecture(
     'Qwen3ForCausalLM',
     {'qk_norm': 'head'},
     defaults={'head_dim': 128, 'sliding_window': 4096},
-    windows=True,
   ),
   VISION: Architecture('Qwen2_5_VLForConditionalGeneration', {'qkv_bias': True}),
   EXPERTS: Architecture(
@@ -70,7 +66,6 @@ ARCHITECTURES = {
     {'qk_norm': 'head'},
     defaults={'sliding_window': 4096, 'num_key_value_heads': 4},
     unread={'max_window_layers': 0, 'layer_types': None},
-    windows=True,
   ),
   'smollm3': Architecture(
     'SmolLM3ForCausalLM',
@@ -88,7 +83,6 @@ ARCHITECTURES = {
     {'norms': 'post', 'qk_norm': 'projection'},
     defaults={'rope_theta': 5e5, 'sliding_window': 4096},
     unread={**ALL_WINDOWS, 'sliding_window_pattern': 4},
-    windows=True,
     rotations=('scaled', 'plain'),
   ),
   'gemma': Architecture(
@@ -113,9 +107,7 @@ ARCHITECTURES = {
       'tie_word_embeddings': True,
     },
     unread=ALL_WINDOWS,
-    windows=True,
     rotations=('scaled', 'plain'),
-    activation='hidden_activation',
     scaled_embedding=True,
   ),
 }
@@ -306,7 +298,7 @@ def _language_model(c, implied: Architecture, compute):
     **options,
     **experts,
     kinds=_kinds(c, implied),
-    activation=_activation(c, implied.activation),
+    activation=_activation(c),
     rope_theta=theta,
     rope_type=rope_type,
     rope_knobs=knobs,
@@ -316,7 +308,8 @@ def _language_model(c, implied: Architecture, compute):
   )
 
 
-def _activation(c, name):
+def _activation(c):
+  name = 'hidden_activation' if c.get('hidden_activation') else 'hidden_act'
   value = c.get(name) or 'silu'
   if value not in list(ACTIVATIONS):
     raise ValueError(
@@ -368,7 +361,7 @@ def _kinds(c, implied: Architecture) -> tuple[LayerKind, ...]:
   # Published Qwen2 configs have a window that `use_sliding_window` switches off.
   window = c.get('use_sliding_window', bool(types)) and c.get('sliding_window')
   window = _positive(c, 'sliding_window') if window else positions
-  if not implied.windows:
+  if 'sliding_window' not in implied.defaults:
     if any(slides) and window < positions:
       raise ValueError(
         f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
@@ -538,7 +531,9 @@ def _reads_back(config: Options, spec: ModelSpec) -> bool:
 def _written(spec: ModelSpec, kind: str) -> Options:
   """Returns the options that this model_type has, with the values of `spec`."""
   implied = ARCHITECTURES[kind]
-  activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+  activation = 'hidden_activation'
+  if activation not in implied.defaults:
+    activation = 'hidden_act'
   config: Options = {
     'architectures': [implied.name],
     'model_type': kind,
@@ -546,7 +541,7 @@ def _written(spec: ModelSpec, kind: str) -> Options:
     'rms_norm_eps': spec.norm_eps,
     'rope_theta': spec.rope_theta,
     'tie_word_embeddings': spec.tied,
-    implied.activation: activations[spec.activation],
+    activation: {ours: name for name, ours in ACTIVATIONS.items()}[spec.activation],
   }
   if spec.experts:
     del config['intermediate_size']  # unused
