@@ -20,6 +20,7 @@
 import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -81,6 +82,7 @@ def read(
   length: int,
   vocab: int,
   scored: bool,
+  longest: float = math.inf,
 ) -> Record:
   """Reads the groups of all files that `records`, rollout.records, names.
 
@@ -89,6 +91,7 @@ def read(
     length: T, the maximum number of tokens of prompt and response.
     vocab: number of tokens that the model knows.
     scored: whether log-probabilities are computed later, so that none are required.
+    longest: maximum number of tokens of a response, inf if only `length` limits it.
 
   Raises:
     ValueError: one sentence, with the file, the line and the field.
@@ -100,6 +103,12 @@ def read(
     try:
       prompt = _prompt(row, tokenizer)
       response = _response(row, prompt, length, vocab, scored)
+      if (size := len(response.tokens)) > longest:
+        raise ValueError(
+          f'a response has {size} tokens, more than sampler.max_new_tokens={longest}, '
+          'but learner.share_prompts counts on the limit; raise '
+          'sampler.max_new_tokens, or set learner.share_prompts=1'
+        )
     except (ValueError, TypeError, KeyError) as error:
       raise ValueError(f'{where}: {error}') from error
     name = repr((row.get('step'), row['group']))

@@ -3,7 +3,7 @@
 Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed and
 it takes the heads) and `splash` on a TPU. Only `blockwise` stores scores, [T, T]; if
 causal, half of them; with a window, fewer. The GPU's kernel for packed rows has no
-windows: layers with a window use `blockwise` there.
+windows: layers with a window use `windowed` there.
 Decoding has one query per slot: `cached` reads the cache of every slot up to the
 longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
@@ -36,6 +36,7 @@ FLASH_Q = 128
 FLASH_K = 64
 FLASH_BACK = 64
 FLASH_WARPS = 8
+WINDOW_BLOCK = 512  # of `windowed`: queries per block
 CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
 CODE = 8  # bits that tell the segments of a shared column apart, for the kernels
 FAR = 2.0**20  # below any other score
@@ -121,7 +122,7 @@ def attend(
       implementation='cudnn',
     )
   too_wide = shared and width(kind, C, True) > WIDEST
-  if kind == 'plain' or (kind == 'flash' and (window or too_wide)):
+  if kind == 'plain' or (kind == 'flash' and too_wide):
     return blockwise(
       q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, window=window, is_causal=is_causal
     )
@@ -130,12 +131,13 @@ def attend(
     q_BTHC, k_BTKC = _tell_apart(q_BTHC, k_BTKC, segment_BT, shared)
     v_BTKC = jnp.pad(v_BTKC, ((0, 0), (0, 0), (0, 0), (0, 2 * CODE)))
     segment_BT = shared.reads_BT
-  kernel = flash
-  if kind == 'splash':
-    kernel = functools.partial(splash, window=window)
-  kernel = functools.partial(
-    kernel, scale=scale, is_causal=is_causal, interpret=interpret
-  )
+  kernels = {
+    'flash': functools.partial(flash, scale=scale),
+    'splash': functools.partial(splash, scale=scale, window=window),
+  }
+  kernel = functools.partial(kernels[kind], is_causal=is_causal, interpret=interpret)
+  if kind == 'flash' and window:
+    kernel = functools.partial(windowed, window=window)
   mesh = sharding.ambient()
   if mesh is None:
     return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
@@ -267,6 +269,43 @@ def blockwise(
   return mixed_BKGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
+def windowed(
+  q_BTHC: Array, k_BTKC: Array, v_BTKC: Array, segment_BT: Array | None, window: int
+) -> Array:
+  """Computes `attend` with a window; only one block of queries has scores at a time."""
+  B, T, H, C = q_BTHC.shape
+  if segment_BT is None:
+    segment_BT = jnp.zeros((B, T), jnp.int32)
+  n = min(T, WINDOW_BLOCK)
+  # Every block has the keys of n queries and as many before them as a window.
+  behind = -T % n
+  q = jnp.pad(q_BTHC, ((0, 0), (0, behind), (0, 0), (0, 0)))
+  k, v = (
+    jnp.pad(x, ((0, 0), (window, behind), (0, 0), (0, 0))) for x in (k_BTKC, v_BTKC)
+  )
+  segment = jnp.pad(segment_BT, ((0, 0), (window, behind)), constant_values=-2)
+  distance_nj = window + jnp.arange(n)[:, None] - jnp.arange(n + window)[None]
+  near_nj = (distance_nj >= 0) & (distance_nj < window)
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def block(start):
+    def keys(x):
+      return lax.dynamic_slice_in_dim(x, start, n + window, 1)
+
+    segment_Bj = keys(segment)
+    same_Bnj = segment_Bj[:, window:, None] == segment_Bj[:, None]
+    return jax.nn.dot_product_attention(
+      lax.dynamic_slice_in_dim(q, start, n, 1),
+      keys(k),
+      keys(v),
+      mask=(near_nj[None] & same_Bnj)[:, None],
+      implementation='xla',
+    )
+
+  out_XBnHC = lax.map(block, jnp.arange(0, T, n))
+  return out_XBnHC.swapaxes(0, 1).reshape(B, -1, H, C)[:, :T]
+
+
 def cached(
   q_SHC: Array,
   segments: Sequence[tuple[Array, Array]],
@@ -377,7 +416,7 @@ def splash(
       block_q=n,
       block_kv=n,
       block_q_dkv=n,
-      block_kv_dkv=key_block(T + pad),
+      block_kv_dkv=key_block(T + pad, C + wide),
       block_kv_dkv_compute=n,
       use_fused_bwd_kernel=True,
     ),
@@ -398,11 +437,14 @@ def splash(
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
 
 
-def key_block(length: int) -> int:
+def key_block(length: int, channels: int) -> int:
   """Returns the number of keys per block in the TPU kernel's backward pass.
 
-  `length` is a multiple of LANES. The kernel writes the gradient of all queries for
-  every block, [blocks, H, T, C], and sums over blocks afterwards. With small blocks the
-  size of this array is quadratic in the length.
+  `length` is a multiple of LANES, and so are the `channels` of a head. The kernel
+  writes the gradient of all queries for every block, [blocks, H, T, C], and sums over
+  blocks afterwards. With small blocks the size of this array is quadratic in the
+  length. Blocks of 1,536 keys of 256 channels exceed a v5e's 16 MiB for a kernel.
   """
-  return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
+  sizes = (2048, 1536, 1024, 512, 256, LANES)
+  most = max(LANES, 2048 * LANES // channels)
+  return next(n for n in sizes if n <= most and length % n == 0)

@@ -1,12 +1,11 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
-TPU programs. On GPUs it was up to 44 % too high where activations are most of the
-memory, as for adapters with rows of 33k tokens, and 22 % too low for one row of 3k per
-micro-batch and all weights of a 1.5B (docs/system/scaling.md). For a 30B with experts
-it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a vision tower,
-only weights are counted. On a host, Python and compiled programs take about half a GiB
-more. --mode=plan compiles instead.
+TPU programs, and within 12 % for seven of GPUs; it was 22 % too low for one row of 3k
+per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a 30B
+with experts it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a
+vision tower, only weights are counted. On a host, Python and compiled programs take
+about half a GiB more. --mode=plan compiles instead.
 """
 
 import collections
@@ -41,6 +40,10 @@ BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
 # Arrays of [slots, vocabulary], float32, that a program holds while it draws tokens:
 # compiled for GPUs and TPUs 1 to 3 and 1 to 5, with top-k and top-p included.
 LOGITS = 5
+# The arrays of a layer's backward pass, in those that its forward pass would save. A
+# GPU's compiler fuses more of them: with 1, seven compiled updates were -4 to 12 % off,
+# with 2 they were counted 15 to 44 % too high.
+INSIDE = {'flash': 1}
 DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
 RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 # The remaining memory is for fragmentation and, on a host, for other programs.
@@ -307,20 +310,23 @@ def _passes(
   logits if they are larger.
   """
   tensor = mesh.shape['tensor']
-  # Bins of one unit of rows, which are whole rows unless they share a prompt.
-  unit = sizes.unit if spec.attention == 'plain' else packing.Unit()
-  T = unit.cells(sizes.row_length)
-  c = itemsize(spec.compute)
-  # Of a micro-batch, if all of them have full length.
-  rows = -(-sizes.minibatch_rows // (unit.rows * sizes.grad_accum_steps))
   shards = sharding.row_shards(mesh)
-  rows = rows if rows % shards else rows // shards
+  # Bins of one unit of rows, which are whole rows unless they share a prompt.
+  unit = sizes.unit
+  pieces, bins, T = packing.shape_of(
+    -(-sizes.minibatch_rows // unit.rows),
+    unit.cells(sizes.row_length),
+    sizes.grad_accum_steps,
+    shards,
+  )
+  rows = bins // shards
+  c = itemsize(spec.compute)
   head = spec.vocab * spec.width
   tower = transformer.count(spec, 'vision/')
   layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers
   gradient = 0 if sizes.adapters else 4  # bytes per gathered weight
   gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
-  pieces = sizes.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  pieces = pieces if schedule.bounds_pass == 'stored' else 1
   # One micro-batch is computed before its activations are copied to those of all.
   at_once = pieces + (pieces > 1)
   if schedule.remat == 'none' and spec.compute != spec.dtype:
@@ -333,7 +339,8 @@ def _passes(
   if spec.attention == 'splash':
     # The fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
-    blocks = wide / attention.key_block(wide)
+    channels = attention.width('splash', spec.head_width, unit.rows > 1)
+    blocks = wide / attention.key_block(wide, channels)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
   if spec.attention == 'flash':
     # Keys and values have gradients per query head, which are summed afterwards.
@@ -345,7 +352,8 @@ def _passes(
   recorded = sizes.minibatch_rows / shards * sizes.row_length
   routes = route_bytes(spec, tensor) * recorded
   per_token += route_bytes(spec)
-  return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
+  backward = INSIDE.get(spec.attention, 2) * inside * rows * T
+  return gathered, routes + rows * T * per_token + max(backward, logits)
 
 
 def itemsize(dtype: str) -> int:
@@ -431,6 +439,7 @@ def saved_bytes(
           their sums, and weighted sums of the values;     12 H + 4 H C
           keys and values again for n blocks of queries    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
+          several kinds of layers: q, k again, and masks   c (H + K) C + H L / K
 
   With experts, F is replaced as in `_experts_bytes`. Heads and F are divided over
   `tensor` devices; with sequence sharding, D too. L, the mean number of keys that a
@@ -456,28 +465,26 @@ def saved_bytes(
   norms = ((32 if spec.norms == 'sandwich' else 16) + 2 * c) * D
   norms += bool(spec.qk_norm) * 8 * (H + K) * C
   scores = 4 * H
-  blocks = 1.0
-  if live_blocks := _stored_keys(spec, length):
-    live, blocks = live_blocks
+  live, blocks = _stored_keys(spec, length)
+  if live:
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
+  if len(set(spec.layer_kinds)) > 1:
+    scores += c * (H + K) * C + H / K * live
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
 
 
-def _stored_keys(spec: ModelSpec, length: int) -> tuple[float, float] | None:
-  """Returns what `attention.blockwise` saves of a layer; None if it is not used.
+def _stored_keys(spec: ModelSpec, length: int) -> tuple[float, float]:
+  """Returns (mean keys per query, copies of a key) of the scores that a layer saves.
 
-  The mean number of keys per query whose scores are saved, and the copies of a key over
-  all blocks. Layers of several windows are branches of one program, which save the
-  arrays of every branch, those of equal shape once.
+  They are (0, 1) without `attention.blockwise`. Layers of several windows are
+  branches of one program, which save the arrays of every branch, those of equal shape
+  once.
   """
-  windows = {kind.window for kind in spec.layer_kinds}
-  if spec.attention == 'flash':
-    windows.discard(0)  # only windows use `blockwise`
-  if spec.attention == 'splash' or not windows:
-    return None
+  if spec.attention != 'plain':
+    return 0.0, 1.0
   size = attention.query_block(length)
   blocks = collections.Counter[tuple[int, int]]()
-  for window in windows:
+  for window in {kind.window for kind in spec.layer_kinds}:
     of_window = collections.Counter[tuple[int, int]]()
     for start in range(0, length, size):
       end = min(start + size, length)

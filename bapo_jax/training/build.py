@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ def tabulate(r: Resolved) -> Material:
   config = r.config
   record = None
   if config.rollout.records:
+    # The bins of `packing.shape_of` have room for responses up to the unit's maximum.
+    unit = unit_of(config, r.spec)
     record = records.read(
       config.rollout.records,
       r.tokenizer,
@@ -73,6 +76,7 @@ def tabulate(r: Resolved) -> Material:
       length=config.row_length,
       vocab=r.spec.vocab,
       scored=recomputes(config),
+      longest=unit.response if unit.rows > 1 else math.inf,
     )
   problems, held_out = prompts.load(
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision

@@ -229,8 +229,8 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
   if rows > 1 and spec.widest_window:
     yield (
       f'learner.share_prompts={rows}: layers of model.path={config.model.path} attend '
-      f'to the last {spec.widest_window} columns, in which a shared prompt does not precede its '
-      'responses; give 1'
+      f'to the last {spec.widest_window} columns, which would not be those of a shared '
+      'prompt and its response; give 1'
     )
   if sft.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)

@@ -71,7 +71,10 @@ def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True, window=0):
 @pytest.mark.parametrize('T', [40, 200])
 @pytest.mark.parametrize('packed', [False, True])
 @pytest.mark.parametrize('kernel', KERNELS)
-def test_a_window_hides_all_but_the_last_columns_of_a_text(kernel, packed, T, window):
+def test_a_window_hides_all_but_the_last_columns_of_a_text(
+  monkeypatch, kernel, packed, T, window
+):
+  monkeypatch.setattr(attention, 'WINDOW_BLOCK', 64)
   # 200 columns are several blocks; the windows of 39, 40 and 200 are all columns but
   # one, and all, of a row of 40 or 200.
   args = example(1, B=2, T=T, H=2)
@@ -139,14 +142,24 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
 
 
 @pytest.mark.parametrize(
-  ('T', 'packed', 'is_causal'),
-  [(40, True, True), (300, False, True), (40, True, False)],
+  ('T', 'packed', 'is_causal', 'window'),
+  [
+    (40, True, True, 0),
+    (300, False, True, 0),
+    (40, True, False, 0),
+    (40, True, True, 5),
+    (300, False, True, 70),
+  ],
 )
 @pytest.mark.parametrize('kernel', attention.FUSED)
-def test_a_fused_kernel_has_the_gradient_of_plain(kernel, T, packed, is_causal):
+def test_a_fused_kernel_has_the_gradient_of_plain(
+  monkeypatch, kernel, T, packed, is_causal, window
+):
+  monkeypatch.setattr(attention, 'WINDOW_BLOCK', 64)
   # 300 columns are three blocks of keys and three of queries; two heads share a key.
   args = example(B=4 if packed else 1, T=T, H=4 if packed else 2, kv_heads=1, seed=2)
-  knobs = {'segment_BT': segments() if packed else None, 'is_causal': is_causal}
+  segment_BT = segments() if packed else None
+  knobs = {'segment_BT': segment_BT, 'is_causal': is_causal, 'window': window}
   (_, *found), (_, *expected) = (
     with_gradients(functools.partial(KERNELS[kind], **knobs), args, 1)
     for kind in (kernel, 'plain')
@@ -240,6 +253,34 @@ def compiled(device, function, *shapes):
   with jax.set_mesh(mesh):
     lowered = program.lower(*shapes)
   return lowered.compile()
+
+
+def test_a_window_of_a_packed_row_of_32k_takes_two_gib(topology):
+  # 32 heads of 128 and a window of 4,096, as in OLMo 3 7B.
+  shapes = [jax.ShapeDtypeStruct((1, 32_768, 32, 128), jnp.bfloat16)] * 3
+  segment_BT = jax.ShapeDtypeStruct((1, 32_768), jnp.int32)
+
+  def gradient(q, k, v, segment_BT):
+    run = functools.partial(attention.attend, kind='flash', window=4096)
+    run = functools.partial(run, segment_BT=segment_BT)
+    return jax.grad(lambda *args: run(*args).astype('float32').sum(), (0, 1, 2))(
+      q, k, v
+    )
+
+  program = compiled(topology('h100:1'), gradient, *shapes, segment_BT)
+  assert program.memory_analysis().temp_size_in_bytes < 2 * 2**30
+
+
+@pytest.mark.parametrize(
+  ('device', 'name'),
+  [('h100:1', '"sliding_window_length": 512'), ('v5e:2x2', 'splash_mha')],
+)
+def test_a_window_reaches_the_kernel_of_unpacked_rows(device, name, topology):
+  q, k = (jax.ShapeDtypeStruct((1, 2048, n, 128), jnp.bfloat16) for n in (4, 2))
+  kind = 'flash' if device.startswith('h100') else 'splash'
+  run = functools.partial(attention.attend, kind=kind, window=512)
+  program = compiled(topology(device)[:1], run, q, k, k)
+  assert name in program.as_text()
 
 
 @pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000'])

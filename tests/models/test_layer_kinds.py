@@ -15,8 +15,10 @@ import pytest
 from making import GEMMA3, OLMO3, SMOLLM3, WINDOW
 
 from bapo_jax import sharding
-from bapo_jax.models import layers
+from bapo_jax.models import decoder, layers, logprobs
 from bapo_jax.models.transformer import LayerKind
+from bapo_jax.rollout.engine import RolloutEngine
+from bapo_jax.rollout.partial_rollouts import PartialRollouts
 
 LONG = 150  # several blocks of queries, many windows
 SPECS = {'gemma3': GEMMA3, 'olmo3': OLMO3, 'smollm3': SMOLLM3}
@@ -161,16 +163,15 @@ def test_the_text_needs_every_option(name, changed):
 # ------------------------------------------------- gradients, packed rows and a mesh
 
 
-ENDS = np.asarray(
-  [[LONG // 3, LONG], [LONG - WINDOW - 1, LONG]]
-)  # of the texts of rows
+# Where the second text of a row begins; the last has a token more than a window.
+STARTS = np.asarray([LONG // 3, LONG - WINDOW - 1])
 
 
 def packed():
   """Returns (tokens, positions, segments), [2, LONG]: rows of two texts."""
   column = np.arange(LONG)[None]
-  second = column >= ENDS[:, :1]
-  position = column - second * ENDS[:, :1]
+  second = column >= STARTS[:, None]
+  position = column - second * STARTS[:, None]
   return np.stack([text(seed=0), text(seed=1)]), position, second.astype(np.int32)
 
 
@@ -202,50 +203,37 @@ def gradients(name, remat, mesh=None):
   return jax.tree.map(np.asarray, (hidden_BTD, gradient))
 
 
+def alone(params, spec):
+  """Returns the oracle's hidden states of the packed texts, one text at a time."""
+  rows = zip(packed()[0], STARTS, strict=True)
+  halves = [
+    decoder_oracle(params, part, spec)
+    for row, start in rows
+    for part in (row[:start], row[start:])
+  ]
+  return np.concatenate(halves).reshape(2, LONG, spec.width)
+
+
 @of_each
 def test_packed_texts_are_those_alone_and_the_gradient_is_the_slope(name):
   spec = SPECS[name]
   params = making.params(spec)
   hidden_BTD, gradient = gradients(name, 'full')
+  making.close(hidden_BTD, alone(params, spec), count=256)
+  # The slope in a random direction of all weights, by central differences in float64.
   rng = np.random.default_rng(9)
   direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
-  weight_BTD = np.random.default_rng(5).standard_normal(hidden_BTD.shape)
-  tokens_BT = packed()[0]
-
-  def texts(step):
-    """The hidden states of all texts, each alone, by weights moved in `direction`."""
-    moved = jax.tree.map(
-      lambda x, d: np.asarray(x, np.float64) + step * d, params, direction
-    )
-    return np.stack(
-      [
-        np.concatenate(
-          [
-            decoder_oracle(moved, row[:end], spec),
-            decoder_oracle(moved, row[end:], spec),
-          ]
-        )
-        for row, (end, _) in zip(tokens_BT, ENDS, strict=True)
-      ]
-    )
-
-  making.close(hidden_BTD, texts(0), count=256)
   step = 1e-5
-  slope = ((texts(step) - texts(-step)) * weight_BTD).sum() / (2 * step)
-  parts = jax.tree.map(lambda g, d: (g * d).sum(), gradient, direction)
-  found = sum(jax.tree.leaves(parts))
-  # The directions of thousands of weights: terms of both signs.
-  size = np.sqrt(
-    sum(
-      np.sum((g * d) ** 2)
-      for g, d in zip(
-        jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True
-      )
-    )
+  ahead, behind = (
+    jax.tree.map(lambda x, d, s=s: np.asarray(x, np.float64) + s * d, params, direction)
+    for s in (step, -step)
   )
-  assert abs(found - slope) < 1e-4 * size
-  for leaf in jax.tree.leaves(gradient):
-    assert np.abs(leaf).max() > 0
+  weight_BTD = np.random.default_rng(5).standard_normal(hidden_BTD.shape)
+  slope = ((alone(ahead, spec) - alone(behind, spec)) * weight_BTD).sum() / (2 * step)
+  terms = jax.tree.map(lambda g, d: (g * d).ravel(), gradient, direction)
+  terms = np.concatenate(jax.tree.leaves(terms))
+  # Terms have both signs: the sum is about as large as their norm.
+  assert abs(terms.sum() - slope) < 1e-4 * np.linalg.norm(terms)
 
 
 @pytest.mark.parametrize('remat', ['dots', 'none'])
@@ -263,3 +251,77 @@ def test_eight_devices_give_the_gradient_of_one(name):
   wanted_BTD, wanted = gradients(name, 'full')
   making.close(hidden_BTD, wanted_BTD, count=256)
   making.close_trees(gradient, wanted, count=2 * LONG)
+
+
+# ------------------------------------------------------------------------- the sampler
+
+
+LENGTH_P = np.asarray([3, 9, 5, 1], np.int32)  # of prompts: shorter, longer, equal
+P, G, WIDTH, NEW = 4, 2, 9, 24
+UID_B = np.arange(P * G, dtype=np.uint32)
+KEY = jax.random.key(3)
+KNOBS = {
+  'group_size': G,
+  'max_new_tokens': NEW,
+  'temperature': 1.0,
+  'eos': (1,),
+  'max_num_seqs': 4,
+  'prefill_batch_size': 2,
+  'tokens_per_dispatch': 8,
+  'cache_segments': 3,
+}
+
+
+@functools.cache
+def sampled(name):
+  spec = SPECS[name]
+  prompts = making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2)
+  params = making.params(spec)
+  rows = making.generate(params, prompts, UID_B, KEY, spec=spec, **KNOBS)
+  return jax.tree.map(np.asarray, rows)
+
+
+@of_each
+def test_the_learner_gives_sampled_tokens_their_log_probabilities(name):
+  rows = sampled(name)
+  score = jax.jit(logprobs.sequence_stats, static_argnums=(2, 3))
+  spec = SPECS[name]
+  logp_BT = score(making.params(spec), rows.tokens_BT, spec, 1.0).logp_BT
+  mask_BT = rows.response_mask_BT
+  assert mask_BT.sum(1).max() > 3 * WINDOW
+  np.testing.assert_allclose(logp_BT[mask_BT], rows.logp_BT[mask_BT], atol=1e-5)
+
+
+@pytest.mark.parametrize('shape', [(4, 1, 1), (2, 2, 2)])
+def test_a_mesh_samples_the_same_text(shape):
+  # Joined weights on the first mesh; on the second the heads of a norm are apart.
+  spec = OLMO3
+  mesh = sharding.make(*shape, jax.devices()[: np.prod(shape)])
+  params = jax.device_put(
+    making.params(spec), sharding.shardings(making.params(spec), mesh, 'decode')
+  )
+  prompts = making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2)
+  rows = making.generate(params, prompts, UID_B, KEY, spec=spec, mesh=mesh, **KNOBS)
+  wanted = sampled('olmo3')
+  np.testing.assert_array_equal(rows.tokens_BT, wanted.tokens_BT)
+  np.testing.assert_allclose(rows.logp_BT, wanted.logp_BT, atol=1e-5)
+
+
+def test_pauses_and_a_cache_that_is_read_again_leave_the_text():
+  spec = GEMMA3
+  engine = RolloutEngine(spec, max_prompt_tokens=WIDTH, **KNOBS)
+  actor = decoder.actor(making.params(spec), spec)
+  paused = PartialRollouts(engine, P)
+  paused.submit(making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2), UID_B)
+  paused.decode(actor, KEY, max_tokens=NEW // 2)
+  assert paused.unfinished
+  read_again = PartialRollouts(engine, P)
+  read_again.restore(jax.tree.map(np.asarray, paused.state()))
+  read_again.refresh(actor)
+  for rollouts in (paused, read_again):
+    rollouts.decode(actor, KEY)
+  rows = sampled('gemma3')
+  for x, y in zip(paused.rows, rows, strict=True):
+    np.testing.assert_array_equal(x, y)
+  np.testing.assert_array_equal(read_again.rows.tokens_BT, rows.tokens_BT)
+  np.testing.assert_allclose(read_again.rows.logp_BT, rows.logp_BT, atol=1e-5)

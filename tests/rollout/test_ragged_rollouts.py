@@ -21,9 +21,6 @@ PLAIN = transformer.ModelSpec(
   vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_width=16, ffn=32,
   positions=1024,
 )  # fmt: skip
-RAGGED = dataclasses.replace(
-  PLAIN, positions=1025
-)  # equal but for the compiled program
 LENGTH_P = np.asarray([1, 40, 17, 64, 3, 0], np.int32)
 P, G, WIDTH, NEW = 6, 2, 64, 320  # rows are three blocks of 128 columns
 LIMIT_B = np.asarray([320, 1, 320, 130, 64, 320, 2, 320, 250, 30, 0, 0])
@@ -52,17 +49,22 @@ def rollout(spec: transformer.ModelSpec, temperature: float):
   return jax.tree.map(np.asarray, rollouts.rows)
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize(
+  ('temperature', 'windows'), [(0.0, ()), (1.0, ()), (1.0, (70, 0))]
+)
 def test_text_and_log_probabilities_are_those_of_plain_decoding(
-  monkeypatch, temperature
+  monkeypatch, temperature, windows
 ):
-  monkeypatch.setattr(decoder, 'is_ragged', lambda spec: spec == RAGGED)
+  kinds = tuple(map(transformer.LayerKind, windows))
+  spec = dataclasses.replace(PLAIN, kinds=kinds)
+  twin = dataclasses.replace(spec, positions=1025)  # equal but for its programs
+  monkeypatch.setattr(decoder, 'is_ragged', lambda spec: spec == twin)
   monkeypatch.setattr(ragged, 'MOST_COLUMNS', 128)
   calls, attend = [], ragged.attend
   monkeypatch.setattr(ragged, 'attend', lambda *a: calls.append(a) or attend(*a))
-  plain = rollout(PLAIN, temperature)
+  plain = rollout(spec, temperature)
   assert not calls
-  found = rollout(RAGGED, temperature)
+  found = rollout(twin, temperature)
   assert calls and calls[0][2][0].shape[3] == WIDTH + NEW
   np.testing.assert_array_equal(found.tokens_BT, plain.tokens_BT)
   np.testing.assert_array_equal(found.policy_version_BT, plain.policy_version_BT)
@@ -188,8 +190,12 @@ def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])
-def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
+@pytest.mark.parametrize(
+  ('gpu', 'window'),
+  [('a100-40', 0), ('h100', 0), ('b200', 0), ('rtx6000', 0), ('rtx4090', 0)]
+  + [('h100', 512)],
+)
+def test_the_gpu_kernel_fits_the_shared_memory(gpu, window, topology):
   # Four slots of a Qwen2.5-7B.
   q, *arrays = (
     jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
@@ -201,7 +207,10 @@ def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
   mesh = sharding.make(devices=topology(f'{gpu}:1'))
   device = sharding.replicated(mesh)
   run = jax.jit(
-    ragged._gpu, in_shardings=device, out_shardings=device, donate_argnums=2
+    functools.partial(ragged._gpu, window=window),
+    in_shardings=device,
+    out_shardings=device,
+    donate_argnums=2,
   )
   with jax.set_mesh(mesh):
     lowered = run.lower(q, new, cache, slots, slots)

@@ -15,7 +15,14 @@ import pytest
 from runs import tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, layers, logprob_tiles, lora, transformer
+from bapo_jax.models import (
+  attention,
+  decoder,
+  layers,
+  logprob_tiles,
+  lora,
+  transformer,
+)
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import LayerKind
@@ -385,13 +392,9 @@ def test_the_arrays_of_two_windows_are_saved_by_every_layer():
   spec = dataclasses.replace(SPEC, attention='plain', kinds=12 * kinds)
   seen = [64, 128, 192, 256] + 2 * [128]
   assert budget._stored_keys(spec, 256) == (sum(seen) / 4, sum(seen) / 256)
-  # On a GPU the layers without a window have a kernel that saves no scores.
-  spec = dataclasses.replace(spec, attention='flash')
-  assert budget._stored_keys(spec, 256) == (448 / 4, 448 / 256)
-  alone = dataclasses.replace(spec, kinds=())
-  splash = dataclasses.replace(spec, attention='splash')
-  for other in (alone, splash):
-    assert budget._stored_keys(other, 256) is None
+  for kernel in attention.FUSED:  # a GPU's layers with windows recompute their scores
+    other = dataclasses.replace(spec, attention=kernel)
+    assert budget._stored_keys(other, 256) == (0, 1)
 
 
 def test_a_large_vocabulary_is_cut_into_tiles_and_counted():
