@@ -107,11 +107,13 @@ def test_every_version_of_transformers_spells_the_same_model(name):
     assert hf_config.spec_of(json.loads(json.dumps(theirs)), 'bfloat16') == read
 
 
-@pytest.mark.parametrize('family', ['gemma3_text', 'olmo2', 'olmo3', 'smollm3'])
+@pytest.mark.parametrize(
+  'family', ['gemma', 'gemma3_text', 'olmo2', 'olmo3', 'smollm3']
+)
 def test_defaults_are_those_of_transformers(family):
   """A file without an option reads as the file that transformers writes of it."""
   few = SMALL | {'model_type': family, 'hidden_size': 1024, 'num_attention_heads': 4}
-  few |= {'max_position_embeddings': 8192}
+  few |= {'max_position_embeddings': 8192, 'num_hidden_layers': 9}
   few = {name: x for name, x in few.items() if name != 'num_key_value_heads'}
   theirs = transformers.AutoConfig.for_model(**few).to_dict()
   assert hf_config.spec_of(few, 'float32') == hf_config.spec_of(theirs, 'float32')
@@ -212,10 +214,11 @@ REFUSED = [
     'smollm3',
     {'use_sliding_window': True, 'sliding_window': 16},
   ),
-  ('the vision tower of Gemma 3', 'gemma3', {}),
+  ('a vision tower; gemma-3-270m', 'gemma3', {}),
   ('soft caps', 'gemma2', {}),
   ('attention sinks', 'gpt_oss', {}),
-  ('linear attention', 'qwen3_5', {}),
+  ('linear attention', 'qwen3_5_text', {}),
+  ('heads of two widths', 'gemma4_text', {}),
 ]
 
 

@@ -30,14 +30,13 @@ class Architecture:
   name: str
   # Of ModelSpec, whatever the options are.
   fields: Options = dataclasses.field(default_factory=dict)
-  # For absent options; null is a value.
+  # For absent options; null is a value. An option that only some model_types have
+  # counts if it is listed here.
   defaults: Options = dataclasses.field(default_factory=dict)
   # Options that have no effect -> the value that counts.
   unread: Options = dataclasses.field(default_factory=dict)
-  windows: bool = False  # layers may use sliding_window
   # Of layers with full attention, and of layers with a window.
   rotations: tuple[str, str] = ('scaled', 'scaled')
-  activation: str = 'hidden_act'  # the option's name
   scaled_embedding: bool = False  # by the square root of the width
 
 
@@ -50,19 +49,16 @@ ARCHITECTURES = {
     'MistralForCausalLM',
     defaults={'sliding_window': 4096, 'num_key_value_heads': 8},
     unread={**ALL_WINDOWS, 'layer_types': None},
-    windows=True,
   ),
   'qwen2': Architecture(
     'Qwen2ForCausalLM',
     {'qkv_bias': True},
     defaults={'sliding_window': 4096},
-    windows=True,
   ),
   'qwen3': Architecture(
     'Qwen3ForCausalLM',
     {'qk_norm': 'head'},
     defaults={'head_dim': 128, 'sliding_window': 4096},
-    windows=True,
   ),
   VISION: Architecture('Qwen2_5_VLForConditionalGeneration', {'qkv_bias': True}),
   EXPERTS: Architecture(
@@ -70,7 +66,6 @@ ARCHITECTURES = {
     {'qk_norm': 'head'},
     defaults={'sliding_window': 4096, 'num_key_value_heads': 4},
     unread={'max_window_layers': 0, 'layer_types': None},
-    windows=True,
   ),
   'smollm3': Architecture(
     'SmolLM3ForCausalLM',
@@ -88,8 +83,14 @@ ARCHITECTURES = {
     {'norms': 'post', 'qk_norm': 'projection'},
     defaults={'rope_theta': 5e5, 'sliding_window': 4096},
     unread={**ALL_WINDOWS, 'sliding_window_pattern': 4},
-    windows=True,
     rotations=('scaled', 'plain'),
+  ),
+  'gemma': Architecture(
+    'GemmaForCausalLM',
+    {'norm_offset': True},
+    defaults={'head_dim': 256, 'num_key_value_heads': 16, 'tie_word_embeddings': True},
+    unread={'hidden_act': 'gelu_pytorch_tanh'},  # transformers 4 ignores it
+    scaled_embedding=True,
   ),
   'gemma3_text': Architecture(
     'Gemma3ForCausalLM',
@@ -106,20 +107,18 @@ ARCHITECTURES = {
       'tie_word_embeddings': True,
     },
     unread=ALL_WINDOWS,
-    windows=True,
     rotations=('scaled', 'plain'),
-    activation='hidden_activation',
     scaled_embedding=True,
   ),
 }
-# A model_type that is not supported -> the reason.
+# A model_type that is not supported -> what it would need.
 LACKING = {
-  'gemma2': 'soft caps of scores and logits',
-  'gemma3': 'the vision tower of Gemma 3',
-  'gemma4': 'keys that are also values, and heads of two widths',
-  'gpt_oss': 'attention sinks',
-  'qwen3_5': 'linear attention',
-  'qwen3_next': 'linear attention',
+  'gemma2': 'it has soft caps of scores and logits',
+  'gemma3': 'it has a vision tower; gemma-3-270m and gemma-3-1b have none',
+  'gemma4': 'it has inputs per layer, and heads of two widths',
+  'gpt_oss': 'it has attention sinks',
+  'qwen3_5': 'it has linear attention',
+  'qwen3_next': 'it has linear attention',
 }
 FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'vocab': 'vocab_size',
@@ -232,12 +231,12 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
 
   Raises ValueError if an architecture or an option is not supported.
   """
-  kind = c.get('model_type', '')
+  kind = c.get('model_type') or ''
   implied = ARCHITECTURES.get(kind)
   if implied is None:
-    reason = f', because of {LACKING[kind]}' if kind in LACKING else ''
+    reason = LACKING.get(kind.removesuffix('_text'), 'it is unknown')
     raise ValueError(
-      f'model_type={c.get("model_type")!r} is not supported{reason}; choose a model '
+      f'model_type={c.get("model_type")!r} is not supported: {reason}; choose a model '
       f'with one of {sorted(ARCHITECTURES)}'
     )
   if (quantized := c.get('quantization_config')) is not None:
@@ -299,7 +298,7 @@ def _language_model(c, implied: Architecture, compute):
     **options,
     **experts,
     kinds=_kinds(c, implied),
-    activation=_activation(c, implied.activation),
+    activation=_activation(c),
     rope_theta=theta,
     rope_type=rope_type,
     rope_knobs=knobs,
@@ -309,7 +308,8 @@ def _language_model(c, implied: Architecture, compute):
   )
 
 
-def _activation(c, name):
+def _activation(c):
+  name = 'hidden_activation' if c.get('hidden_activation') else 'hidden_act'
   value = c.get(name) or 'silu'
   if value not in list(ACTIVATIONS):
     raise ValueError(
@@ -361,7 +361,7 @@ def _kinds(c, implied: Architecture) -> tuple[LayerKind, ...]:
   # Published Qwen2 configs have a window that `use_sliding_window` switches off.
   window = c.get('use_sliding_window', bool(types)) and c.get('sliding_window')
   window = _positive(c, 'sliding_window') if window else positions
-  if not implied.windows:
+  if 'sliding_window' not in implied.defaults:
     if any(slides) and window < positions:
       raise ValueError(
         f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
@@ -401,8 +401,9 @@ def _check_only(c, only, where=''):
     # Files round 1 / 255.
     if isinstance(wanted, float) and math.isclose(value, wanted, rel_tol=1e-8):
       continue
+    allowed = 'null' if wanted is None else repr(wanted)
     raise ValueError(
-      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct it '
+      f'{option}={value!r:.60}{where} is not supported, only {allowed} is; correct it '
       "in the model's JSON files, or choose another model"
     )
 
@@ -522,14 +523,17 @@ def _reads_back(config: Options, spec: ModelSpec) -> bool:
     read = spec_of(config, spec.compute)
   except ValueError:  # such as a window of a model_type without windows
     return False
-  own = {name: getattr(spec, name) for name in NOT_IN_CONFIG}
+  unused = () if spec.experts else ('active', 'norm_topk')
+  own = {name: getattr(spec, name) for name in (*NOT_IN_CONFIG, *unused)}
   return dataclasses.replace(read, **own) == spec
 
 
 def _written(spec: ModelSpec, kind: str) -> Options:
   """Returns the options that this model_type has, with the values of `spec`."""
   implied = ARCHITECTURES[kind]
-  activations = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+  activation = 'hidden_activation'
+  if activation not in implied.defaults:
+    activation = 'hidden_act'
   config: Options = {
     'architectures': [implied.name],
     'model_type': kind,
@@ -537,7 +541,7 @@ def _written(spec: ModelSpec, kind: str) -> Options:
     'rms_norm_eps': spec.norm_eps,
     'rope_theta': spec.rope_theta,
     'tie_word_embeddings': spec.tied,
-    implied.activation: activations[spec.activation],
+    activation: {ours: name for name, ours in ACTIVATIONS.items()}[spec.activation],
   }
   if spec.experts:
     del config['intermediate_size']  # unused
