@@ -363,3 +363,11 @@ def test_prompts_compile_with_heads_that_cudnn_lacks(gpu, C, topology):
   q, k = (jax.ShapeDtypeStruct((2, 40, n, C), jnp.bfloat16) for n in (4, 2))
   run = functools.partial(attention.attend, kind='flash')
   assert compiled(topology(f'{gpu}:1'), run, q, k, k)
+
+
+def test_blocks_of_keys_are_smaller_for_wide_heads():
+  # A v5e has no room for 1,536 keys of 256 channels; 2,048 of 128 are as large as
+  # 1,024 of 256.
+  blocks = [attention.key_block(9216, n) for n in (128, 256, 384)]
+  assert blocks == [1536, 1024, 512]
+  assert [attention.key_block(32768, n) for n in (128, 256)] == [2048, 1024]
