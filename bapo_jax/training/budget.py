@@ -1,10 +1,10 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
-TPU programs, and within 12 % for seven of GPUs; it was 22 % too low for one row of 3k
-per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a 30B
-with experts it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a
-vision tower, only weights are counted. On a host, Python and compiled programs take
+TPU programs, and 4 to 28 % too high for six of GPUs; it was 22 % too low for one row of
+3k per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a
+30B with experts it was from 21 % too low to 58 % too high (docs/system/experts.md). Of
+a vision tower, only weights are counted. On a host, Python and compiled programs take
 about half a GiB more. --mode=plan compiles instead.
 """
 
@@ -40,9 +40,9 @@ BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
 # Arrays of [slots, vocabulary], float32, that a program holds while it draws tokens:
 # compiled for GPUs and TPUs 1 to 3 and 1 to 5, with top-k and top-p included.
 LOGITS = 5
-# The arrays of a layer's backward pass, in those that its forward pass would save. A
-# GPU's compiler fuses more of them: with 1, seven compiled updates were -4 to 12 % off,
-# with 2 they were counted 15 to 44 % too high.
+# The arrays of a layer's backward pass, in those that its forward pass would save; else
+# 2. A GPU's compiler fuses more of them: with 1, six compiled updates were counted 4 to
+# 28 % too high, with 2 they were 15 to 65 %.
 INSIDE = {'flash': 1}
 DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
 RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask

@@ -196,7 +196,9 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
 
 
 def test_no_prompt_is_shared_by_layers_with_windows():
-  config = asked(**{'sampler.group_size': 8, 'learner.share_prompts': None})
+  knobs = {'learner.share_prompts': None, 'sampler.group_size': 8}
+  knobs |= {'prompts.max_prompt_tokens': 512, 'sampler.max_new_tokens': 64}
+  config = asked(**knobs)
   assert values(config)['learner.share_prompts'] > 1
   spec = dataclasses.replace(SMALL, kinds=(LayerKind(16), LayerKind()))
   _, found = derive.derive(config, known(spec=spec))
