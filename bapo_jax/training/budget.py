@@ -352,7 +352,7 @@ def _passes(
   recorded = sizes.minibatch_rows / shards * sizes.row_length
   routes = route_bytes(spec, tensor) * recorded
   per_token += route_bytes(spec)
-  backward = INSIDE.get(spec.attention, 2) * inside * rows * T
+  backward = INSIDE.get(spec.attention or '', 2) * inside * rows * T
   return gathered, routes + rows * T * per_token + max(backward, logits)
 
 
@@ -385,7 +385,7 @@ def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
 
 
-def outside(spec: ModelSpec, length: int) -> float:
+def outside(spec: ModelSpec, length: float) -> float:
   """Returns the share of the cache of `length` tokens that is outside the windows.
 
   The last token of a row reads the remaining columns. A cache that kept these alone, in

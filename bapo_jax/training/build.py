@@ -67,7 +67,7 @@ def tabulate(r: Resolved) -> Material:
   record = None
   if config.rollout.records:
     # The bins of `packing.shape_of` have room for responses up to the unit's maximum.
-    unit = unit_of(config, r.spec)
+    unit = unit_of(config)
     record = records.read(
       config.rollout.records,
       r.tokenizer,
