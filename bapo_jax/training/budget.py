@@ -38,7 +38,8 @@ REMATS = ('none', 'dots', 'full')  # values of model.remat; later ones recompute
 RECOMPUTED = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
 BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
 # Arrays of [slots, vocabulary], float32, that a program holds while it draws tokens:
-# compiled for GPUs and TPUs 1 to 3 and 1 to 5, with top-k and top-p included.
+# compiled for GPUs 1 to 3, for CPUs and TPUs to 5, with top-k and top-p included; for a
+# vocabulary of 128,256 on a TPU up to 7.
 LOGITS = 5
 # The arrays of a layer's backward pass, in those that its forward pass would save; else
 # 2. A GPU's compiler fuses more of them: with 1, six compiled updates were counted 4 to

@@ -133,7 +133,8 @@ are bounds by the roofline.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
-  reads its whole cache, in a layer with a window the window; in an update, every row has the full length.
+  reads its whole cache, in a layer with a window the window; in an update, every row
+  has the full length.
 - **paper's run**: a lower bound for Balanced PO
   ([2510.18927](https://arxiv.org/abs/2510.18927)) as in
   `configs/aime.py:balanced_paper`: {steps} steps of {prompts} problems x {group}
