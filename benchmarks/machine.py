@@ -1,9 +1,11 @@
 """Measures the rates of this machine, and defines the models that benchmarks share.
 
 1. `gemm_rate`, `copy_rate`, `host_rate` and `gather_rate` measure the machine;
-2. `QWEN2_25M` and `QWEN2_1_5B` are models of random weights.
+2. `QWEN2_25M` and `QWEN2_1_5B` are models of random weights, and `with_windows` adds
+   windows to one.
 """
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
+from bapo_jax.models.transformer import LayerKind, ModelSpec
 
 GEMM_SIZE = 2048
 
@@ -42,6 +45,12 @@ QWEN2_1_5B = transformer.ModelSpec(  # the sizes of Qwen2.5-1.5B
   positions=2048,
   compute='bfloat16',
 )
+
+
+def with_windows(spec: ModelSpec, window: int) -> ModelSpec:
+  """Returns the spec with a window in five of six layers, as in Gemma 3."""
+  kinds = [LayerKind(window if i % 6 < 5 else 0) for i in range(spec.layers)]
+  return dataclasses.replace(spec, kinds=tuple(kinds))
 
 
 def seconds(call: Callable[[], Any], times: int = 10) -> float:

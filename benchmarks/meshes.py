@@ -201,7 +201,9 @@ def _decoding(r: Resolved, chip: Chip, memory):
   T = config.row_length
   responses = config.prompts.count * config.sampler.group_size
   b = r.budget
-  per_slot = budget.slot_bytes(spec, T, mesh.shape['tensor'])
+  tensor = mesh.shape['tensor']
+  per_slot = budget.slot_bytes(spec, T, tensor)
+  read = budget.cache_bytes(spec, T, tensor)
   needed = math.inf
   for power in itertools.count(6, -1):  # the configured number, doubled or halved
     slots = int(config.sampler.max_num_seqs * 2.0**power)
@@ -209,11 +211,11 @@ def _decoding(r: Resolved, chip: Chip, memory):
       break
     if slots > responses:
       continue
-    cache = slots / shards * per_slot
-    needed = b.weights + b.moments + b.actor + cache
+    each = slots / shards
+    needed = b.weights + b.moments + b.actor + each * per_slot
     if needed <= memory:
-      traffic = [roofline.hidden_sums(spec, slots / shards)]
-      cost = roofline.decode(spec, mesh.shape, slots, T, cache)
+      traffic = [roofline.hidden_sums(spec, each)]
+      cost = roofline.decode(spec, mesh.shape, slots, T, each * read)
       return slots, needed, roofline.bounds(cost, chip, mesh, traffic)
   if needed < math.inf:
     few = f'the fewest slots that divide over {shards} shards'

@@ -13,7 +13,13 @@ from bapo_jax.models import attention, transformer
 from bapo_jax.models.layers import Schedule
 from bapo_jax.models.transformer import ModelSpec
 from bapo_jax.tools.plan.chips import Chip
-from bapo_jax.training.budget import active_matrices, itemsize, matrix_bytes
+from bapo_jax.training.budget import (
+  active_matrices,
+  itemsize,
+  keys_read,
+  matrix_bytes,
+  outside,
+)
 
 MeshShape = Mapping[str, int]  # devices along data, fsdp, tensor
 
@@ -55,14 +61,14 @@ class Products(NamedTuple):
   all = property(sum, doc='FLOPs of the whole pass.')
 
 
-def forward(spec: ModelSpec, context: float) -> Products:
-  """Counts the FLOPs of a token that attends to `context` tokens.
+def forward(spec: ModelSpec, keys: float) -> Products:
+  """Counts the FLOPs of a token that attends to `keys` tokens in all layers together.
 
-  These are 2 per weight, and 4 x heads x head width per layer and attended token.
+  These are 2 per weight, and 4 x heads x head width per attended token.
   """
   return Products(
     layers=2 * active_matrices(spec),
-    attention=4 * spec.heads * spec.head_width * context * spec.layers,
+    attention=4 * spec.heads * spec.head_width * keys,
     head=2 * spec.vocab * spec.width,
   )
 
@@ -102,7 +108,7 @@ def train(
   """
   devices = math.prod(shape.values())
   tokens = rows * length
-  once = forward(spec, length / 2)
+  once = forward(spec, keys_read(spec, length))
   trained = adapters or transformer.count(spec)
   model = 3 * once.all
   if adapters:
@@ -190,7 +196,7 @@ def score(
   """
   tensor = shape['tensor']
   local = rows * length / math.prod(shape.values())
-  once = forward(spec, length / 2)
+  once = forward(spec, keys_read(spec, length))
   flops = local * (once.layers + once.attention)
   weights = matrix_bytes(spec)
   if logits:
@@ -239,15 +245,17 @@ def decode(
 ) -> Cost:
   """Counts the cost of decoding one token in each of `slots` slots.
 
-  Each token attends to `length` tokens. The weights and `cache` bytes of the cache, per
-  device, are read once; of the experts as many as the tokens of a device may use.
+  Each token attends to `length` tokens, or to those in a layer's window. The weights
+  and the columns inside the windows of `cache` bytes of the cache, per device, are read
+  once; of the experts as many as the tokens of a device may use.
   """
   devices = math.prod(shape.values())
-  flops = forward(spec, length).all * slots / devices
+  inside = 1 - outside(spec, length)
+  flops = forward(spec, inside * length * spec.layers).all * slots / devices
   used = -(-slots * shape['tensor'] // devices) * spec.active
   weights = matrix_bytes(dataclasses.replace(spec, experts=min(spec.experts, used)))
   weights += itemsize(spec.compute) * spec.vocab * spec.width
-  return Cost(flops, flops, weights / shape['tensor'] + cache)
+  return Cost(flops, flops, weights / shape['tensor'] + inside * cache)
 
 
 def into_device(

@@ -32,10 +32,44 @@ SPEC = transformer.ModelSpec(
 QWEN2 = transformer.ModelSpec(
   vocab=20, width=16, layers=2, heads=4, kv_heads=2, head_width=4, ffn=32
 )
-QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm=True, head_width=8)
+QWEN3 = dataclasses.replace(QWEN2, qkv_bias=False, qk_norm='head', head_width=8)
 
 MIXTURE = dataclasses.replace(  # called qwen3_moe
   QWEN3, vocab=24, kv_heads=4, head_width=4, ffn=12, experts=8, active=2
+)
+
+WINDOW = 4
+_LOCAL = transformer.LayerKind(WINDOW, 'plain')
+_GLOBAL = transformer.LayerKind()
+# Layers of two kinds: like Gemma 3, the period of 3 does not divide the layers; like
+# OLMo 3; and like SmolLM3.
+GEMMA3 = dataclasses.replace(
+  QWEN3,
+  layers=4,
+  kinds=(_LOCAL, _LOCAL, _GLOBAL, _LOCAL),
+  rope_theta=1e6,
+  rope_type='linear',
+  rope_knobs=(('factor', 8.0),),
+  norms='sandwich',
+  norm_offset=True,
+  activation='gelu_tanh',
+  embed_scale=QWEN3.width**0.5,
+  score_scale=0.25,
+)
+OLMO3 = dataclasses.replace(
+  QWEN3,
+  layers=3,
+  kinds=(_LOCAL._replace(rotation='scaled'), _GLOBAL, _LOCAL),
+  o_bias=True,
+  tied=False,
+  qk_norm='projection',
+  norms='post',
+)
+SMOLLM3 = dataclasses.replace(
+  QWEN3,
+  layers=3,
+  kinds=(_GLOBAL, _GLOBAL._replace(rotation='none'), _GLOBAL),
+  qk_norm='',
 )
 
 TOWER = vision_spec.VisionSpec(

@@ -54,7 +54,7 @@ def test_useful_flops_by_hand():
   assert seen.response_R.tolist() == mask_BT[: learner.GROUP].sum(1).tolist()
   # One row: 3 tokens of a prompt and 2 of a response, which alone meet the head.
   one = rates.Teaching(2, np.array([2]), np.array([5]))
-  once = roofline.forward(SPEC, 2.5)
+  once = roofline.forward(SPEC, 2 * 2.5)
   body = 5 * (once.layers + once.attention)
   assert rates.useful_flops(SPEC, [one]) == 3 * (body + 2 * once.head)
   # Two updates add up.

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from bapo_jax.methods import METHODS
+from bapo_jax.models import transformer
+from bapo_jax.models.hf import config as hf_config
 from bapo_jax.tools.plan import devices, plan, programs
 from bapo_jax.training import config as config_lib
 from bapo_jax.training import resolve
@@ -21,6 +23,25 @@ from docs.reference.write_algorithms import PAGE, ROWS
 
 RECIPES = pathlib.Path(write_recipes.__file__).with_name('recipes.md').read_text()
 WRITE = 'python -m docs.reference.write_recipes > docs/reference/recipes.md'
+MODEL = 'Qwen2.5-7B'
+PARAMETERS = {  # of the published weights
+  'Qwen2.5-0.5B': 494_032_768,
+  'Qwen2.5-1.5B': 1_543_714_304,
+  'Qwen2.5-7B': 7_615_616_512,
+  'Qwen2.5-14B': 14_770_033_664,
+  'Qwen2.5-32B': 32_763_876_352,
+  'gemma-3-270m': 268_098_176,
+  'gemma-3-1b': 999_885_952,
+  'OLMo-2-0425-1B': 1_484_916_736,
+  'OLMo-2-1124-7B': 7_298_617_344,
+  'SmolLM3-3B': 3_075_098_624,
+}
+
+
+@pytest.mark.parametrize('model', write_recipes.MODELS)
+def test_the_models_have_the_size_of_the_published_ones(model):
+  spec = hf_config.spec_of(write_recipes.options(model), 'bfloat16')
+  assert transformer.count(spec) == PARAMETERS[model]
 
 
 @pytest.mark.parametrize('topology', write_recipes.MACHINES)
@@ -37,7 +58,7 @@ def test_the_introduction_and_the_headings_are_current():
 @pytest.mark.parametrize('lora', [False, True])
 def test_the_excess_is_the_memory_that_is_missing(tmp_path, lora):
   # The 14B is too large for an update, too, but by less than for decoding.
-  model = '14B' if lora else '1.5B'
+  model = 'Qwen2.5-14B' if lora else 'Qwen2.5-1.5B'
   config, choice, excess = write_recipes.longest('rtx4090:1', model, lora)
   assert choice is None and excess > 0
   config = write_recipes.with_model(config, model, str(tmp_path))
@@ -72,15 +93,15 @@ def compiled(topology, where, config, model, path):
 @pytest.mark.usefixtures('lowest_effort')
 @pytest.mark.parametrize('where', ['h100:8', 'v5e:4x4', 'v6e:2x4'])
 def test_a_row_fits_when_its_command_compiles(topology, tmp_path, where):
-  config, choice, _ = write_recipes.longest(where, '7B', lora=False)
-  command = write_recipes.command(where, '7B', lora=False)
+  config, choice, _ = write_recipes.longest(where, MODEL, lora=False)
+  command = write_recipes.command(where, MODEL, lora=False)
   assert command in RECIPES.splitlines()
   changed = defaultdict(dict)
   flags = [flag for flag in command.split() if flag.startswith('--config.')]
   for knob, value in config_lib.overrides(flags).items():
     section, name = knob.split('.')
     changed[section][name] = value
-  chip, rows = compiled(topology, where, config.with_values(**changed), '7B', tmp_path)
+  chip, rows = compiled(topology, where, config.with_values(**changed), MODEL, tmp_path)
   for name, row in rows.items():
     assert row.left(chip) >= 0, name
   # The error that training/budget.py states for an update.

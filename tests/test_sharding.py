@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import making
 import pytest
 from jax.sharding import PartitionSpec as P
-from making import QWEN2, QWEN3
+from making import GEMMA3, OLMO3, QWEN2, QWEN3
 
 from bapo_jax import sharding
 from bapo_jax.models import transformer
@@ -25,7 +25,9 @@ def test_make_fills_the_devices():
 
 @pytest.mark.parametrize('layout', ['train', 'decode'])
 @pytest.mark.parametrize(
-  'spec', [QWEN2, QWEN3, LLAMA, UNTIED, SEEING], ids=lambda spec: str(spec.vision)[:6]
+  'spec',
+  [QWEN2, QWEN3, LLAMA, UNTIED, SEEING, GEMMA3, OLMO3],
+  ids=lambda spec: str(spec.vision)[:6],
 )
 def test_every_parameter_has_a_place(spec, layout):
   # In training a matrix is split over both axes, each piece a quarter of the whole; in

@@ -193,8 +193,13 @@ def micro_batches(config: Config, facts: Facts) -> Number:
 def share_prompts(config: Config, facts: Facts) -> Number:
   """Derives learner.share_prompts: the responses per prompt of the shortest pass."""
   spec = spec_of(config, facts)
-  if not config.learner.pack:
-    return 1, 'no packing: each response has its own prompt'
+  reasons = {
+    'no packing': not config.learner.pack,
+    'layers with windows': spec.widest_window > 0,
+  }
+  if any(reasons.values()):
+    reason = next(filter(reasons.get, reasons))
+    return 1, f'{reason}: each response has its own prompt'
   mesh = mesh_of(config, facts)
 
   # A wide bin has more scores: a unit may need more than the micro-batches without it.

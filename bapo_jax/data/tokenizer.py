@@ -36,7 +36,7 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 class Tokenizer(NamedTuple):
   backend: Any  # transformers.PreTrainedTokenizerFast
-  eos: tuple[int, ...]  # every token that ends a response
+  eos: tuple[int, ...]  # every token that ends a response; the first ends given ones
   template: str  # prompt with {problem}, or 'chat:' and the user message to render
 
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -84,7 +84,12 @@ def load(path: str, template: str) -> Tokenizer:
       f'tokenizer.template={template[:30]!r} needs a chat template, but {path!r} has '
       "none; remove the prefix 'chat:' and write the whole prompt"
     )
-  return Tokenizer(backend, _end_tokens(path, backend), template)
+  tokenizer = Tokenizer(backend, _end_tokens(path, backend), template)
+  if template.startswith('chat:') and (end := turn_end(tokenizer)) and end[1]:
+    # Gemma's end of a text differs from its end of a turn; a chat has the latter.
+    first = backend.convert_tokens_to_ids(end[0])
+    tokenizer = tokenizer._replace(eos=tuple(dict.fromkeys((first, *tokenizer.eos))))
+  return tokenizer
 
 
 # Tokenizer files of all versions and model families.
@@ -233,22 +238,30 @@ def _render_prompts(tokenizer: Tokenizer, rows: Sequence[Row], *, pictured):
 def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> list[str]:
   """Returns each chat as text; if not `answered`, up to where the answer begins.
 
-  Raises a ValueError if the chat template fails.
+  If the chat template has no system role, a system message is put before the first
+  user message. Raises a ValueError if the chat template fails.
   """
   if not conversations:
     return []
+  folded = [_without_system(turns) for turns in conversations]
   try:
     template = re.sub(
       r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
       lambda x: repr(TODAY.strftime(x[2])),
       backend.get_chat_template(),
     )
-    return backend.apply_chat_template(
-      conversations,
+    apply = functools.partial(
+      backend.apply_chat_template,
       tokenize=False,
       add_generation_prompt=not answered,
       chat_template=template,
     )
+    try:
+      return apply(conversations)
+    except Exception:  # such as `System role not supported` of Gemma 2
+      if folded == conversations:
+        raise
+      return apply(folded)
   except Exception as error:  # a template may raise any exception
     reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
     raise ValueError(
@@ -256,6 +269,21 @@ def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> lis
       f'({reason}); correct the chat template, or write the whole prompt in '
       "tokenizer.template without the prefix 'chat:'"
     ) from error
+
+
+def _without_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Returns a chat with its system message put before the first user message."""
+  if turns[0]['role'] != 'system':
+    return [*turns]
+  system, *others = turns
+  text = f'{system["content"]}\n\n'
+  at = [turn['role'] for turn in others].index('user')
+  content = others[at]['content']
+  if isinstance(content, str):
+    content = text + content
+  else:  # parts of a message with pictures
+    content = [{'type': 'text', 'text': text}, *content]
+  return [*others[:at], others[at] | {'content': content}, *others[at + 1 :]]
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, bool] | None:

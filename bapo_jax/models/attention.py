@@ -2,7 +2,8 @@
 
 Whole rows use `blockwise` on a CPU, `flash` on a GPU (cuDNN if rows are not packed and
 it takes the heads) and `splash` on a TPU. Only `blockwise` stores scores, [T, T]; if
-causal, half of them.
+causal, half of them; with a window, fewer. The GPU's kernel for packed rows has no
+windows: layers with a window use `windowed` there.
 Decoding has one query per slot: `cached` reads the cache of every slot up to the
 longest one, and the kernel of ragged.py, on accelerators, each up to its length.
 """
@@ -35,6 +36,7 @@ FLASH_Q = 128
 FLASH_K = 64
 FLASH_BACK = 64
 FLASH_WARPS = 8
+WINDOW_BLOCK = 512  # of `windowed`: queries per block
 CUDNN_WIDEST = 128  # head that cuDNN takes on every GPU; a multiple of 8
 CODE = 8  # bits that tell the segments of a shared column apart, for the kernels
 FAR = 2.0**20  # below any other score
@@ -88,6 +90,7 @@ def attend(
   kind: str | None = None,
   segment_BT: Array | None = None,
   shared: Shared | None = None,
+  window: int = 0,
   is_causal: bool = True,
   interpret: bool = False,
 ) -> Array:
@@ -99,28 +102,42 @@ def attend(
     segment_BT: for packed rows, the segment of each column: a query attends to the
       columns of its segment only. Empty columns need a segment too, such as -1.
     shared: columns of other segments to attend to, by up to 2^CODE adjacent segments.
+    window: if causal, the number of last columns that a query attends to, its own
+      included; 0: no limit. Not with `shared`, whose columns may be anywhere before.
     is_causal: whether a query attends only to keys up to its column, not to all keys.
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
   B, _, H, C = q_BTHC.shape
+  assert not (shared and window), 'columns of a window follow each other'
   if kind is None:
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, C)
-  if kind == 'plain' or (shared and kind == 'flash' and width(kind, C, True) > WIDEST):
-    return blockwise(q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, is_causal=is_causal)
+  if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
+    # cuDNN is faster, but on packed rows it needs a mask of [T, T].
+    return jax.nn.dot_product_attention(
+      q_BTHC,
+      k_BTKC,
+      v_BTKC,
+      is_causal=is_causal,
+      local_window_size=(window - 1, 0) if window else None,
+      implementation='cudnn',
+    )
+  too_wide = shared and width(kind, C, True) > WIDEST
+  if kind == 'plain' or (kind == 'flash' and too_wide):
+    return blockwise(
+      q_BTHC, k_BTKC, v_BTKC, segment_BT, shared, window=window, is_causal=is_causal
+    )
   scale = C**-0.5
   if shared and segment_BT is not None:
     q_BTHC, k_BTKC = _tell_apart(q_BTHC, k_BTKC, segment_BT, shared)
     v_BTKC = jnp.pad(v_BTKC, ((0, 0), (0, 0), (0, 0), (0, 2 * CODE)))
     segment_BT = shared.reads_BT
-  if kind == 'flash' and segment_BT is None and C % 8 == 0 and C <= CUDNN_WIDEST:
-    # cuDNN is faster, but on packed rows it needs a mask of [T, T].
-    return jax.nn.dot_product_attention(
-      q_BTHC, k_BTKC, v_BTKC, is_causal=is_causal, implementation='cudnn'
-    )
-  kernel = splash if kind == 'splash' else flash
-  kernel = functools.partial(
-    kernel, scale=scale, is_causal=is_causal, interpret=interpret
-  )
+  kernels = {
+    'flash': functools.partial(flash, scale=scale),
+    'splash': functools.partial(splash, scale=scale, window=window),
+  }
+  kernel = functools.partial(kernels[kind], is_causal=is_causal, interpret=interpret)
+  if kind == 'flash' and window:
+    kernel = functools.partial(windowed, window=window)
   mesh = sharding.ambient()
   if mesh is None:
     return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
@@ -194,13 +211,15 @@ def blockwise(
   segment_BT: Array | None = None,
   shared: Shared | None = None,
   *,
+  window: int = 0,
   is_causal: bool = True,
 ) -> Array:
   """Computes `attend` in plain JAX, a block of queries at a time.
 
-  A causal block skips the keys past its end. All queries of a key head share a product,
-  and the softmax normalises the output [T, C] instead of the weights [T, T]. This takes
-  half the time of `jax.nn.dot_product_attention` on a CPU (256 columns).
+  A causal block skips the keys past its end and those before the windows of all its
+  queries. All queries of a key head share a product, and the softmax normalises the
+  output [T, C] instead of the weights [T, T]. This takes half the time of
+  `jax.nn.dot_product_attention` on a CPU (256 columns).
   """
   B, T, H, C = q_BTHC.shape
   K = k_BTKC.shape[2]
@@ -213,22 +232,25 @@ def blockwise(
   blocks = []
   for start in range(0, T, size):
     end = min(start + size, T)
-    seen = end if is_causal else T  # keys that some query of the block attends to
-    live_Btj = (column_T[start:end, None] >= column_T[None, :seen])[None]
+    # Keys that some query of the block attends to.
+    seen = slice(max(0, start + 1 - window) if window else 0, end if is_causal else T)
+    live_Btj = (column_T[start:end, None] >= column_T[None, seen])[None]
+    if window:
+      live_Btj &= (column_T[start:end, None] - column_T[None, seen] < window)[None]
     if not is_causal:
       live_Btj = jnp.ones_like(live_Btj)
     if segment_BT is not None:
-      same_Btj = segment_BT[:, start:end, None] == segment_BT[:, None, :seen]
+      same_Btj = segment_BT[:, start:end, None] == segment_BT[:, None, seen]
       if shared:
         reads_Bt1 = shared.reads_BT[:, start:end, None]
-        same_Btj |= reads_Bt1 == shared.shared_BT[:, None, :seen]
+        same_Btj |= reads_Bt1 == shared.shared_BT[:, None, seen]
       live_Btj &= same_Btj
     # The mask repeats for each of the G query heads of a key head: [B, 1, G t, j].
     live_B1Xj = jnp.tile(live_Btj, (1, H // K, 1))[:, None]
     scores_BKXj = jnp.einsum(
       'bkxc,bkjc->bkxj',
       q_BKGTC[:, :, :, start:end].reshape(B, K, -1, C),
-      k_BKTC[:, :, :seen],
+      k_BKTC[:, :, seen],
       preferred_element_type=jnp.float32,
     )
     scores_BKXj = jnp.where(live_B1Xj, scores_BKXj, -jnp.inf)
@@ -238,7 +260,7 @@ def blockwise(
     sum_BKXC = jnp.einsum(
       'bkxj,bkjc->bkxc',
       weight_BKXj.astype(v_BTKC.dtype),
-      v_BKTC[:, :, :seen],
+      v_BKTC[:, :, seen],
       preferred_element_type=jnp.float32,
     )
     sum_BKXC /= weight_BKXj.sum(-1, keepdims=True)
@@ -247,8 +269,48 @@ def blockwise(
   return mixed_BKGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
+def windowed(
+  q_BTHC: Array, k_BTKC: Array, v_BTKC: Array, segment_BT: Array | None, window: int
+) -> Array:
+  """Computes `attend` with a window; only one block of queries has scores at a time."""
+  B, T, H, C = q_BTHC.shape
+  if segment_BT is None:
+    segment_BT = jnp.zeros((B, T), jnp.int32)
+  n = min(T, WINDOW_BLOCK)
+  # Every block has the keys of n queries and as many before them as a window.
+  behind = -T % n
+  q = jnp.pad(q_BTHC, ((0, 0), (0, behind), (0, 0), (0, 0)))
+  k, v = (
+    jnp.pad(x, ((0, 0), (window, behind), (0, 0), (0, 0))) for x in (k_BTKC, v_BTKC)
+  )
+  segment = jnp.pad(segment_BT, ((0, 0), (window, behind)), constant_values=-2)
+  distance_nj = window + jnp.arange(n)[:, None] - jnp.arange(n + window)[None]
+  near_nj = (distance_nj >= 0) & (distance_nj < window)
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def block(start):
+    def keys(x):
+      return lax.dynamic_slice_in_dim(x, start, n + window, 1)
+
+    segment_Bj = keys(segment)
+    same_Bnj = segment_Bj[:, window:, None] == segment_Bj[:, None]
+    return jax.nn.dot_product_attention(
+      lax.dynamic_slice_in_dim(q, start, n, 1),
+      keys(k),
+      keys(v),
+      mask=(near_nj[None] & same_Bnj)[:, None],
+      implementation='xla',
+    )
+
+  out_XBnHC = lax.map(block, jnp.arange(0, T, n))
+  return out_XBnHC.swapaxes(0, 1).reshape(B, -1, H, C)[:, :T]
+
+
 def cached(
-  q_SHC: Array, segments: Sequence[tuple[Array, Array]], position_S: Array
+  q_SHC: Array,
+  segments: Sequence[tuple[Array, Array]],
+  position_S: Array,
+  window: int = 0,
 ) -> Array:
   """Computes attention [S, H, C]: each slot's query attends to columns up to its own.
 
@@ -256,6 +318,7 @@ def cached(
     segments: keys [S, K, C, columns] and values [S, K, columns, C], in the order of the
       columns; both products read these layouts without a transpose, on every platform.
     position_S: column of each query.
+    window: the number of last columns that a query attends to; 0: no limit.
   """
   S, H, C = q_SHC.shape
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -264,7 +327,10 @@ def cached(
   scores_SKGT = jnp.concatenate(
     [dot('skgc,skct->skgt', q_SKGC, k_SKCt) for k_SKCt, _ in segments], -1
   )
-  live_ST = jnp.arange(scores_SKGT.shape[-1])[None] <= position_S[:, None]
+  column_T = jnp.arange(scores_SKGT.shape[-1])
+  live_ST = column_T[None] <= position_S[:, None]
+  if window:
+    live_ST &= column_T[None] > position_S[:, None] - window
   scores_SKGT = jnp.where(live_ST[:, None, None], scores_SKGT * C**-0.5, -jnp.inf)
   share_SKGT = jax.nn.softmax(scores_SKGT).astype(q_SHC.dtype)
   # Values are mixed per segment, so that the segments are not copied to one array.
@@ -326,6 +392,7 @@ def splash(
   segment_BT: Array | None,
   *,
   scale: float,
+  window: int,
   is_causal: bool,
   interpret: bool,
 ) -> Array:
@@ -337,7 +404,10 @@ def splash(
   pad = -T % LANES
   wide = -C % LANES
   n = next(size for size in (512, 256, LANES) if (T + pad) % size == 0)
-  mask = (lib.CausalMask if is_causal else lib.FullMask)((T + pad, T + pad))
+  shape = T + pad, T + pad
+  mask = (lib.CausalMask if is_causal else lib.FullMask)(shape)
+  if window:
+    mask = lib.LocalMask(shape, (window - 1, 0), offset=0)
   kernel: Any = lib.make_splash_mha(
     lib.MultiHeadMask([mask] * H),
     head_shards=1,
@@ -346,7 +416,7 @@ def splash(
       block_q=n,
       block_kv=n,
       block_q_dkv=n,
-      block_kv_dkv=key_block(T + pad),
+      block_kv_dkv=key_block(T + pad, C + wide),
       block_kv_dkv_compute=n,
       use_fused_bwd_kernel=True,
     ),
@@ -367,11 +437,14 @@ def splash(
   return out_BHTC.swapaxes(1, 2)[:, :T, :, :C]
 
 
-def key_block(length: int) -> int:
+def key_block(length: int, channels: int) -> int:
   """Returns the number of keys per block in the TPU kernel's backward pass.
 
-  `length` is a multiple of LANES. The kernel writes the gradient of all queries for
-  every block, [blocks, H, T, C], and sums over blocks afterwards. With small blocks the
-  size of this array is quadratic in the length.
+  `length` is a multiple of LANES, and so are the `channels` of a head. The kernel
+  writes the gradient of all queries for every block, [blocks, H, T, C], and sums over
+  blocks afterwards. With small blocks the size of this array is quadratic in the
+  length. Blocks of 1,536 keys of 256 channels exceed a v5e's 16 MiB for a kernel.
   """
-  return next(n for n in (2048, 1536, 1024, 512, 256, LANES) if length % n == 0)
+  sizes = (2048, 1536, 1024, 512, 256, LANES)
+  most = max(LANES, 2048 * LANES // channels)
+  return next(n for n in sizes if n <= most and length % n == 0)

@@ -144,13 +144,13 @@ class Prefilled(NamedTuple):
 def prefill(
   actor: Tree,
   x_RTD: Array,
-  turn_RTc: layers.Turn,
+  turns: layers.Turns,
   spec: ModelSpec,
   routes_RTX: Array | None = None,
 ) -> Prefilled:
   """Computes keys and values of every layer for R embedded prompts.
 
-  `turn_RTc` are the rotations of their positions. Uses the recorded routes, if any.
+  `turns` are the `rotations` of their positions. Uses the recorded routes, if any.
   """
   x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
   prefilled = []
@@ -158,10 +158,15 @@ def prefill(
   recorded = itertools.repeat(None)
   if routes_RTX is not None:
     recorded = experts.by_layer(routes_RTX, spec)
-  for w, recorded_RTK in zip(actor['layers'], recorded, strict=False):
-    q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, turn_RTc, spec)
+  of_layers = zip(actor['layers'], spec.layer_kinds, recorded, strict=False)
+  for w, kind, recorded_RTK in of_layers:
+    q_RTHC, k_RTKC, v_RTKC = layers.project(w, x_RTD, spec)
+    q_RTHC = layers.turned(q_RTHC, turns, kind)
+    k_RTKC = layers.turned(k_RTKC, turns, kind)
     prefilled.append((k_RTKC.transpose(0, 2, 3, 1), v_RTKC.swapaxes(1, 2)))
-    attended_RTHC = attention.attend(q_RTHC, k_RTKC, v_RTKC, kind=spec.attention)
+    attended_RTHC = attention.attend(
+      q_RTHC, k_RTKC, v_RTKC, kind=spec.attention, window=kind.window
+    )
     x_RTD, chosen = layers.add_out(w, x_RTD, attended_RTHC, spec, recorded_RTK)
     x_RTD = sharding.constrain(x_RTD, sharding.ROWS)
     used.append(chosen)
@@ -227,28 +232,31 @@ def decode(
       their cache. None: no slot.
   """
   rotary_S = position_S if shift_S is None else position_S + shift_S
-  turn_Sc = layers.rotations(rotary_S, spec)
+  turns = layers.rotations(rotary_S, spec)
   x_SD = layers.embed(actor, token_S, spec)
   new = []
   used = []
   length_S = position_S + 1
   if done_S is not None:
     length_S = jnp.where(done_S, 1, length_S)
-  for w, segments in zip(actor['layers'], cache, strict=True):
-    q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, turn_Sc, spec)
+  of_layers = zip(actor['layers'], spec.layer_kinds, cache, strict=True)
+  for w, kind, segments in of_layers:
+    q_SHC, k_SKC, v_SKC = layers.project(w, x_SD, spec)
+    q_SHC = layers.turned(q_SHC, turns, kind)
+    k_SKC = layers.turned(k_SKC, turns, kind)
     if is_ragged(spec):
       from bapo_jax.models import ragged  # loads Pallas
 
       attended_SHC, extended = ragged.attend(
-        q_SHC, (k_SKC, v_SKC), segments[0], position_S, length_S
+        q_SHC, (k_SKC, v_SKC), segments[0], position_S, length_S, kind.window
       )
       new.append([extended])
     else:
       new.append(_extend(segments, k_SKC, v_SKC, position_S))
-      attended_SHC = attention.cached(q_SHC, new[-1], position_S)
+      attended_SHC = attention.cached(q_SHC, new[-1], position_S, kind.window)
     x_SD, chosen = layers.add_out(w, x_SD, attended_SHC, spec)
     used.append(chosen)
-  hidden_SD = layers.rms_norm(x_SD, actor['final_norm'], spec.norm_eps)
+  hidden_SD = layers.norm(actor, 'final_norm', x_SD, spec)
   return hidden_SD, new, _record(used, spec)
 
 

@@ -19,7 +19,7 @@ from bapo_jax import sharding
 from bapo_jax.models import attention, experts, rope
 from bapo_jax.models.lora import Adapted
 from bapo_jax.models.quantized import Quantized
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.transformer import LayerKind, ModelSpec
 from bapo_jax.types import Tree
 
 
@@ -49,7 +49,10 @@ REMAT = {
 }
 
 
+ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': jax.nn.gelu}  # keys: spec.activation
+
 Turn = tuple[Array, Array]  # sine and cosine of rotary angles, [..., C / 2]
+Turns = dict[str, Turn]  # by LayerKind.rotation, without 'none'
 
 
 class Schedule(NamedTuple):
@@ -94,15 +97,30 @@ def expand(x: Any, ndim: int) -> Any:
   return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-  """Computes x / rms(x) * scale over the last axis, in float32 (RMSNorm)."""
+def rms_norm(x: Array, scale: Array, eps: float, offset: bool = False) -> Array:
+  """Computes x / rms(x) * scale over the axes of the scale, in float32 (RMSNorm).
+
+  With an offset, the factor is 1 + scale.
+  """
   x32 = x.astype(jnp.float32)
-  x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
-  return (x32 * expand(scale, x.ndim)).astype(x.dtype)
+  axes = tuple(range(-scale.ndim, 0))
+  x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)
+  factor = 1 + scale if offset else scale
+  return (x32 * expand(factor, x.ndim)).astype(x.dtype)
 
 
-def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
+def norm(w: Tree, name: str, x: Array, spec: ModelSpec) -> Array:
+  """Applies the norm `name` of a layer or of the model; x itself if it has none."""
+  scale = w.get(name)
+  if scale is None:
+    return x
+  return rms_norm(x, scale, spec.norm_eps, spec.norm_offset)
+
+
+def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turns:
   """Returns (sine, cosine) [..., C / 2] of the rotary angles at positions [...].
+
+  Each rotation of the model's layers has its own angles.
 
   Angles are float32; bfloat16 angles would be off by a radian beyond position 256.
 
@@ -113,11 +131,17 @@ def rotations(position: Array, spec: ModelSpec, by_parts: bool = False) -> Turn:
   """
   part = np.repeat(np.arange(3), spec.mrope) if by_parts else None
   position = position[..., part]
-  frequency, factor = rope.table(
-    spec.head_width, spec.rope_theta, spec.rope_type, spec.rope_knobs
-  )
-  angle = position.astype(jnp.float32) * expand(frequency, position.ndim)
-  return factor * jnp.sin(angle), factor * jnp.cos(angle)
+  rules = {
+    'scaled': (spec.rope_theta, spec.rope_type, spec.rope_knobs),
+    'plain': (spec.plain_theta, 'default', ()),
+  }
+  turns: Turns = {}
+  for rotation in {kind.rotation: None for kind in spec.layer_kinds}:
+    if rotation != 'none':
+      frequency, factor = rope.table(spec.head_width, *rules[rotation])
+      angle = position.astype(jnp.float32) * expand(frequency, position.ndim)
+      turns[rotation] = factor * jnp.sin(angle), factor * jnp.cos(angle)
+  return turns
 
 
 def rotate(x: Array, sin: Array, cos: Array) -> Array:
@@ -131,15 +155,20 @@ def rotate(x: Array, sin: Array, cos: Array) -> Array:
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def project(
-  w: Tree, x: Array, turn: Turn, spec: ModelSpec
-) -> tuple[Array, Array, Array]:
-  """Projects x [..., D] to rotated queries [..., H, C], rotated keys, and values.
+def turned(x: Array, turns: Turns, kind: LayerKind) -> Array:
+  """Rotates queries or keys [..., heads, C] by the rotation of a layer's kind.
 
-  `w` is a layer of the parameters or of an actor; `turn` are the `rotations` of the
-  positions [...], computed once for all layers.
+  `turns` are the `rotations` of the positions [...], computed once for all layers.
   """
-  y = rms_norm(x, w['attn_norm'], spec.norm_eps)
+  return x if kind.rotation == 'none' else rotate(x, *turns[kind.rotation])
+
+
+def project(w: Tree, x: Array, spec: ModelSpec) -> tuple[Array, Array, Array]:
+  """Projects x [..., D] to queries [..., H, C], keys and values, not yet `turned`.
+
+  `w` is a layer of the parameters or of an actor.
+  """
+  y = norm(w, 'attn_norm', x, spec)
   joined: dict[str, Array] = {}
   if 'qkv' in w:
     out = product(y, w['qkv'])
@@ -153,11 +182,14 @@ def project(
     bias = w.get(f'{name}_bias')
     if bias is not None:
       out += expand(bias.astype(y.dtype), out.ndim)
-    norm = w.get(f'{name}_norm')
-    return out if norm is None else rms_norm(out, norm, spec.norm_eps)
+    return norm(w, f'{name}_norm', out, spec)
 
   q, k, v = map(heads, 'qkv')
-  return rotate(q, *turn), rotate(k, *turn), v
+  if spec.score_scale is not None:
+    # The kernels multiply scores by C ** -.5; rotations do not change the length of q.
+    factor = spec.score_scale * spec.head_width**0.5
+    q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+  return q, k, v
 
 
 def add_out(
@@ -169,28 +201,43 @@ def add_out(
   experts.
   """
   if 'out' in w:
-    x += product(attended.reshape(*x.shape[:-1], -1), w['out'])
+    added = [product(attended.reshape(*x.shape[:-1], -1), w['out'])]
   else:
-    x = x + product(attended, w['o'], 2)
+    added = [product(attended, w['o'], 2)]
   if spec.o_bias:
-    x += expand(w['o_bias'].astype(x.dtype), x.ndim)
+    added.append(expand(w['o_bias'].astype(x.dtype), x.ndim))
+  x = _add(w, 'attn_post_norm', x, added, spec)
+  y = norm(w, 'mlp_norm', x, spec)
   if spec.experts:
-    y = rms_norm(x, w['mlp_norm'], spec.norm_eps)
     y, chosen = experts.mlp(w, y, spec, recorded)
-    return x + y, chosen
+    return _add(w, 'mlp_post_norm', x, [y], spec), chosen
   # 2-D products: XLA's CPU backend runs [B*T, D] up to twice as fast as [B, T, D].
-  y = rms_norm(x, w['mlp_norm'], spec.norm_eps).reshape(-1, x.shape[-1])
+  y = y.reshape(-1, x.shape[-1])
   if 'gate_up' in w:
     gate, up = jnp.split(product(y, w['gate_up']), 2, axis=-1)
   else:
     gate, up = (product(y, w[name]) for name in ('gate', 'up'))
-  y = product(jax.nn.silu(gate) * up, w['down'])
-  return x + y.reshape(x.shape), None
+  y = product(ACTIVATIONS[spec.activation](gate) * up, w['down'])
+  return _add(w, 'mlp_post_norm', x, [y.reshape(x.shape)], spec), None
+
+
+def _add(w: Tree, name: str, x: Array, terms: list[Array], spec: ModelSpec) -> Array:
+  """Adds terms to x one by one; with the norm `name`, adds the norm of their sum."""
+  if name in w:
+    terms = [norm(w, name, sum(terms[1:], terms[0]), spec)]
+  return sum(terms, x)
 
 
 def embed(params: Tree, token: Array, spec: ModelSpec) -> Array:
   """Returns the embeddings [..., D] of tokens [...]."""
-  return params['embed'][token].astype(spec.compute)
+  return _scaled(params['embed'][token].astype(spec.compute), spec)
+
+
+def _scaled(x: Array, spec: ModelSpec) -> Array:
+  """Multiplies embeddings by the scale, rounded to their dtype as in Gemma."""
+  if spec.embed_scale == 1:
+    return x
+  return x * jnp.asarray(spec.embed_scale, x.dtype)
 
 
 def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
@@ -214,9 +261,10 @@ def embed_rows(params: Tree, tokens_BT: Array, spec: ModelSpec) -> Array:
     return lax.psum(jnp.where(local_BT[..., None], x_BTD, 0), 'tensor')
 
   rows = P(sharding.ROWS)
-  return jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
+  x_BTD = jax.shard_map(look_up, in_specs=(P('tensor'), rows), out_specs=rows)(
     embed_VD, tokens_BT
   )
+  return _scaled(x_BTD, spec)
 
 
 def embed_patches(x_BTD: Array, merged_BT: Array, patch_XD: Array) -> Array:
@@ -256,14 +304,14 @@ def forward(
   """
   column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   x_BTD = embed_rows(params, tokens_BT, spec)
-  turn = rotations(column_BT, spec)
-  return through(params, x_BTD, turn, spec, segment_BT, schedule=schedule)[0]
+  turns = rotations(column_BT, spec)
+  return through(params, x_BTD, turns, spec, segment_BT, schedule=schedule)[0]
 
 
 def through(
   params: Tree,
   x_BTD: Array,
-  turn: Turn,
+  turns: Turns,
   spec: ModelSpec,
   segment_BT: Array | None = None,
   routes_BTX: Array | None = None,
@@ -271,7 +319,7 @@ def through(
   shared: attention.Shared | None = None,
   schedule: Schedule = Schedule(),
 ) -> tuple[Array, Array | None]:
-  """Runs embedded rows through all layers; `turn` are the rotations of their positions.
+  """Runs embedded rows through all layers; `turns` are `rotations` of their positions.
 
   If rows contain several texts, `segment_BT` is the text index of each token, and
   `shared` are the tokens that several texts begin with (`attention.attend`). Returns
@@ -282,17 +330,31 @@ def through(
   if routes_BTX is not None:
     recorded_LBTK = experts.by_layer(routes_BTX, spec)
 
-  def layer(x_BTD, of_layer):
-    w, recorded_BTK = of_layer
-    q_BTHC, k_BTKC, v_BTKC = project(w, x_BTD, turn, spec)
-    attended_BTHC = attention.attend(
-      q_BTHC,
-      k_BTKC,
+  def attend(kind):
+    return lambda q_BTHC, k_BTKC, v_BTKC: attention.attend(
+      turned(q_BTHC, turns, kind),
+      turned(k_BTKC, turns, kind),
       v_BTKC,
       kind=spec.attention,
       segment_BT=segment_BT,
       shared=shared,
+      window=kind.window,
     )
+
+  # Kernels need static windows, so each kind of layer is a branch of one program.
+  kinds = list(dict.fromkeys(spec.layer_kinds))
+  branches = [attend(kind) for kind in kinds]
+  kind_L = None
+  if len(kinds) > 1:
+    kind_L = jnp.asarray([kinds.index(kind) for kind in spec.layer_kinds])
+
+  def layer(x_BTD, of_layer):
+    w, recorded_BTK, kind = of_layer
+    heads = project(w, x_BTD, spec)
+    if kind is None:
+      attended_BTHC = branches[0](*heads)
+    else:
+      attended_BTHC = lax.switch(kind, branches, *heads)
     x_BTD, chosen = add_out(w, x_BTD, attended_BTHC, spec, recorded_BTK)
     agree_BT = None
     if chosen and recorded_BTK is not None:
@@ -301,7 +363,7 @@ def through(
     return split(x_BTD, schedule), agree_BT
 
   x_BTD = split(x_BTD, schedule)
-  of_layers = params['layers'], recorded_LBTK
+  of_layers = params['layers'], recorded_LBTK, kind_L
   x_BTD, agree_LBT = lax.scan(REMAT[schedule.remat](layer), x_BTD, of_layers)
   agree_BT = None if agree_LBT is None else agree_LBT.mean(0, dtype=jnp.float32)
-  return rms_norm(x_BTD, params['final_norm'], spec.norm_eps), agree_BT
+  return norm(params, 'final_norm', x_BTD, spec), agree_BT

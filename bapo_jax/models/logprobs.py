@@ -102,14 +102,14 @@ def packed_stats(
   """
   x_RTD = layers.embed_rows(params, cells.tokens_RT, spec)
   if cells.places is None or patch_XD is None:
-    turn = layers.rotations(cells.position_RT, spec)
+    turns = layers.rotations(cells.position_RT, spec)
   else:
     x_RTD = layers.embed_patches(x_RTD, cells.places.merged_BT, patch_XD)
-    turn = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
+    turns = layers.rotations(cells.places.parts_BT3, spec, by_parts=True)
   hidden_RTD, agree_RT = layers.through(
     params,
     x_RTD,
-    turn,
+    turns,
     spec,
     cells.row_RT,
     cells.routes_RTX,

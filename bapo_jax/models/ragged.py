@@ -1,7 +1,8 @@
 """Computes the attention of decoding from the live columns of each slot alone.
 
-A slot's query attends to the first `length` columns of its cache. `attend` runs a
-Pallas kernel that reads them in blocks of columns, and no block past the last:
+A slot's query attends to the first `length` columns of its cache, in a layer with a
+window to the last `window` of these. `attend` runs a Pallas kernel that reads them in
+blocks of columns, and no block before the first or past the last:
 
 1. `fold` adds a block of keys and values to a running softmax, in float32;
 2. on a TPU the grid has a step for each live block of each slot, with all key heads in
@@ -63,6 +64,11 @@ def _last(length, n):
   return lax.div(length - 1, np.int32(n))
 
 
+def _first(length, n, window):
+  """Returns the first live block, of n columns."""
+  return lax.div(jnp.maximum(length - window, 0), np.int32(n)) if window else 0
+
+
 def fold(
   softmax: Softmax,
   q_GC: Array,
@@ -70,9 +76,11 @@ def fold(
   v: Array,
   left: Array | int,
   axis: int = 0,
+  first: Array | int | None = None,
 ) -> Softmax:
   """Adds a block to a running softmax; its first `left` columns are live.
 
+  If `first` is not None, columns before it are not; it may be negative.
   `axis` is the axis of the columns in the values v, [n, C] or [C, n].
 
   The final mixed values divided by the sum are softmax(q k / sqrt(C)) v (Milakov and
@@ -81,7 +89,10 @@ def fold(
   max_G1, sum_G1, mixed_GC = softmax
   G, C = q_GC.shape
   n = k_Cn.shape[1]
-  live_Gn = lax.broadcasted_iota(jnp.int32, (G, n), 1) < left
+  column_Gn = lax.broadcasted_iota(jnp.int32, (G, n), 1)
+  live_Gn = column_Gn < left
+  if first is not None:
+    live_Gn &= column_Gn >= first
   score_Gn = jnp.dot(q_GC, k_Cn, preferred_element_type=jnp.float32) * C**-0.5
   score_Gn = jnp.where(live_Gn, score_Gn, MASKED)
   new_max_G1 = jnp.maximum(max_G1, score_Gn.max(1, keepdims=True))
@@ -103,6 +114,7 @@ def attend(
   cache: KeysValues,
   position_S: Array,
   length_S: Array,
+  window: int = 0,
 ) -> tuple[Array, KeysValues]:
   """Writes a column to the cache and computes attention, on a TPU or a GPU.
 
@@ -116,6 +128,7 @@ def attend(
     position_S: i32, below T: where the column is written.
     length_S: i32, the number of columns that the query attends to: position_S + 1, or 1
       if the result is not used.
+    window: the number of last columns that the query attends to; 0: no limit.
 
   Returns:
     the mixed values [S, H, C], and the cache.
@@ -128,9 +141,9 @@ def attend(
       q_SHC.reshape(S, K, -1, C),
       new,
       *args,
-      tpu=_tpu,
-      cuda=_gpu,
-      default=functools.partial(_tpu, interpret=True),
+      tpu=functools.partial(_tpu, window=window),
+      cuda=functools.partial(_gpu, window=window),
+      default=functools.partial(_tpu, window=window, interpret=True),
     )
     return mixed_SKGC.reshape(q_SHC.shape), cache
 
@@ -154,6 +167,7 @@ def _tpu(
   position_S,
   length_S,
   *,
+  window=0,
   n=0,
   interpret=False,
 ):
@@ -172,11 +186,11 @@ def _tpu(
   n = n or block_columns(K, C, T, k_SKCT.dtype.itemsize)
   halves = 2 - S % 2
   steps = S // (2 - S % 2) * (T // n)  # most steps of a half
-  slot_N, first_S, most = _visits(length_S, halves, steps, n)
+  slot_N, zero_S, most = _visits(length_S, halves, steps, n, window)
 
-  def keys(half, i, slot_N, first_S, length_S):
+  def keys(half, i, slot_N, zero_S, length_S):
     slot = slot_N[half * steps + i]
-    return slot, 0, 0, jnp.minimum(i - first_S[slot], _last(length_S[slot], n))
+    return slot, 0, 0, jnp.minimum(i - zero_S[slot], _last(length_S[slot], n))
 
   def by_slot(*at):
     return keys(*at)[0], 0, 0, 0
@@ -188,7 +202,7 @@ def _tpu(
   turned = C % LANES > 0
   v = v_SKTC.swapaxes(2, 3) if turned else v_SKTC
   mixed_SKGC = pl.pallas_call(
-    functools.partial(_tpu_step, steps=steps, n=n, axis=int(turned)),
+    functools.partial(_tpu_step, steps=steps, n=n, axis=int(turned), window=window),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
       grid=(halves, most),
@@ -204,18 +218,22 @@ def _tpu(
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary')),
     interpret=interpret,
     name='ragged_decode',
-  )(slot_N, first_S, length_S, q_SKGC, k_SKCT, v)
+  )(slot_N, zero_S, length_S, q_SKGC, k_SKCT, v)
   return mixed_SKGC[:, :, :heads], (k_SKCT, v_SKTC)
 
 
-def _visits(length_S, halves, steps, n):
+def _visits(length_S, halves, steps, n, window):
   """Plans the grid of the TPU kernel: a step for each live block of a half.
 
-  Returns (the slot of each step [halves * steps], the first step of each slot [S], the
-  number of steps of the half that has more). Steps past the last live block keep the
-  last slot of their half, and its last block, which is not read again.
+  Returns (the slot of each step [halves * steps], the step of block 0 of each slot [S],
+  the number of steps of the half that has more). Steps past the last live block keep
+  the last slot of their half, and its last block, which is not read again. Blocks
+  before a window have no step: block 0 then has a step of earlier slots, or none.
   """
-  count_hS = blocks(length_S, n).reshape(halves, -1)
+  count_S = blocks(length_S, n)
+  if window:
+    count_S -= _first(length_S, n, window)
+  count_hS = count_S.reshape(halves, -1)
   end_hS = jnp.cumsum(count_hS, 1)
   # Step i of a half visits the slot after all slots that end at or before i.
   step_N = jnp.arange(steps)
@@ -223,17 +241,20 @@ def _visits(length_S, halves, steps, n):
   slot_hN = (end_hS[:, None] <= step_N[None, :, None]).sum(2, dtype=jnp.int32)
   slot_hN = jnp.minimum(slot_hN, slots - 1)
   slot_hN += slots * jnp.arange(halves, dtype=jnp.int32)[:, None]
-  return slot_hN.ravel(), (end_hS - count_hS).ravel(), end_hS[:, -1].max()
+  zero_S = (end_hS - count_hS).ravel()
+  if window:
+    zero_S -= _first(length_S, n, window)
+  return slot_hN.ravel(), zero_S, end_hS[:, -1].max()
 
 
-def _tpu_step(slot_N, first_S, length_S, q, k, v, out, *softmax, steps, n, axis):
+def _tpu_step(slot_N, zero_S, length_S, q, k, v, out, *softmax, steps, n, axis, window):
   """Folds one block of a slot, all key heads, into the running softmax of the slot."""
   i = pl.program_id(1)
   slot = slot_N[pl.program_id(0) * steps + i]
-  block = i - first_S[slot]
+  block = i - zero_S[slot]
   last = _last(length_S[slot], n)
 
-  @pl.when(block == 0)
+  @pl.when(block == _first(length_S[slot], n, window))
   def _start():
     for x, value in zip(softmax, (MASKED, 0.0, 0.0), strict=True):
       x[...] = jnp.full(x.shape, value, x.dtype)
@@ -243,7 +264,8 @@ def _tpu_step(slot_N, first_S, length_S, q, k, v, out, *softmax, steps, n, axis)
     for head in range(k.shape[1]):
       state = tuple(x[head] for x in softmax)
       left = length_S[slot] - block * n
-      state = fold(state, q[0, head], k[0, head], v[0, head], left, axis)
+      first = left - window if window else None
+      state = fold(state, q[0, head], k[0, head], v[0, head], left, axis, first)
       for x, value in zip(softmax, state, strict=True):
         x[head] = value
 
@@ -260,6 +282,7 @@ def _gpu(
   position_S,
   length_S,
   *,
+  window=0,
   n=BLOCK,
   span=SPAN,
   warps=4,
@@ -287,7 +310,7 @@ def _gpu(
   # XLA computes an array in one kernel, but its parts in several.
   new_SKNC = jnp.concatenate([*(x[:, :, None] for x in new), q_SKGC], 2)
   lse_SKXG1, mixed_SKXGC, k_SKCT, v_SKTC = pl.pallas_call(
-    functools.partial(_gpu_span, G=G, n=n, span=span),
+    functools.partial(_gpu_span, G=G, n=n, span=span, window=window),
     grid=(S, K, spans),
     in_specs=[*by_slot, whole(2 + rows, C), *by_head],
     out_specs=[
@@ -315,7 +338,7 @@ def _gpu(
   return mixed_SKGC.astype(q_SKGC.dtype), (k_SKCT, v_SKTC)
 
 
-def _gpu_span(*refs, G, n, span):
+def _gpu_span(*refs, G, n, span, window):
   """Writes the newest column, and folds the live blocks of a span of one key head.
 
   The softmax of the first span starts from the newest column, so that no program reads
@@ -341,10 +364,13 @@ def _gpu_span(*refs, G, n, span):
 
   def body(i, state):
     at = pl.ds(start + i * n, n)
-    return fold(state, q_RC, k[:, at], v[at, :], left - i * n)
+    first = left + 1 - window - i * n if window else None
+    return fold(state, q_RC, k[:, at], v[at, :], left - i * n, first=first)
 
   live = jnp.clip(blocks(left, n), 0, span // n)
   state = max_R1, jnp.ones_like(max_R1), v_RC
-  max_R1, sum_R1, mixed_RC = lax.fori_loop(0, live, body, state)
+  max_R1, sum_R1, mixed_RC = lax.fori_loop(
+    _first(left + 1, n, window), live, body, state
+  )
   triton.store(lse, max_R1 + jnp.log(sum_R1), mask=real_R1)
   triton.store(mixed, (mixed_RC / sum_R1).astype(mixed.dtype), mask=real_R1)

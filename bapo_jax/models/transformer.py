@@ -8,7 +8,7 @@ layers.py runs whole rows through the layers, decoder.py one token per slot.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,13 @@ from bapo_jax.types import Routes, Tree
 
 _D = knobs.ModelConfig()
 EXPERTS = ('expert_gate', 'expert_up', 'expert_down')  # [L, E, in, out]
+
+
+class LayerKind(NamedTuple):
+  """What a layer's attention reads and how it rotates."""
+
+  window: int = 0  # a query attends to the last `window` tokens, its own too; 0: to all
+  rotation: str = 'scaled'  # by spec.rope_*; 'plain': by plain_theta alone; 'none'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,14 @@ class ModelSpec:
   tied: bool = True
   qkv_bias: bool = True  # Qwen2
   o_bias: bool = False  # Llama and Qwen3 with attention_bias
-  qk_norm: bool = False  # Qwen3
+  qk_norm: str = ''  # 'head': of each head (Qwen3); 'projection': of all (OLMo 2)
+  kinds: tuple[LayerKind, ...] = ()  # of each layer; (): LayerKind() for all
+  plain_theta: float = 10_000.0  # base of rotation 'plain' (Gemma 3)
+  norms: str = 'pre'  # of a block; 'post': after it (OLMo 2); 'sandwich': both (Gemma)
+  norm_offset: bool = False  # norms multiply by 1 + scale (Gemma)
+  activation: str = 'silu'  # or 'gelu_tanh' (Gemma)
+  embed_scale: float = 1.0  # sqrt(width) (Gemma)
+  score_scale: float | None = None  # None: head_width ** -.5
   dtype: str = _D.dtype  # of the parameters; norms are always float32
   compute: str = _D.compute  # of the matrix products
   attention: str | None = _D.attention  # see attention.resolve
@@ -56,6 +70,16 @@ class ModelSpec:
   norm_topk: bool = True  # the weights of a token's experts sum to 1
   experts_kernel: str | None = _D.experts_kernel  # see experts.resolve
   replay_routes: str = _D.replay_routes
+
+  @property
+  def layer_kinds(self) -> tuple[LayerKind, ...]:
+    """Returns the kind of each layer."""
+    return self.kinds or (LayerKind(),) * self.layers
+
+  @property
+  def widest_window(self) -> int:
+    """Returns the largest window of a layer; 0 if no layer has a window."""
+    return max(kind.window for kind in self.layer_kinds)
 
   @property
   def active_ffn(self) -> int:
@@ -91,16 +115,22 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
   # Output projections shrink with depth, so that the residual stream keeps its size.
   inner = D**-0.5
   outer = (2 * L) ** -0.5
+  one = 'zeros' if spec.norm_offset else 'ones'
   tree: dict[str, Initialiser] = {
     'embed': ((V, D), 0.02 if D > 512 else D**-0.5),
-    'final_norm': ((D,), 'ones'),
-    'layers/attn_norm': ((L, D), 'ones'),
+    'final_norm': ((D,), one),
+    'layers/attn_norm': ((L, D), one),
     'layers/q': ((L, D, H, C), inner),
     'layers/k': ((L, D, K, C), inner),
     'layers/v': ((L, D, K, C), inner),
     'layers/o': ((L, H, C, D), outer * (H * C) ** -0.5),
-    'layers/mlp_norm': ((L, D), 'ones'),
+    'layers/mlp_norm': ((L, D), one),
   }
+  for name in ('attn', 'mlp'):
+    if spec.norms != 'pre':
+      tree[f'layers/{name}_post_norm'] = ((L, D), one)
+    if spec.norms == 'post':
+      del tree[f'layers/{name}_norm']
   if E := spec.experts:
     tree |= {
       'layers/router': ((L, D, E), inner),
@@ -120,7 +150,9 @@ def describe(spec: ModelSpec) -> dict[str, Initialiser]:
   if spec.o_bias:
     tree['layers/o_bias'] = ((L, D), 'zeros')
   if spec.qk_norm:
-    tree |= {'layers/q_norm': ((L, C), 'ones'), 'layers/k_norm': ((L, C), 'ones')}
+    whole = spec.qk_norm == 'projection'
+    for name, n in (('q', H), ('k', K)):
+      tree[f'layers/{name}_norm'] = ((L, n, C) if whole else (L, C), one)
   if not spec.tied:
     tree['head'] = ((V, D), inner)
   if spec.vision:

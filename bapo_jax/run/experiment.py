@@ -276,6 +276,12 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
   frozen = ''
   count = len(hosts.side())
   routed = f', {spec.active} of {spec.experts} experts per token' * bool(spec.experts)
+  windows = [kind.window for kind in spec.kinds if kind.window]
+  local = ''
+  if windows:
+    local = (
+      f'; {len(windows)} of {spec.layers} layers read the last {windows[0]} tokens'
+    )
   if few := sizes.adapters:
     frozen = f', frozen; adapters of rank {c.lora.rank} train {few:,}'
   elif tower := sizes.frozen:
@@ -292,7 +298,8 @@ def first_screen(r: Resolved, material: Material, workdir: str) -> str:
     f'{c.title}: {c.steps} steps x {c.prompts.count} prompts x {c.sampler.group_size} '
     f'responses, {c.updates_per_step} updates per step\n'
     f'  model      {c.model.path or "embedded policy"}, {transformer.count(spec):,} '
-    f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}\n'
+    f'parameters ({c.model.dtype}){routed}{frozen}; products in {c.model.compute}'
+    f'{local}\n'
     f'  tokenizer  {backend.name_or_path}, {len(backend)} tokens, '
     f'template {c.tokenizer.template!r:.60}\n'
     f'  training   {c.rollout.records or c.problems.source}, '

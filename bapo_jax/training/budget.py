@@ -1,14 +1,14 @@
 """Estimates the memory and disk of a run from formulas, before anything is compiled.
 
 For text models, the estimate of an update is within 17 % of what XLA reports for twelve
-TPU programs. On GPUs it was up to 44 % too high where activations are most of the
-memory, as for adapters with rows of 33k tokens, and 22 % too low for one row of 3k per
-micro-batch and all weights of a 1.5B (docs/system/scaling.md). For a 30B with experts
-it was from 21 % too low to 58 % too high (docs/system/experts.md). Of a vision tower,
-only weights are counted. On a host, Python and compiled programs take about half a GiB
-more. --mode=plan compiles instead.
+TPU programs, and 4 to 28 % too high for six of GPUs; it was 22 % too low for one row of
+3k per micro-batch and all weights of a 1.5B on a GPU (docs/system/scaling.md). For a
+30B with experts it was from 21 % too low to 58 % too high (docs/system/experts.md). Of
+a vision tower, only weights are counted. On a host, Python and compiled programs take
+about half a GiB more. --mode=plan compiles instead.
 """
 
+import collections
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -37,6 +37,14 @@ GIB = 2**30
 REMATS = ('none', 'dots', 'full')  # values of model.remat; later ones recompute more
 RECOMPUTED = {'none': 'nothing', 'dots': 'all but products', 'full': 'all layers'}
 BOUNDS = {'stored': 'no extra forward pass', 'again': 'one extra forward pass'}
+# Arrays of [slots, vocabulary], float32, that a program holds while it draws tokens:
+# compiled for GPUs 1 to 3, for CPUs and TPUs to 5, with top-k and top-p included; for a
+# vocabulary of 128,256 on a TPU up to 7.
+LOGITS = 5
+# The arrays of a layer's backward pass, in those that its forward pass would save; else
+# 2. A GPU's compiler fuses more of them: with 1, six compiled updates were counted 4 to
+# 28 % too high, with 2 they were 15 to 65 %.
+INSIDE = {'flash': 1}
 DECODED = 12  # bytes per token of a decode slot: token, log-probability, version
 RECORDED = 13  # bytes per token of Groups: as DECODED, and the response mask
 # The remaining memory is for fragmentation and, on a host, for other programs.
@@ -63,7 +71,7 @@ class Budget(NamedTuple):
   kept_actor: float  # part of `actor` that stays during an update
   gathered: float  # weights of one layer and the head during an update, and casts
   saved: float  # activations of an update, for its backward pass
-  cache: float  # keys, values and recorded routes of all decode slots
+  cache: float  # keys, values, recorded routes and logits of all decode slots
   responses: float  # recorded tokens of the responses of a step or an evaluation
   sampling: float  # all bytes of a device that only samples; 0 without such devices
   buffer: float  # recorded tokens of the replay buffer
@@ -332,7 +340,8 @@ def _passes(
   if spec.attention == 'splash':
     # The fused backward pass writes the queries' gradients once per block of keys.
     wide = T + -T % attention.LANES
-    blocks = wide / attention.key_block(wide)
+    channels = attention.width('splash', spec.head_width, unit.rows > 1)
+    blocks = wide / attention.key_block(wide, channels)
     per_token += blocks * c * spec.heads * spec.head_width / tensor
   if spec.attention == 'flash':
     # Keys and values have gradients per query head, which are summed afterwards.
@@ -344,7 +353,8 @@ def _passes(
   recorded = sizes.minibatch_rows / shards * sizes.row_length
   routes = route_bytes(spec, tensor) * recorded
   per_token += route_bytes(spec)
-  return gathered, routes + rows * T * per_token + max(2 * inside * rows * T, logits)
+  backward = INSIDE.get(spec.attention or '', 2) * inside * rows * T
+  return gathered, routes + rows * T * per_token + max(backward, logits)
 
 
 def itemsize(dtype: str) -> int:
@@ -376,9 +386,27 @@ def cache_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
   return 2 * spec.layers * heads * spec.head_width * itemsize(spec.compute) * length
 
 
+def outside(spec: ModelSpec, length: float) -> float:
+  """Returns the share of the cache of `length` tokens that is outside the windows.
+
+  The last token of a row reads the remaining columns. A cache that kept these alone, in
+  rings, would be smaller by this share; ours has all columns in every layer.
+  """
+  free = sum(max(0, length - (kind.window or length)) for kind in spec.layer_kinds)
+  return free / (spec.layers * length)
+
+
+def keys_read(spec: ModelSpec, length: int) -> float:
+  """Returns the mean keys that a token of a causal row attends to, in all layers."""
+  windows = (min(kind.window or length, length) for kind in spec.layer_kinds)
+  # Token t attends to min(t, window) others.
+  return sum(window * (1 - window / (2 * length)) for window in windows)
+
+
 def slot_bytes(spec: ModelSpec, length: int, tensor: int) -> float:
-  """Returns the bytes per device of a slot's cache and recorded routes."""
-  return cache_bytes(spec, length, tensor) + route_bytes(spec, tensor) * length
+  """Returns the bytes per device of a slot's cache, recorded routes and logits."""
+  logits = LOGITS * 4 * spec.vocab / tensor
+  return cache_bytes(spec, length, tensor) + route_bytes(spec, tensor) * length + logits
 
 
 def route_bytes(spec: ModelSpec, tensor: int = 1) -> float:
@@ -401,25 +429,30 @@ def saved_bytes(
 
     full  the residual stream                              c D
     dots  the residual stream, q, k, v, o, gate, up        c (2 D + (H + 2K) C + 2F)
+          with a norm after the MLP: its output before it  c D
           not plain: attention's output and its divisors   c H C + 4 H
     none  two norms: input and quotient, float32; output   16 D + 2 c D
+          norms 'sandwich': two more, without the output   16 D
           q, k, v, attention's output                      c (2H + 2K) C
           with qk_norm: its inputs and quotients, float32  8 (H + K) C
-          gate, up, sigmoid, silu and their products       6 c F
+          gate, up, sigmoid, silu and their products       6 c F, gelu_tanh 8 c F
           plain: exponentials of scores (L keys a query),  4 H L, bfloat16 6 H L
           their sums, and weighted sums of the values;     12 H + 4 H C
           keys and values again for n blocks of queries    about c (n - 1) K C
           another kernel's sum of exponentials, float32    4 H
+          several kinds of layers: q, k again, and masks   c (H + K) C + H L / K
 
   With experts, F is replaced as in `_experts_bytes`. Heads and F are divided over
   `tensor` devices; with sequence sharding, D too. L, the mean number of keys that a
-  query attends to, grows with `length`.
+  query attends to, grows with `length`. All layers save the same arrays: with several
+  windows those of each, see `_stored_keys`.
   """
   kind = schedule.remat
   c = itemsize(spec.compute)
   D = spec.width / (tensor if schedule.sequence_sharding else 1)
   H = spec.heads / tensor
-  ffn = (2 if kind == 'dots' else 6) * c * spec.ffn / tensor
+  inner = 2 if kind == 'dots' else 6 if spec.activation == 'silu' else 8
+  ffn = inner * c * spec.ffn / tensor
   if spec.experts:
     ffn = _experts_bytes(spec, kind, rows * length, tensor)
   K = spec.kv_heads / (1 if spec.kv_heads % tensor else tensor)
@@ -428,19 +461,40 @@ def saved_bytes(
     return c * D
   if kind == 'dots':
     attended = (c * C + 4) * H if spec.attention in attention.FUSED else 0
-    return c * (2 * D + (H + 2 * K) * C) + ffn + attended
-  norms = (16 + 2 * c) * D + spec.qk_norm * 8 * (H + K) * C
+    read = 2 if spec.norms == 'pre' else 3
+    return c * (read * D + (H + 2 * K) * C) + ffn + attended
+  norms = ((32 if spec.norms == 'sandwich' else 16) + 2 * c) * D
+  norms += bool(spec.qk_norm) * 8 * (H + K) * C
   scores = 4 * H
-  blocks = 1.0
-  if spec.attention == 'plain':
-    # A query sees the keys up to the end of its block: `live` keys on average, and
-    # `blocks` copies of a key over all blocks, see attention.blockwise.
-    size = attention.query_block(length)
-    end_T = np.minimum(np.arange(length) // size * size + size, length)
-    live = float(end_T.mean())
-    blocks = float(np.unique(end_T).sum() / length)
+  live, blocks = _stored_keys(spec, length)
+  if live:
     scores = (4 if c == 4 else 6) * H * live + (12 + 4 * C) * H
+  if len(set(spec.layer_kinds)) > 1:
+    scores += c * (H + K) * C + H / K * live
   return norms + c * (2 * H + 2 * K * blocks) * C + ffn + scores
+
+
+def _stored_keys(spec: ModelSpec, length: int) -> tuple[float, float]:
+  """Returns (mean keys per query, copies of a key) of the scores that a layer saves.
+
+  They are (0, 1) without `attention.blockwise`. Layers of several windows are
+  branches of one program, which save the arrays of every branch, those of equal shape
+  once.
+  """
+  if spec.attention != 'plain':
+    return 0.0, 1.0
+  size = attention.query_block(length)
+  blocks = collections.Counter[tuple[int, int]]()
+  for window in {kind.window for kind in spec.layer_kinds}:
+    of_window = collections.Counter[tuple[int, int]]()
+    for start in range(0, length, size):
+      end = min(start + size, length)
+      first = max(0, start + 1 - window) if window else 0
+      of_window[end - start, end - first] += 1
+    blocks |= of_window
+  scores = sum(queries * keys * n for (queries, keys), n in blocks.items())
+  copies = sum(keys * n for (_, keys), n in blocks.items())
+  return scores / length, copies / length
 
 
 def _experts_bytes(spec: ModelSpec, kind: str, tokens: int, tensor: int) -> float:
@@ -498,7 +552,8 @@ def overhead(spec: ModelSpec, schedule: Schedule, length: int, platform: str) ->
   pass is counted for every schedule alike.
   """
   forward = 2 * active_matrices(spec) / spec.layers
-  forward += 2 * length * spec.heads * spec.head_width  # attention to half the row
+  keys = keys_read(spec, length) / spec.layers
+  forward += 4 * keys * spec.heads * spec.head_width
   head = spec.vocab * spec.width / active_matrices(spec)
   saved = saved_bytes(spec, schedule._replace(sequence_sharding=False), length)
   stored = schedule.bounds_pass == 'stored'

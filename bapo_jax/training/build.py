@@ -218,7 +218,8 @@ def make_trainer(
   reference = None
   if teacher is not None:
     of_teacher = (r.teacher or r.model).spec
-    unit = unit_of(config)
+    # A shared prompt does not precede its responses, as a window needs.
+    unit = Unit() if of_teacher.widest_window else unit_of(config)
     reference, _ = _scorers(rows, of_teacher, r.schedule, temperature, unit)
   engine = make_engine(r, gallery)
   pictures = Embedder(gallery, spec, mesh, base, r.schedule) if gallery else None

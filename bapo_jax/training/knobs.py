@@ -20,7 +20,8 @@ class LearnerConfig(Section):
   share_prompts: Auto[int] = knob(
     1,
     'Responses of a group that share one computation of their prompt, a divisor of '
-    'sampler.group_size; 1: each response has its own; None: the fastest by count.',
+    'sampler.group_size; 1: each response has its own; None: the fastest by count, 1 '
+    'for a model with windows.',
     least=1,
     most=256,
     needs='learner.pack',

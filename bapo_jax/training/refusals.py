@@ -225,6 +225,13 @@ def of_inputs(config: Config, inputs: Inputs) -> Iterator[str]:
       f"{prompt} + response {new} tokens exceed the model's {spec.positions} "
       'positions; lower one of the two knobs'
     )
+  rows = config.learner.share_prompts or 1
+  if rows > 1 and spec.widest_window:
+    yield (
+      f'learner.share_prompts={rows}: layers of model.path={config.model.path} attend '
+      f'to the last {spec.widest_window} columns, which would not be those of a shared '
+      'prompt and its response; give 1'
+    )
   if sft.has_weights(directory):
     yield from _raised(hf_weights.check, directory, spec)
   else:

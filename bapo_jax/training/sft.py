@@ -309,7 +309,7 @@ def spec_of(knobs: SftConfig, tokenizer: Tokenizer) -> ModelSpec:
     # Rounded up as in published models, so that the vocabulary divides over devices.
     vocab=-(-len(tokenizer.backend) // 8) * 8,
     qkv_bias=not knobs.experts,
-    qk_norm=knobs.experts > 0,
+    qk_norm='head' if knobs.experts else '',
     **knobs.model_dump(include=SIZES),
   )
   if not knobs.tower.layers:

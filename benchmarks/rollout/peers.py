@@ -69,7 +69,7 @@ def missing_tunix(spec: ModelSpec) -> str:
   """Returns why Tunix's sampler cannot run this model here, or ''."""
   if importlib.util.find_spec('tunix') is None:
     return 'google-tunix is not installed: requirements/peers.txt, and its PYTHONPATH'
-  plain = dataclasses.replace(spec, qkv_bias=False, o_bias=False, qk_norm=False)
+  plain = dataclasses.replace(spec, qkv_bias=False, o_bias=False, qk_norm='')
   if spec != plain or spec.rope_type != 'default' or not spec.tied:
     return 'only tied Llama models with plain rotary frequencies are carried over'
   return ''

@@ -86,7 +86,10 @@ def measure(
   rollouts.submit(prompts.prompts_by_id(data.problems, ids), uid_B)
   actor = jax.jit(decoder.actor, static_argnames='spec')(params, spec=spec)
   rollouts.decode(actor, jax.random.key(config.seed))
-  tokens_BT, recorded_BT, version_BT = map(np.asarray, rollouts.rows)
+  rows_of = rollouts.rows
+  tokens_BT, recorded_BT, version_BT = map(
+    np.asarray, (rows_of.tokens_BT, rows_of.logp_BT, rows_of.version_BT)
+  )
   score = jax.jit(logprobs.sequence_stats, static_argnames='spec')
   pieces = [
     np.asarray(

@@ -2,6 +2,7 @@
 
   python -m benchmarks.rollout.sampler [--batch=32,64] [--rounds=1] [--device]
   PYTHONPATH=PEERS python -m benchmarks.rollout.sampler --model=DIR --batch=32
+  python -m benchmarks.rollout.sampler --window=512 --length=4096 --batch=32
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
 float32, prompts of 64 tokens, G = 8 responses to each. The lengths of responses are
@@ -23,6 +24,9 @@ With --model, real weights in float32, greedy: static lengths (64 tokens each) a
 above, beside transformers and google-tunix's sampler (where PYTHONPATH has it), and one
 decode step beside its lower bound. The last line is one JSON object: model -> static,
 skewed -> tokens/s, and the step.
+
+With --window, a decode step of `batch` slots is timed beside that of a model with this
+window in five of six layers.
 """
 
 import argparse
@@ -273,6 +277,25 @@ def on_device(args: argparse.Namespace) -> dict[str, str | float]:
   }
 
 
+def windows(args: argparse.Namespace) -> dict[str, float]:
+  """Times decode steps with and without windows, every slot at half of its row."""
+  batch = int(args.batch.split(',')[0])
+  found = {}
+  for name, spec in {
+    'full': SMALL,
+    'windows': machine.with_windows(SMALL, args.window),
+  }.items():
+    actor = decoder.actor(transformer.init(spec, jax.random.key(0)), spec)
+    took, _ = bound.step_seconds(actor, spec, batch, args.length, greedy=False)
+    found[f'{name}_ms'] = round(1e3 * took, 2)
+  found['ratio'] = round(found['windows_ms'] / found['full_ms'], 4)
+  print(
+    f'{batch} slots at column {args.length // 2}: a step takes {found["full_ms"]} ms, '
+    f'with windows of {args.window} {found["windows_ms"]} ms ({found["ratio"]})'
+  )
+  return found
+
+
 def main() -> None:
   """Prints the table and the JSON line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -282,8 +305,12 @@ def main() -> None:
   parser.add_argument('--alone', action='store_true', help='without transformers')
   parser.add_argument('--device', action='store_true')
   parser.add_argument('--model', default='', help='a Hugging Face directory')
+  parser.add_argument('--window', type=int, default=0)
+  parser.add_argument('--length', type=int, default=4096, help='of a row; --window')
   args = parser.parse_args()
   measure = on_device if args.device else real if args.model else small
+  if args.window:
+    measure = windows
   found = measure(args)
   print(json.dumps(found | {name: getattr(args, name) for name in COUNTS | KNOBS}))
 

@@ -2,6 +2,7 @@
 
   python -m benchmarks.training.learner [--rows=32] [--length=256] [--prompt=.25]
       [--rounds=3] [--cases=1:1,1:2,1:4,1:1-quarter,1:2-quarter,1:4-quarter]
+  python -m benchmarks.training.learner --window=512 --rows=8 --length=4096
 
 A random Qwen2 of about 25 M parameters (hidden 384, 8 layers, vocabulary 32 000),
 float32, AdamW, GRPO's loss. One update on `rows` rows in groups of 8, whose prompt
@@ -15,6 +16,9 @@ All take turns in one process, `rounds` times, with float32 products of 2048 cub
 between, because the speed of a machine varies; figures are medians without the first
 update. `fraction` is the rate of the FLOPs that the useful rows by themselves
 need (see rates.py) beside that of the products. The last line is one JSON object.
+
+With --window the packed update of case 1:1 is timed beside that of a model with this
+window in five of six layers.
 """
 
 import argparse
@@ -49,7 +53,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     SystemExit: an argument is unknown.
   """
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, value in {'rows': 32, 'length': 256, 'rounds': 3}.items():
+  for name, value in {'rows': 32, 'length': 256, 'rounds': 3, 'window': 0}.items():
     parser.add_argument(f'--{name}', type=int, default=value)
   parser.add_argument('--prompt', type=float, default=0.25)
   parser.add_argument('--cases', default=','.join(CASES))
@@ -146,9 +150,48 @@ def updater(
   return update
 
 
+def timed(
+  updates: dict[str, Callable[[Batch], float]], batch: Batch, rounds: int
+) -> tuple[dict[str, float], float]:
+  """Runs the updates in turn; returns the median seconds of each, and GEMM's rate."""
+  seconds, products = {side: [] for side in updates}, []
+  for i in range(rounds + 1):
+    for side, update in updates.items():
+      products.append(machine.gemm_rate(times=3))
+      took = update(batch)
+      if i:  # the first compiles
+        seconds[side].append(took)
+  medians = {side: statistics.median(took) for side, took in seconds.items()}
+  return medians, statistics.median(products)
+
+
+def beside_windows(args: argparse.Namespace) -> None:
+  """Prints the seconds of an update with and without windows, and the JSON line."""
+  config = config_of(args.rows, args.length, 'packed', args.prompt)
+  updates = {}
+  for side, spec in {
+    'full': SPEC,
+    'windows': machine.with_windows(SPEC, args.window),
+  }.items():
+    spec = resolve.with_kernels(spec, jax.default_backend())
+    updates[side] = updater(config, spec, Schedule(remat='dots'))
+  batch = example(args.rows, args.length, '1:1', prompt=args.prompt)
+  seconds, gemm = timed(updates, batch, args.rounds)
+  ratio = seconds['windows'] / seconds['full']
+  print(
+    f'{args.rows} rows of {args.length}, products at {gemm / 1e9:.0f} GFLOP/s: '
+    f'{seconds["full"]:.2f} s, with windows of {args.window} '
+    f'{seconds["windows"]:.2f} s ({ratio:.2f})'
+  )
+  print(json.dumps(seconds | {'ratio': ratio, 'gemm_gflops': gemm / 1e9}))
+
+
 def main() -> None:
   """Prints the table and the JSON line."""
   args = parse()
+  if args.window:
+    beside_windows(args)
+    return
   spec = resolve.with_kernels(SPEC, jax.default_backend())
   updates = {
     side: updater(
@@ -164,21 +207,14 @@ def main() -> None:
   result = {}
   for case in args.cases.split(','):
     batch = example(args.rows, args.length, case, prompt=args.prompt)
-    seconds, products = {side: [] for side in SIDES}, []
-    for i in range(args.rounds + 1):
-      for side, update in updates.items():
-        products.append(machine.gemm_rate(times=3))
-        took = update(batch)
-        if i:  # the first compiles
-          seconds[side].append(took)
+    seconds, gemm = timed(updates, batch, args.rounds)
     useful = rates.teaching(batch)
     tokens, flops = int(useful.response_R.sum()), rates.useful_flops(SPEC, [useful])
-    gemm = statistics.median(products)
     row = {'gemm_gflops': round(gemm / 1e9, 1)}
-    for side, each in seconds.items():
-      row[f'{side}_tps'] = round(tokens / statistics.median(each), 1)
+    for side, took in seconds.items():
+      row[f'{side}_tps'] = round(tokens / took, 1)
       if side != 'shared':  # which does not repeat the prompts that `flops` counts
-        row[f'{side}_fraction'] = round(flops / statistics.median(each) / gemm, 4)
+        row[f'{side}_fraction'] = round(flops / took / gemm, 4)
     result[case] = row
     mean = float(lengths(args.rows, args.length, factor(case)).mean())
     print(

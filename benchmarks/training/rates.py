@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.training import budget
 from bapo_jax.types import Batch
 from benchmarks import roofline
 
@@ -40,11 +41,12 @@ def useful_flops(spec: ModelSpec, seen: Iterable[Teaching]) -> float:
   """Counts the FLOPs of the gradients of teaching rows, without recomputation.
 
   Every token of such a row goes through the layers, and attends to half the row on
-  average; the head processes only the tokens of its response.
+  average, in a layer with a window to fewer; the head processes only the tokens of its
+  response.
   """
   total = 0.0
   for update in seen:
     for response, length in zip(update.response_R, update.length_R, strict=True):
-      once = roofline.forward(spec, length / 2)
+      once = roofline.forward(spec, budget.keys_read(spec, int(length)))
       total += PASSES * (length * (once.layers + once.attention) + response * once.head)
   return total

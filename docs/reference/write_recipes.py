@@ -10,7 +10,7 @@ import functools
 import json
 import pathlib
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bapo_jax.runtime import markdown
 from bapo_jax.tools.plan import programs
@@ -37,22 +37,65 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768)  # most tokens of a response
 PAPER = 8192  # of the paper's preliminary runs
 RANK = 32  # of adapters
 SHARE = 0.83  # of the usable memory; hand counts err by 17 %, see training/budget.py
-KEYS = (  # of config.json
+QWEN = {
+  'model_type': 'qwen2',
+  'rope_theta': 1e6,
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'vocab_size': 151936,
+  'max_position_embeddings': 131072,
+}
+LARGE = QWEN | {'tie_word_embeddings': False, 'vocab_size': 152064}
+GEMMA = {
+  'model_type': 'gemma3_text',
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'vocab_size': 262144,
+  'max_position_embeddings': 32768,
+  'head_dim': 256,
+  'query_pre_attn_scalar': 256,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'sliding_window': 512,
+  'sliding_window_pattern': 6,  # every sixth layer has no window
+  'rope_theta': 1e6,
+  'rope_local_base_freq': 1e4,
+}
+OLMO = {
+  'model_type': 'olmo2',
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 5e5,
+  'tie_word_embeddings': False,
+  'vocab_size': 100352,
+  'max_position_embeddings': 4096,
+}
+SMOL = {
+  'model_type': 'smollm3',
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 5e6,
+  'tie_word_embeddings': True,
+  'vocab_size': 128256,
+  'max_position_embeddings': 65536,
+  'no_rope_layer_interval': 4,  # every fourth layer has no rotation
+}
+KEYS = (
   'hidden_size',
   'num_hidden_layers',
   'num_attention_heads',
   'num_key_value_heads',
   'intermediate_size',
-  'vocab_size',
-  'tie_word_embeddings',
-  'max_position_embeddings',
 )
-MODELS = {  # values of KEYS in the published Qwen2.5-*/config.json
-  '0.5B': (896, 24, 14, 2, 4864, 151936, True, 32768),
-  '1.5B': (1536, 28, 12, 2, 8960, 151936, True, 131072),
-  '7B': (3584, 28, 28, 4, 18944, 152064, False, 131072),
-  '14B': (5120, 48, 40, 8, 13824, 152064, False, 131072),
-  '32B': (5120, 64, 40, 8, 27648, 152064, False, 131072),
+# The published config.json, by repository: options of the family, and values of KEYS.
+MODELS: dict[str, tuple] = {
+  'Qwen2.5-0.5B': (QWEN | {'max_position_embeddings': 32768}, 896, 24, 14, 2, 4864),
+  'Qwen2.5-1.5B': (QWEN, 1536, 28, 12, 2, 8960),
+  'Qwen2.5-7B': (LARGE, 3584, 28, 28, 4, 18944),
+  'Qwen2.5-14B': (LARGE, 5120, 48, 40, 8, 13824),
+  'Qwen2.5-32B': (LARGE, 5120, 64, 40, 8, 27648),
+  'gemma-3-270m': (GEMMA, 640, 18, 4, 1, 2048),
+  'gemma-3-1b': (GEMMA, 1152, 26, 4, 1, 6912),
+  'OLMo-2-0425-1B': (OLMO, 2048, 16, 16, 16, 8192),
+  'OLMo-2-1124-7B': (OLMO, 4096, 32, 32, 32, 11008),
+  'SmolLM3-3B': (SMOL, 2048, 36, 16, 4, 11008),
 }
 HEADER = (
   'model',
@@ -75,19 +118,23 @@ counts of `python -m benchmarks.meshes` ([scaling.md](../system/scaling.md#which
 **Nothing here was measured on these machines:** memory is counted by hand, and times
 are bounds by the roofline.
 
-- **model**: Qwen2.5. DeepSeek-R1-Distill-Qwen-7B, -14B and -32B have the same shapes.
+- **model**: the name of its repository. Instruction-tuned versions have equal shapes,
+  and so have DeepSeek-R1-Distill-Qwen-7B, -14B and -32B. Layers of Gemma 3 with a
+  window of 512 tokens cache the whole row, as the others do.
 - **trained**: all weights, in float32; or LoRA, adapters of rank {rank} beside frozen
   weights in bfloat16. Products are in bfloat16.
 - **longest response**: the longest of {lengths} tokens after a
   prompt of 1k for which update and decoding need at most {share:.0f} % of the usable
   memory, by count. The other 17 % are for the error of the count, which was larger for
-  some rows ([compiled rows](../system/scaling.md#compiled-recipes)). The 0.5B has 32k
-  positions, too few for a prompt and a response of 32k. Mesh, micro-batches and slots
-  are those with the lowest bound on the time of a step.
+  some rows ([compiled rows](../system/scaling.md#compiled-recipes)). Qwen2.5-0.5B and
+  Gemma 3 have 32k positions, too few for a prompt and a response of 32k, and OLMo 2 has
+  4k. Mesh, micro-batches and slots are those with the lowest bound on the time of a
+  step.
 - **GiB**: per device, counted by hand. The programs of prefill and of log-probabilities
   are not counted; they have the remaining memory.
 - **tokens/s**: upper limits of the whole machine. When decoding, every slot is busy and
-  reads its whole cache; in an update, every row has the full length.
+  reads its whole cache, in a layer with a window the window; in an update, every row
+  has the full length.
 - **paper's run**: a lower bound for Balanced PO
   ([2510.18927](https://arxiv.org/abs/2510.18927)) as in
   `configs/aime.py:balanced_paper`: {steps} steps of {prompts} problems x {group}
@@ -126,7 +173,7 @@ def room(chip: Chip) -> float:
 @functools.cache
 def config_of(topology: str, model: str, lora: bool, length: int) -> Config:
   """Returns the paper's config for responses of `length` tokens of a model."""
-  made = aime.balanced_paper(f'Qwen2.5-{model}')
+  made = aime.balanced_paper(model)
   made.sampler.max_new_tokens = length
   # All shards of any mesh admit equally many prompts, and one device few at once.
   made.sampler.prefill_batch_size = max(8, len(meshes.count(topology)[1]))
@@ -135,11 +182,15 @@ def config_of(topology: str, model: str, lora: bool, length: int) -> Config:
   return config_lib.parse(made.to_dict())
 
 
+def options(model: str) -> dict[str, Any]:
+  """Returns the options of a model's config.json."""
+  family, *sizes = MODELS[model]
+  return family | dict(zip(KEYS, sizes, strict=True))
+
+
 def with_model(config: Config, model: str, directory: str) -> Config:
   """Writes the model's config.json to the directory; returns the config with it."""
-  values = {'model_type': 'qwen2', 'rope_theta': 1e6, 'rms_norm_eps': 1e-6}
-  values |= dict(zip(KEYS, MODELS[model], strict=True))
-  pathlib.Path(directory, 'config.json').write_text(json.dumps(values))
+  pathlib.Path(directory, 'config.json').write_text(json.dumps(options(model)))
   return config.with_values(model={'path': directory})
 
 
@@ -159,7 +210,7 @@ def searched(topology: str, model: str, lora: bool, length: int) -> Recipe:
 
 def longest(topology: str, model: str, lora: bool) -> Recipe:
   """Returns the recipe of the longest response that fits, or else of the shortest."""
-  positions = MODELS[model][-1]
+  positions = options(model)['max_position_embeddings']
   for length in sorted(LENGTHS, reverse=True):
     config = config_of(topology, model, lora, length)
     if config.row_length <= positions:
@@ -264,7 +315,7 @@ def section(topology: str) -> str:
 
 def introduction() -> str:
   """Formats the explanation of the columns."""
-  config = config_of('h100:8', '7B', lora=False, length=PAPER)
+  config = config_of('h100:8', 'Qwen2.5-7B', lora=False, length=PAPER)
   return INTRODUCTION.format(
     rank=RANK,
     lengths=', '.join(map(thousands, LENGTHS)),

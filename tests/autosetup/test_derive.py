@@ -1,5 +1,6 @@
 """What a run decides by itself: by which fact, with which reason, and only once."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -19,9 +20,9 @@ from bapo_jax.data.row import Row
 from bapo_jax.data.sources import Data
 from bapo_jax.data.tokenizer import Tokenizer
 from bapo_jax.methods import METHODS
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.transformer import LayerKind, ModelSpec
 from bapo_jax.run import experiment
-from bapo_jax.training import budget
+from bapo_jax.training import budget, refusals
 from bapo_jax.training.config import parse
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -192,6 +193,24 @@ def test_less_memory_means_fewer_slots_and_more_micro_batches():
   _, derived = derive.derive(asked(), known(spec=BIG, memory=2**32))
   unfit = [x.knob for x in derived if 'NOTHING FITS' in x.reason]
   assert unfit == ['learner.grad_accum_steps']
+
+
+def test_no_prompt_is_shared_by_layers_with_windows():
+  knobs = {'learner.share_prompts': None, 'sampler.group_size': 8}
+  knobs |= {'prompts.max_prompt_tokens': 512, 'sampler.max_new_tokens': 64}
+  config = asked(**knobs)
+  assert values(config)['learner.share_prompts'] > 1
+  spec = dataclasses.replace(SMALL, kinds=(LayerKind(16), LayerKind()))
+  _, found = derive.derive(config, known(spec=spec))
+  (shared,) = (x for x in found if x.knob == 'learner.share_prompts')
+  assert shared.value == 1
+  assert shared.reason == 'layers with windows: each response has its own prompt'
+  reader = Tokenizer(types.SimpleNamespace(get_vocab=dict), (0,), '')
+  inputs = types.SimpleNamespace(model=('', reader, spec))
+  sizes = {'prompts': {'max_prompt_tokens': 8}, 'sampler': {'max_new_tokens': 8}}
+  shared = config.with_values(learner={'share_prompts': 4}, **sizes)
+  sentence = next(refusals.of_inputs(shared, inputs))
+  assert sentence.startswith('learner.share_prompts=4: layers of model.path=m attend')
 
 
 def test_weights_go_over_all_devices_where_one_has_no_room():

@@ -12,7 +12,10 @@ import transformers
 from refusals import sentence_of
 
 from bapo_jax.data import tokenizer as tokenizer_lib
+from bapo_jax.data.conversation import Between
 from bapo_jax.data.row import Row
+from bapo_jax.rollout import given as given_lib
+from bapo_jax.types import ended
 
 TOKENIZER = tokenizer_lib.load(tokenizer_lib.EMBEDDED, '{problem}\n')
 WRITTEN = making.CHARACTERS[2:]  # each stands for itself
@@ -279,6 +282,87 @@ def test_a_message_without_a_place_is_refused(row, plain, chat):
     tokenizer = TOKENIZER._replace(template=template)
     with pytest.raises(ValueError, match=words):
       tokenizer_lib.encode_prompts(tokenizer, [*rows_of('1+1'), row])
+
+
+# As Gemma 3's, with {1} for its tokens; Gemma 2's refuses a system message.
+GEMMA_3 = (
+  "{% set head = '' %}"
+  "{% if messages[0].role == 'system' %}"
+  "{% set head = messages[0].content + '\n\n' %}{% set messages = messages[1:] %}"
+  '{% endif %}'
+  '{% for m in messages %}'
+  "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+  "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+  '({{ m.role|length }}){{ head if loop.first }}{{ m.content | trim }}<eos>\n'
+  '{% endfor %}'
+  '{% if add_generation_prompt %}(9){% endif %}'
+)
+GEMMA_2 = (
+  "{% if messages[0].role == 'system' %}"
+  "{{ raise_exception('System role not supported') }}{% endif %}" + GEMMA_3
+)
+
+
+@pytest.mark.parametrize('template', [GEMMA_3, GEMMA_2], ids=['has', 'refuses'])
+def test_a_system_text_without_a_role_is_put_before_the_first_user(template):
+  history = ('user', '1+1'), ('assistant', '2')
+  rows = [Row('3+4', '', '', '33'), Row('2+2', '', '', '44', history=history)]
+  assert texts(chat(template), [*rows, *rows_of('5')]) == [
+    '(4)33\n\n3+4<eos>\n(9)',
+    '(4)44\n\n1+1<eos>\n(9)2<eos>\n(4)2+2<eos>\n(9)',
+    '(4)5<eos>\n(9)',
+  ]
+  (text,) = tokenizer_lib.render(
+    chat(template).backend,
+    [[{'role': 'system', 'content': '3'}, {'role': 'user', 'content': '4'}]],
+    answered=True,
+  )
+  assert text == '(4)3\n\n4<eos>\n'
+
+
+def test_a_picture_follows_a_system_text_without_a_role():
+  parts = [{'type': 'image'}, {'type': 'text', 'text': '5'}]
+  turns = [{'role': 'system', 'content': '3'}, {'role': 'user', 'content': parts}]
+  template = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% for p in messages[0].content %}{{ p.text or '<image>' }}{% endfor %}"
+  )
+  rendered = tokenizer_lib.render(chat(template).backend, [turns], answered=False)
+  assert rendered == ['3\n\n<image>5']
+
+
+def test_a_failure_of_another_kind_is_still_named():
+  row = Row('1', '', '', '33', history=(('user', '1'), ('user', '2')))
+  said = sentence_of(tokenizer_lib.encode_prompts, chat(GEMMA_2), [row])
+  assert 'must alternate' in said
+
+
+def test_of_two_ends_the_one_of_a_turn_ends_given_responses(tmp_path):
+  """As in Gemma 3: <eos> ends a text, <end_of_turn> a turn of a chat."""
+  backend = foreign.tokenizer('qwen2', end='<|user|>')
+  backend.save_pretrained(tmp_path)
+  text, turn = backend.convert_tokens_to_ids(['<|user|>', '<|end|>'])
+  ends = {'eos_token_id': [text, turn]}
+  (tmp_path / 'generation_config.json').write_text(json.dumps(ends))
+  plain = tokenizer_lib.load(str(tmp_path), '{problem}')
+  assert plain.eos == (text, turn)
+  in_chat = tokenizer_lib.load(str(tmp_path), 'chat:{problem}')
+  assert in_chat.eos == (turn, text)
+  for tokenizer in (plain, in_chat):
+    given = given_lib.encode(tokenizer, Between(), '12')
+    assert given.tokens[-1] == tokenizer.eos[0] and not {*given.tokens[:-1]} & {
+      *tokenizer.eos
+    }
+    # Both end a response that was sampled, and neither is a part of its text.
+    digits = given.tokens[:-1]
+    rows = np.asarray([[*digits, text], [*digits, turn]])
+    mask = np.ones(rows.shape, bool)
+    assert tokenizer_lib.decode_responses(tokenizer, rows, mask) == ['12', '12']
+    assert tokenizer_lib.ends(tokenizer, rows[0]) == tokenizer_lib.ends(
+      tokenizer, rows[1]
+    )
+    has_ended = ended(mask[None], np.isin(rows, tokenizer.eos)[None], None)
+    assert has_ended.all()
 
 
 @pytest.mark.parametrize(

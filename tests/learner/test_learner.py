@@ -189,7 +189,15 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(params, field):
 
 
 UNTIED = dataclasses.replace(making.QWEN2, tied=False, o_bias=True)
-SPECS = making.QWEN2, UNTIED, making.QWEN3, making.MIXTURE, making.SEEING
+SPECS = (
+  making.QWEN2,
+  UNTIED,
+  making.QWEN3,
+  making.MIXTURE,
+  making.SEEING,
+  making.GEMMA3,
+  making.OLMO3,
+)
 
 
 @pytest.mark.parametrize('master', [False, True])
@@ -218,6 +226,7 @@ def test_weight_decay_shrinks_matrices_and_neither_norms_nor_biases(master):
     seen.add((name.rpartition('/')[2], kept))
   assert {('embed', False), ('router', False), ('patch', False), ('a', False)} < seen
   assert {('q_norm', True), ('o_bias', True), ('merger_norm', True)} < seen
+  assert ('attn_post_norm', True) in seen
 
 
 def test_the_master_is_float32_adamw_and_the_parameters_are_it_rounded():

@@ -20,6 +20,7 @@ from bapo_jax.models.layers import Schedule
 LOSSES = loss.LossRule.rules.at_defaults()
 
 SPEC = dataclasses.replace(making.QWEN2, vocab=24, head_width=8)
+WINDOWS = dataclasses.replace(making.GEMMA3, vocab=24)
 B = 32
 T = 30
 PRODUCTS = B * T * SPEC.width * SPEC.layers  # summed in a gradient
@@ -35,16 +36,16 @@ CLIPS = {
 
 
 @functools.cache
-def example():
+def example(spec=SPEC):
   """(params, batch): rows of all lengths, half of them without an advantage."""
-  params = making.params(SPEC)
+  params = making.params(spec)
   rng = np.random.default_rng(3)
   tokens_BT = jnp.asarray(rng.integers(1, 24, (B, T)), jnp.int32)
   first_B = rng.integers(2, 8, B)[:, None]
   last_B = rng.integers(4, T + 1, B)[:, None]
   mask_BT = (np.arange(T) >= first_B) & (np.arange(T) < last_B)
   stats = jax.jit(logprobs.sequence_stats, static_argnums=(2, 3))
-  logp_BT = stats(params, tokens_BT, SPEC, 0.8).logp_BT
+  logp_BT = stats(params, tokens_BT, spec, 0.8).logp_BT
   old_BT, prox_BT = (logp_BT + 0.4 * rng.standard_normal((B, T)) for _ in range(2))
   adv_B = rng.normal(-0.1, 1, B) * (rng.random(B) < 0.5)
   source_B = np.where(np.arange(B) == 5, -1, np.arange(B) % 3)
@@ -62,7 +63,7 @@ def objective(loss_rule, aggregate, tied=True, **knobs):
 @functools.cache
 def gradient(*rules, mesh=None, **knobs):
   chosen = objective(*rules, **knobs)
-  params, batch = example()
+  params, batch = example(dataclasses.replace(chosen.spec, tied=True))
   if not chosen.spec.tied:
     params = params | {'head': params['embed'][::-1]}
   run = functools.partial(objective_lib.gradient, objective=chosen)
@@ -75,16 +76,16 @@ def gradient(*rules, mesh=None, **knobs):
 def check(loss_rule, aggregate, tied=True, **knobs):
   """Value, gradient and bounds under these knobs are those of all rows, padded."""
   rules = (loss_rule, aggregate, tied)
-  batch = example()[1]
-  mask = {name: x for name, x in knobs.items() if name == 'mask_rule'}
-  value, wanted, (stats, bounds) = gradient(*rules, pack=False, **mask)
+  batch = example(knobs.get('spec', SPEC))[1]
+  kept = {name: x for name, x in knobs.items() if name in ('mask_rule', 'spec')}
+  value, wanted, (stats, bounds) = gradient(*rules, pack=False, **kept)
   found_value, found, (found_stats, found_bounds) = gradient(*rules, **knobs)
   making.close(found_value, value, count=B * T, terms=1)
   making.close_trees(found, wanted, count=PRODUCTS)
   assert float(optax.tree.norm(wanted)) > 1e-3
   for name, bound in bounds._asdict().items():
     np.testing.assert_array_equal(getattr(found_bounds, name), bound, err_msg=name)
-  if mask:
+  if 'mask_rule' in kept:
     assert not bounds.keep_BT.all()
   if loss_rule in ('clipped', 'decoupled', 'sequence'):
     assert bounds.search_steps > 0
@@ -128,6 +129,9 @@ SPLIT = Schedule('dots', sequence_sharding=True)
     # All forward passes wait for the bounds: any part of a layer, any ratio.
     *(('clipped', 'token', waiting(remat)) for remat in layers.REMAT),
     ('sequence', 'constant', waiting('full')),
+    # Layers of several kinds: a window ends with its text.
+    ('clipped', 'token', {'spec': WINDOWS, 'grad_accum_steps': 3}),
+    ('clipped', 'token', waiting('dots') | {'spec': WINDOWS}),
   ],
 )
 def test_pruned_and_packed_gradients_are_those_of_all_rows(loss_rule, aggregate, knobs):
@@ -140,6 +144,7 @@ def test_pruned_and_packed_gradients_are_those_of_all_rows(loss_rule, aggregate,
     ('clipped', 'token', True, waiting('full')),
     ('sequence', 'constant', True, {'grad_accum_steps': 3}),
     ('clipped', 'token', False, {'schedule': SPLIT}),
+    ('clipped', 'token', True, {'schedule': SPLIT, 'spec': WINDOWS}),
   ],
 )
 def test_eight_devices_give_the_gradient_of_one(loss_rule, aggregate, tied, knobs):

@@ -50,7 +50,7 @@ def segments(T=T):
   return jnp.asarray(np.where(text_BT == 2, -1, text_BT), jnp.int32)
 
 
-def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
+def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True, window=0):
   """Row by row, head by head, query by query, in float64."""
   q, k, v = (np.asarray(x, np.float64) for x in (q_BTHC, k_BTKC, v_BTKC))
   segment_BT = None if segment_BT is None else np.asarray(segment_BT)
@@ -58,12 +58,31 @@ def oracle(q_BTHC, k_BTKC, v_BTKC, segment_BT=None, is_causal=True):
   for b, t, h in np.ndindex(q.shape[:3]):
     head = h * k.shape[2] // q.shape[2]
     seen = np.arange(t + 1 if is_causal else q.shape[1])
+    seen = seen[-window:]  # of -0: all
     if segment_BT is not None:
       seen = seen[segment_BT[b, seen] == segment_BT[b, t]]
     score = k[b, seen, head] @ q[b, t, h] / np.sqrt(q.shape[-1])
     weight = np.exp(score - score.max())
     out[b, t, h] = weight @ v[b, seen, head] / weight.sum()
   return out
+
+
+@pytest.mark.parametrize('window', [1, 5, 39, 40, 200])
+@pytest.mark.parametrize('T', [40, 200])
+@pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_window_hides_all_but_the_last_columns_of_a_text(
+  monkeypatch, kernel, packed, T, window
+):
+  monkeypatch.setattr(attention, 'WINDOW_BLOCK', 64)
+  # 200 columns are several blocks; the windows of 39, 40 and 200 are all columns but
+  # one, and all, of a row of 40 or 200.
+  args = example(1, B=2, T=T, H=2)
+  segment_BT = segments(T)[2:] if packed else None
+  attend = functools.partial(KERNELS[kernel], window=window)
+  found = jax.jit(attend)(*args, segment_BT=segment_BT)
+  expected = oracle(*args, segment_BT, window=window)
+  np.testing.assert_allclose(found, expected, atol=32 * EPS * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -123,14 +142,24 @@ def test_blocks_of_queries_equal_xla(compute, packed, is_causal):
 
 
 @pytest.mark.parametrize(
-  ('T', 'packed', 'is_causal'),
-  [(40, True, True), (300, False, True), (40, True, False)],
+  ('T', 'packed', 'is_causal', 'window'),
+  [
+    (40, True, True, 0),
+    (300, False, True, 0),
+    (40, True, False, 0),
+    (40, True, True, 5),
+    (300, False, True, 70),
+  ],
 )
 @pytest.mark.parametrize('kernel', attention.FUSED)
-def test_a_fused_kernel_has_the_gradient_of_plain(kernel, T, packed, is_causal):
+def test_a_fused_kernel_has_the_gradient_of_plain(
+  monkeypatch, kernel, T, packed, is_causal, window
+):
+  monkeypatch.setattr(attention, 'WINDOW_BLOCK', 64)
   # 300 columns are three blocks of keys and three of queries; two heads share a key.
   args = example(B=4 if packed else 1, T=T, H=4 if packed else 2, kv_heads=1, seed=2)
-  knobs = {'segment_BT': segments() if packed else None, 'is_causal': is_causal}
+  segment_BT = segments() if packed else None
+  knobs = {'segment_BT': segment_BT, 'is_causal': is_causal, 'window': window}
   (_, *found), (_, *expected) = (
     with_gradients(functools.partial(KERNELS[kind], **knobs), args, 1)
     for kind in (kernel, 'plain')
@@ -226,6 +255,34 @@ def compiled(device, function, *shapes):
   return lowered.compile()
 
 
+def test_a_window_of_a_packed_row_of_32k_takes_two_gib(topology):
+  # 32 heads of 128 and a window of 4,096, as in OLMo 3 7B.
+  shapes = [jax.ShapeDtypeStruct((1, 32_768, 32, 128), jnp.bfloat16)] * 3
+  segment_BT = jax.ShapeDtypeStruct((1, 32_768), jnp.int32)
+
+  def gradient(q, k, v, segment_BT):
+    run = functools.partial(attention.attend, kind='flash', window=4096)
+    run = functools.partial(run, segment_BT=segment_BT)
+    return jax.grad(lambda *args: run(*args).astype('float32').sum(), (0, 1, 2))(
+      q, k, v
+    )
+
+  program = compiled(topology('h100:1'), gradient, *shapes, segment_BT)
+  assert program.memory_analysis().temp_size_in_bytes < 2 * 2**30
+
+
+@pytest.mark.parametrize(
+  ('device', 'name'),
+  [('h100:1', '"sliding_window_length": 512'), ('v5e:2x2', 'splash_mha')],
+)
+def test_a_window_reaches_the_kernel_of_unpacked_rows(device, name, topology):
+  q, k = (jax.ShapeDtypeStruct((1, 2048, n, 128), jnp.bfloat16) for n in (4, 2))
+  kind = 'flash' if device.startswith('h100') else 'splash'
+  run = functools.partial(attention.attend, kind=kind, window=512)
+  program = compiled(topology(device)[:1], run, q, k, k)
+  assert name in program.as_text()
+
+
 @pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000'])
 def test_a_packed_row_of_32k_takes_less_than_a_gib(gpu, topology):
   # 28 query and 4 key heads of 128, as in Qwen2.5-7B; a mask [T, T] would take 4.2 GiB.
@@ -306,3 +363,11 @@ def test_prompts_compile_with_heads_that_cudnn_lacks(gpu, C, topology):
   q, k = (jax.ShapeDtypeStruct((2, 40, n, C), jnp.bfloat16) for n in (4, 2))
   run = functools.partial(attention.attend, kind='flash')
   assert compiled(topology(f'{gpu}:1'), run, q, k, k)
+
+
+def test_blocks_of_keys_are_smaller_for_wide_heads():
+  # A v5e has no room for 1,536 keys of 256 channels; 2,048 of 128 are as large as
+  # 1,024 of 256.
+  blocks = [attention.key_block(9216, n) for n in (128, 256, 384)]
+  assert blocks == [1536, 1024, 512]
+  assert [attention.key_block(32768, n) for n in (128, 256)] == [2048, 1024]

@@ -22,6 +22,7 @@ from bapo_jax.models.hf import weights as hf_weights
 HERE = pathlib.Path(__file__).parent
 PUBLISHED = json.loads((HERE / 'qwen3_30b_a3b.json').read_text())
 ABSENT = object()
+WINDOWS = {'kinds': 48 * (transformer.LayerKind(4096),)}
 SPEC = dataclasses.replace(making.QWEN3, experts=8, active=2, ffn=12, tied=False)
 E, F, D = SPEC.experts, SPEC.ffn, SPEC.width
 WEIGHTS = 'model.safetensors'
@@ -46,7 +47,8 @@ def test_the_published_model():
     128,
     8,
   )
-  assert found.norm_topk and found.qk_norm and not (found.qkv_bias or found.tied)
+  assert found.norm_topk and not (found.qkv_bias or found.tied)
+  assert found.qk_norm == 'head'
   assert transformer.count(found) == 30_532_122_624  # as published: 30.5 B
   stored = hf_weights.stored(found)
   assert len([name for name in stored if '.experts.' in name]) == 18_432
@@ -68,6 +70,8 @@ def test_the_published_model():
     ({'num_experts_per_tok': 128}, {'active': 128}),
     ({'attention_bias': True}, {'qkv_bias': True, 'o_bias': True}),
     ({'sliding_window': 4096}, {}),  # off unless use_sliding_window
+    # The window is of all layers, whatever max_window_layers is.
+    ({'use_sliding_window': True, 'sliding_window': ABSENT}, WINDOWS),
   ],
 )
 def test_odd_options_are_read_as_transformers_reads_them(changes, fields):
@@ -89,9 +93,6 @@ def test_odd_options_are_read_as_transformers_reads_them(changes, fields):
     ("norm_topk_prob='false'", {'norm_topk_prob': 'false'}),
     ('num_local_experts=64', {'num_local_experts': 64}),
     ('routed_scaling_factor=2.5', {'routed_scaling_factor': 2.5}),
-    # transformers uses the window in all layers, whatever max_window_layers is.
-    ('sliding_window=4096', {'use_sliding_window': True, 'sliding_window': 4096}),
-    ('sliding_window=4096', {'use_sliding_window': True, 'sliding_window': ABSENT}),
   ],
 )
 def test_an_unsupported_option_is_named_in_one_sentence(text, changes):

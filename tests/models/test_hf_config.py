@@ -212,7 +212,7 @@ def test_a_mistral_without_a_window_is_a_llama():
 LISTS = {'short_factor': [1.0, 1.0], 'long_factor': [2.0, 2.0]}
 WINDOW = {'use_sliding_window': True, 'sliding_window': 32}
 REFUSED = [
-  ("model_type='gemma'", {'model_type': 'gemma'}),
+  ("model_type='gpt2' is not supported: it is unknown", {'model_type': 'gpt2'}),
   ('architectures', {'architectures': ['LlamaForSequenceClassification']}),
   ("hidden_act='gelu'", {'hidden_act': 'gelu'}),
   ('quantization_config', {'quantization_config': {'bits': 4}}),
@@ -220,7 +220,6 @@ REFUSED = [
   ("hidden_size='16'", {'hidden_size': '16'}),
   ("rope_type='longrope'", {'rope_scaling': {'type': 'longrope', **LISTS}}),
   ('sliding_window=32', WINDOW | {'max_window_layers': 1}),
-  ('sliding_window=4096', MISTRAL | {'max_position_embeddings': 32768}),
   ('sliding_window=32', WINDOW | {'layer_types': ['full', 'sliding_attention']}),
 ]
 REFUSED_VISION = [

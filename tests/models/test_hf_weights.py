@@ -21,7 +21,7 @@ from bapo_jax.models.hf import weights as hf_weights
 SPEC = dataclasses.replace(making.QWEN2, ffn=24, positions=64)
 SPECS = {
   'qwen2 tied': SPEC,
-  'qwen3': dataclasses.replace(SPEC, qkv_bias=False, qk_norm=True, head_width=8),
+  'qwen3': dataclasses.replace(SPEC, qkv_bias=False, qk_norm='head', head_width=8),
   'llama with biases': dataclasses.replace(SPEC, o_bias=True, tied=False),
   'qwen2.5-vl': making.SEEING,
   'qwen3-moe': making.MIXTURE,

@@ -63,17 +63,19 @@ def test_the_error_of_a_weight_is_at_most_half_a_step(dtype, axes):
 
 @pytest.mark.parametrize('dtype', ['compute', *NARROW])
 @pytest.mark.parametrize('compute', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('base', [SPEC, making.OLMO3], ids=['qwen2', 'olmo3'])
 def test_an_actor_comes_back_bit_for_bit_and_only_projections_are_narrow(
-  dtype, compute
+  base, dtype, compute
 ):
-  spec = spec_of(dtype, compute=compute)
-  joined, apart = (decoder.actor(PARAMS, spec, kind) for kind in (True, False))
+  spec = dataclasses.replace(base, actor_dtype=dtype, compute=compute)
+  params = making.params(base)
+  joined, apart = (decoder.actor(params, spec, kind) for kind in (True, False))
   back = decoder.params_of(joined, spec)
   same(back, decoder.params_of(apart, spec))
   same(decoder.actor(back, spec), joined)
   same(decoder.actor(back, spec, False), apart)
   for path, w in transformer.flatten(back).items():
-    original = transformer.flatten(PARAMS)[path]
+    original = transformer.flatten(params)[path]
     if path not in PROJECTIONS or dtype == 'compute':
       assert w.dtype == ('float32' if path.endswith('norm') else compute), path
       np.testing.assert_array_equal(w, original.astype(w.dtype), path)

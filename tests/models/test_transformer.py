@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import making
 import numpy as np
 import pytest
-from making import QWEN2, QWEN3
+from making import GEMMA3, OLMO3, QWEN2, QWEN3, SMOLLM3
 
 from bapo_jax import sharding
 from bapo_jax.models import decoder, layers, transformer
@@ -31,7 +31,10 @@ def tokens():
   return np.random.default_rng(0).integers(0, QWEN2.vocab, (3, T), np.int32)
 
 
-@pytest.mark.parametrize(('spec', 'prompt'), [(QWEN2, 0), (QWEN3, 4), (YARN, 4)])
+@pytest.mark.parametrize(
+  ('spec', 'prompt'),
+  [(QWEN2, 0), (QWEN3, 4), (YARN, 4), (GEMMA3, 6), (OLMO3, 3), (SMOLLM3, 0)],
+)
 def test_decoding_step_by_step_equals_one_forward_pass(spec, prompt):
   params = making.params(spec)
   tokens_BT = tokens()
@@ -65,12 +68,12 @@ def test_count_by_hand():
   # two layers 4736; the final norm 16.
   assert transformer.count(QWEN2) == 320 + 2 * 2368 + 16 == 5072
   assert transformer.count(dataclasses.replace(QWEN2, tied=False)) == 5072 + 320
-  for spec in (QWEN2, QWEN3, LLAMA, YARN):
+  for spec in (QWEN2, QWEN3, LLAMA, YARN, GEMMA3, OLMO3):
     made = jax.eval_shape(lambda key, spec=spec: transformer.init(spec, key), KEY)
     assert made == transformer.abstract(spec)
 
 
-@pytest.mark.parametrize('spec', [QWEN3, YARN], ids=['qwen3', 'yarn'])
+@pytest.mark.parametrize('spec', [QWEN3, YARN, GEMMA3], ids=['qwen3', 'yarn', 'gemma3'])
 def test_the_actors_weights_give_the_learners_hidden_states(spec):
   spec = dataclasses.replace(spec, compute='bfloat16')
   params = making.params(spec)

@@ -20,6 +20,7 @@ from bapo_jax import custom_code, sharding
 from bapo_jax.data import prompts, tokenizer
 from bapo_jax.learner import scoring
 from bapo_jax.models import decoder
+from bapo_jax.models.transformer import LayerKind
 from bapo_jax.rewards import environments, score
 from bapo_jax.rewards.answers import Message
 from bapo_jax.rewards.knobs import (
@@ -45,6 +46,11 @@ LONG = dataclasses.replace(
   max_num_seqs=8,
   prefill_batch_size=4,
   tokens_per_dispatch=5,
+)
+# Windows shorter than a turn.
+KINDS = (LayerKind(4, 'plain'), LayerKind())
+WINDOWS = dataclasses.replace(
+  LONG, spec=dataclasses.replace(SPEC, layers=2, kinds=KINDS, norms='sandwich')
 )
 KEY = jax.random.key(0)
 IDS = [2, 0, 1, -1]
@@ -256,7 +262,7 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
   rollouts = PartialRollouts(engine, 4 * 8)
   groups = []
   for step in range(steps):
-    params = making.drifted(PARAMS, step)
+    params = making.drifted(making.params(engine.spec), step)
     if step == save_at:
       state = jax.tree.map(np.array, rollouts.state())
       waits = set(rollouts.queue.answered)
@@ -274,7 +280,8 @@ def stepped(environment, steps=5, save_at=None, engine=LONG):
     made = environment() if environment.__name__ == '<lambda>' else environment
     sampled = sample(
       made,
-      actor=decoder.actor(params, SPEC),
+      actor=decoder.actor(params, engine.spec),
+      engine=engine,
       rollouts=rollouts,
       step=step,
       first_uid=step * 4 * GROUP,
@@ -300,10 +307,13 @@ def test_with_a_budget_the_weights_of_a_turn_do_not_depend_on_time():
   assert rollouts.turns_B.max() > 1
 
 
-@pytest.mark.parametrize(('save_at', 'lag'), [(2, 1), (3, 1), (1, 0), (4, 0)])
-def test_a_restart_between_turns_goes_on_to_the_same_text(save_at, lag):
+@pytest.mark.parametrize(
+  ('save_at', 'lag', 'engine'),
+  [(2, 1, LONG), (3, 1, LONG), (1, 0, LONG), (4, 0, LONG), (3, 1, WINDOWS)],
+)
+def test_a_restart_between_turns_goes_on_to_the_same_text(save_at, lag, engine):
   # With a lag, turns that the last dispatch has ended are answered and have no slot.
-  engine = dataclasses.replace(LONG, done_check_lag=lag)
+  engine = dataclasses.replace(engine, done_check_lag=lag)
   wanted, _ = stepped(echo, 6, engine=engine)
   found, _ = stepped(echo, 6, save_at, engine)
   jax.tree.map(np.testing.assert_array_equal, wanted, found)
@@ -434,14 +444,16 @@ def test_only_runs_with_stop_strings_have_programs_for_them():
 # --- the learner ----------------------------------------------------------------------
 
 
-def test_the_learner_gives_sampled_tokens_their_log_probabilities():
-  groups, _ = stepped(echo, 8)
+@pytest.mark.parametrize('engine', [LONG, WINDOWS])
+def test_the_learner_gives_sampled_tokens_their_log_probabilities(engine):
+  spec = engine.spec
+  groups, _ = stepped(echo, 8, engine=engine)
   score = jax.jit(
-    functools.partial(scoring.score, rows=8, spec=SPEC, temperature=LONG.temperature)
+    functools.partial(scoring.score, rows=8, spec=spec, temperature=LONG.temperature)
   )
   compared = 0
   for step in range(8):
-    params = making.drifted(PARAMS, step)
+    params = making.drifted(making.params(spec), step)
     for each in groups:
       logp_PGT = score(params, each)
       of_step = each.policy_version_PGT == step

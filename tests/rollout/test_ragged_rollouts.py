@@ -21,9 +21,6 @@ PLAIN = transformer.ModelSpec(
   vocab=64, width=32, layers=2, heads=4, kv_heads=2, head_width=16, ffn=32,
   positions=1024,
 )  # fmt: skip
-RAGGED = dataclasses.replace(
-  PLAIN, positions=1025
-)  # equal but for the compiled program
 LENGTH_P = np.asarray([1, 40, 17, 64, 3, 0], np.int32)
 P, G, WIDTH, NEW = 6, 2, 64, 320  # rows are three blocks of 128 columns
 LIMIT_B = np.asarray([320, 1, 320, 130, 64, 320, 2, 320, 250, 30, 0, 0])
@@ -52,17 +49,22 @@ def rollout(spec: transformer.ModelSpec, temperature: float):
   return jax.tree.map(np.asarray, rollouts.rows)
 
 
-@pytest.mark.parametrize('temperature', [0.0, 1.0])
+@pytest.mark.parametrize(
+  ('temperature', 'windows'), [(0.0, ()), (1.0, ()), (1.0, (70, 0))]
+)
 def test_text_and_log_probabilities_are_those_of_plain_decoding(
-  monkeypatch, temperature
+  monkeypatch, temperature, windows
 ):
-  monkeypatch.setattr(decoder, 'is_ragged', lambda spec: spec == RAGGED)
+  kinds = tuple(map(transformer.LayerKind, windows))
+  spec = dataclasses.replace(PLAIN, kinds=kinds)
+  twin = dataclasses.replace(spec, positions=1025)  # equal but for its programs
+  monkeypatch.setattr(decoder, 'is_ragged', lambda spec: spec == twin)
   monkeypatch.setattr(ragged, 'MOST_COLUMNS', 128)
   calls, attend = [], ragged.attend
   monkeypatch.setattr(ragged, 'attend', lambda *a: calls.append(a) or attend(*a))
-  plain = rollout(PLAIN, temperature)
+  plain = rollout(spec, temperature)
   assert not calls
-  found = rollout(RAGGED, temperature)
+  found = rollout(twin, temperature)
   assert calls and calls[0][2][0].shape[3] == WIDTH + NEW
   np.testing.assert_array_equal(found.tokens_BT, plain.tokens_BT)
   np.testing.assert_array_equal(found.policy_version_BT, plain.policy_version_BT)
@@ -109,14 +111,18 @@ def extended(new, cache, position_S):
   return k_SKCT, v_SKTC
 
 
-def plain(q_SHC, new, cache, length_S):
+def plain(q_SHC, new, cache, length_S, window=0):
   position_S = jnp.asarray(length_S) - 1
-  return attention.cached(q_SHC, [extended(new, cache, position_S)], position_S)
+  segments = [extended(new, cache, position_S)]
+  return attention.cached(q_SHC, segments, position_S, window)
 
 
-def poisoned(k_SKCT, v_SKTC, length_S, n):
-  """The cache with NaN in every block past the last live block of its slot."""
-  dead_ST = np.arange(T) >= np.asarray(ragged.blocks(length_S, n))[:, None] * n
+def poisoned(k_SKCT, v_SKTC, length_S, n, window=0):
+  """The cache with NaN in every block that has no live column of its slot."""
+  block_T = np.arange(T) // n
+  dead_ST = block_T > (length_S[:, None] - 1) // n
+  if window:
+    dead_ST |= block_T < np.maximum(length_S[:, None] - window, 0) // n
   k_SKCT = jnp.where(dead_ST[:, None, None], jnp.nan, k_SKCT)
   return k_SKCT, jnp.where(dead_ST[:, None, :, None], jnp.nan, v_SKTC)
 
@@ -149,6 +155,23 @@ def test_the_kernel_equals_the_plain_one_and_reads_no_dead_block(
     np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in pair))
 
 
+@pytest.mark.parametrize('slots', [S, 5])
+@pytest.mark.parametrize('window', [1, 2, 70, 129, T])
+@pytest.mark.parametrize('kernel', KERNELS)
+def test_a_window_is_read_from_its_first_block_on(kernel, window, slots):
+  # Of up to two blocks of 128, or three of 64, that begin at columns of each kind.
+  q, new, cache = example(S=slots)
+  length_S = LENGTHS[:slots]
+  expected = plain(q, new, cache, length_S, window)
+  run = jax.jit(functools.partial(KERNELS[kernel], window=window))
+  cache = poisoned(*cache, length_S, BLOCK[kernel], window)
+  q_SKGC = q.reshape(slots, K, H // K, C)
+  mixed_SKGC, written = run(q_SKGC, new, cache, length_S - 1, length_S)
+  np.testing.assert_allclose(mixed_SKGC.reshape(q.shape), expected, atol=32 * EPS)
+  for pair in zip(written, extended(new, cache, length_S - 1), strict=True):
+    np.testing.assert_array_equal(*pair)
+
+
 @pytest.mark.parametrize('kv_heads', [1, 2])
 def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
   # A single key head is read by both devices that share a slot.
@@ -167,8 +190,12 @@ def test_the_kernel_is_split_over_slots_and_heads(kv_heads):
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize('gpu', ['a100-40', 'h100', 'b200', 'rtx6000', 'rtx4090'])
-def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
+@pytest.mark.parametrize(
+  ('gpu', 'window'),
+  [('a100-40', 0), ('h100', 0), ('b200', 0), ('rtx6000', 0), ('rtx4090', 0)]
+  + [('h100', 512)],
+)
+def test_the_gpu_kernel_fits_the_shared_memory(gpu, window, topology):
   # Four slots of a Qwen2.5-7B.
   q, *arrays = (
     jax.ShapeDtypeStruct((4, 4, *shape), jnp.bfloat16)
@@ -180,7 +207,10 @@ def test_the_gpu_kernel_fits_the_shared_memory(gpu, topology):
   mesh = sharding.make(devices=topology(f'{gpu}:1'))
   device = sharding.replicated(mesh)
   run = jax.jit(
-    ragged._gpu, in_shardings=device, out_shardings=device, donate_argnums=2
+    functools.partial(ragged._gpu, window=window),
+    in_shardings=device,
+    out_shardings=device,
+    donate_argnums=2,
   )
   with jax.set_mesh(mesh):
     lowered = run.lower(q, new, cache, slots, slots)

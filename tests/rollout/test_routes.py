@@ -68,11 +68,12 @@ def by_itself(seed: int, tokens_T: np.ndarray, n: int) -> np.ndarray:
   """Returns the routes of the first n tokens, layer by layer and one text alone."""
   params = making.params(SPEC, seed)
   x = layers.embed(params, jnp.asarray(tokens_T[None]), SPEC)
-  turn = layers.rotations(jnp.arange(T)[None], SPEC)
+  turns = layers.rotations(jnp.arange(T)[None], SPEC)
   chosen = []
   for i in range(SPEC.layers):
     w = {name: value[i] for name, value in params['layers'].items()}
-    q, k, v = layers.project(w, x, turn, SPEC)
+    q, k, v = layers.project(w, x, SPEC)
+    q, k = (layers.turned(heads, turns, SPEC.layer_kinds[i]) for heads in (q, k))
     attended = layers.attention.attend(q, k, v, kind='plain')
     out = x + layers.product(attended, w['o'], 2)
     y = layers.rms_norm(out, w['mlp_norm'], SPEC.norm_eps)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_jax.rollout import knobs, sampling
+from bapo_jax.training import budget
 
 KEY = jax.random.key(5)
 
@@ -126,3 +127,49 @@ def test_truncation_keeps_the_likeliest_and_records_its_distribution(params, nuc
   nucleus = np.asarray(nucleus)
   np.testing.assert_allclose(np.exp(logp_S), p_V[token_S] / nucleus.sum(), rtol=1e-5)
   assert sorted(p_V[np.unique(token_S)], reverse=True) == nucleus.tolist()
+
+
+GEMMA = 262144  # words of Gemma 3
+
+
+def test_a_large_vocabulary_is_drawn_from_whole():
+  # 1,024 blocks of 256 words. Of 64 draws each of three words is missing with a
+  # probability of .7^64.
+  logits_V = np.full(GEMMA, -1e9, np.float32)
+  p = {0: 0.4, 1025: 0.3, GEMMA - 1: 0.3}
+  logits_V[[*p]] = np.log([*p.values()])
+  logits_SV = jnp.tile(logits_V, (64, 1))
+  slot_S = jnp.arange(64)
+  for params, likely in (
+    (sampling.SOFTMAX, p),
+    (sampling.SamplingParams(top_k=1), {0}),
+  ):
+    token_S, logp_S = jax.jit(sampling.draw, static_argnums=5)(
+      KEY, slot_S, slot_S, logits_SV, 1.0, params
+    )
+    assert set(token_S.tolist()) == {*likely}
+    exact = [math.log(p[v]) if len(likely) > 1 else 0 for v in token_S.tolist()]
+    np.testing.assert_allclose(logp_S, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'params',
+  [
+    sampling.SOFTMAX,
+    sampling.SamplingParams(greedy=True),
+    sampling.SamplingParams(top_k=50),
+    sampling.SamplingParams(top_p=0.95),
+  ],
+)
+def test_a_draw_holds_the_logits_that_the_budget_counts(params):
+  like = jax.ShapeDtypeStruct
+
+  def draw(hidden_SD, head_VD, slot_S):
+    logits_SV = hidden_SD @ head_VD.T
+    return sampling.draw(KEY, slot_S, slot_S, logits_SV, 0.7, params)
+
+  compiled = jax.jit(draw).lower(
+    like((16, 8), jnp.float32), like((GEMMA, 8), jnp.float32), like((16,), jnp.int32)
+  )
+  size = compiled.compile().memory_analysis().temp_size_in_bytes
+  assert size < 1.01 * budget.LOGITS * 4 * 16 * GEMMA

@@ -26,14 +26,14 @@ def test_a_token_by_hand():
   # A layer: q and o 16 x 16, k and v 16 x 8, three of 16 x 32: 2304 weights.
   assert roofline.active_matrices(SPEC) == 2 * 2304
   # Two per weight; scores and values of 5 columns, 4 heads of 4: 2 x 2 x 80 per layer.
-  once = roofline.forward(SPEC, context=5)
+  once = roofline.forward(SPEC, keys=2 * 5)
   assert once == (2 * 4608, 2 * 320, 2 * 20 * 16)
 
 
 def test_a_token_pays_for_its_experts_and_a_step_reads_those_of_all_tokens():
   spec = dataclasses.replace(SPEC, ffn=8, experts=16, active=3, compute='bfloat16')
   # Attention 768 weights, the router 16 x 16, and three of sixteen experts of 3 x 128.
-  once = roofline.forward(spec, context=5)
+  once = roofline.forward(spec, keys=2 * 5)
   assert once.layers == 2 * 2 * (768 + 256 + 3 * 384)
   # Two devices share the heads and the experts, so that each has all four tokens.
   shape = {'data': 2, 'fsdp': 1, 'tensor': 2}
@@ -65,7 +65,7 @@ def test_the_flops_of_a_tower_are_those_of_its_products():
 
 
 def test_an_update_by_hand():
-  once = roofline.forward(SPEC, 4)  # half of 8: attention is causal
+  once = roofline.forward(SPEC, 2 * 4)  # half of 8: attention is causal
   tokens = 3 * 8
   for kernel, remat, grad_accum_steps, recomputed in (
     ('plain', 'none', 1, once.head),

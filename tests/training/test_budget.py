@@ -15,9 +15,17 @@ import pytest
 from runs import tiny
 
 from bapo_jax import sharding
-from bapo_jax.models import decoder, layers, lora, transformer
+from bapo_jax.models import (
+  attention,
+  decoder,
+  layers,
+  logprob_tiles,
+  lora,
+  transformer,
+)
 from bapo_jax.models.knobs import LoraConfig
 from bapo_jax.models.layers import Schedule
+from bapo_jax.models.transformer import LayerKind
 from bapo_jax.runtime import machine
 from bapo_jax.tools.plan import plan, programs
 from bapo_jax.training import budget
@@ -52,7 +60,7 @@ def temporaries(spec, kind, rank=0):
 
 
 @pytest.mark.parametrize(
-  ('qk_norm', 'rank', 'kinds'), [(True, 0, budget.REMATS), (False, 4, ['dots'])]
+  ('qk_norm', 'rank', 'kinds'), [('head', 0, budget.REMATS), ('', 4, ['dots'])]
 )
 def test_saved_bytes_are_the_compilers(qk_norm, rank, kinds):
   # A difference of two depths leaves out what does not depend on the depth. Over eight
@@ -347,8 +355,63 @@ def test_devices_share_the_state_the_cache_and_the_rows():
   # Keys and values of each layer and slot; two devices share the heads if they divide.
   slots, heads = config.sampler.max_num_seqs, spec.kv_heads
   numbers = 2 * spec.layers * heads * spec.head_width * config.row_length
-  assert alone.cache == 4 * slots * numbers
-  assert found.cache == alone.cache / 4 / (1 if heads % 2 else 2)
+  logits = budget.LOGITS * spec.vocab
+  assert alone.cache == 4 * slots * (numbers + logits)
+  numbers /= 1 if heads % 2 else 2
+  assert found.cache == 4 * slots * (numbers + logits / 2) / 4
+
+
+GEMMA = dataclasses.replace(  # Gemma 3 270M
+  transformer.ModelSpec(262144, 640, 18, 4, 1, 256, 2048),
+  qkv_bias=False,
+  qk_norm='head',
+  kinds=3 * (5 * (LayerKind(512, 'plain'),) + (LayerKind(),)),
+  norms='sandwich',
+  norm_offset=True,
+  activation='gelu_tanh',
+  embed_scale=640**0.5,
+  compute='bfloat16',
+)
+
+
+def test_windows_by_hand():
+  # 15 of 18 layers attend to 512 of 32,768 columns.
+  assert budget.outside(GEMMA, 32768) == pytest.approx(15 / 18 * (1 - 512 / 32768))
+  assert budget.outside(GEMMA, 512) == budget.outside(SPEC, 32768) == 0
+  # Rows of four tokens. With a window of two they attend to .5, 1.5, 2 and 2 columns,
+  # their own as a half, without a window to 2 in the mean.
+  spec = dataclasses.replace(SPEC, layers=3, kinds=(LayerKind(2),) * 2 + (LayerKind(),))
+  assert budget.keys_read(spec, 4) == 2 * 1.5 + 2
+  assert budget.keys_read(SPEC, 4) == 24 * 2
+
+
+def test_the_arrays_of_two_windows_are_saved_by_every_layer():
+  # Blocks of 64 queries. Without a window they see 64, 128, 192 and 256 keys, with 65
+  # their 64 and the 64 before: the first and the second block are equal.
+  kinds = LayerKind(), LayerKind(65, 'plain')
+  spec = dataclasses.replace(SPEC, attention='plain', kinds=12 * kinds)
+  seen = [64, 128, 192, 256] + 2 * [128]
+  assert budget._stored_keys(spec, 256) == (sum(seen) / 4, sum(seen) / 256)
+  for kernel in attention.FUSED:  # a GPU's layers with windows recompute their scores
+    other = dataclasses.replace(spec, attention=kernel)
+    assert budget._stored_keys(other, 256) == (0, 1)
+
+
+def test_a_large_vocabulary_is_cut_into_tiles_and_counted():
+  # Two thirds of the weights are the head. The tile of a CPU has 4 MiB of logits, that
+  # of an H100 1,490 MiB: 2,048 columns of 190,720 tokens.
+  head = GEMMA.vocab * GEMMA.width
+  assert head / transformer.count(GEMMA) == pytest.approx(0.626, abs=1e-3)
+  for mib, columns, rows in ((4, 256, 4096), (1490, 2048, 190720), (64, 2048, 8192)):
+    tile = logprob_tiles.largest(mib, GEMMA.vocab)
+    assert tile == (columns, rows)
+    blocks, size = logprob_tiles.split(GEMMA.vocab, tile.rows, logprob_tiles.ROW_STEP)
+    assert blocks * size == GEMMA.vocab
+    assert 4 * tile.columns * size <= mib << 20
+  # A slot of a short row: a fifth of its bytes are logits, five arrays of a MiB.
+  cache = budget.cache_bytes(GEMMA, 1024, 1)
+  assert cache == 2 * 18 * 256 * 2 * 1024
+  assert budget.slot_bytes(GEMMA, 1024, 1) == cache + 5 * 2**20
 
 
 def test_routes_by_hand():

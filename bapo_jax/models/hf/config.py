@@ -1,7 +1,8 @@
 """Converts config.json to a ModelSpec and back, and ignores no option silently.
 
+ARCHITECTURES lists what each model_type implies; the other tables name the options.
 Reading accepts the spellings of transformers 4 and 5, and raises an error with name and
-value if an option is not supported.
+value if an option is not supported. Writing picks the model_type that reads back equal.
 
 A vision-language model (Qwen2.5-VL) is a Qwen2 with three-part positions, plus a tower.
 Published files have the language model's options at the top level; transformers 5 has
@@ -12,44 +13,112 @@ them in `text_config`. Image options are in preprocessor_config.json, or in
 import dataclasses
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 from bapo_jax.models import rope
-from bapo_jax.models.transformer import ModelSpec
+from bapo_jax.models.transformer import LayerKind, ModelSpec
 from bapo_jax.models.vision.spec import CHANNELS, VisionSpec
 from bapo_jax.runtime import files
 
 Options = dict[str, Any]
 
 
-class Architecture(NamedTuple):
-  """Options that a model_type implies."""
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """What a model_type implies, as transformers reads its options."""
 
   name: str
-  qkv_bias: bool = False
-  qk_norm: bool = False
-  head_width: int | None = None  # if config.json has no head_dim; None: D / H
-  windowed: bool = False  # all layers use sliding_window, unless it is null
-  defaults: Options | None = None  # for absent options; null is a value
+  # Of ModelSpec, whatever the options are.
+  fields: Options = dataclasses.field(default_factory=dict)
+  # For absent options; null is a value. An option that only some model_types have
+  # counts if it is listed here.
+  defaults: Options = dataclasses.field(default_factory=dict)
+  # Options that have no effect -> the value that counts.
+  unread: Options = dataclasses.field(default_factory=dict)
+  # Of layers with full attention, and of layers with a window.
+  rotations: tuple[str, str] = ('scaled', 'scaled')
+  scaled_embedding: bool = False  # by the square root of the width
 
 
 VISION = 'qwen2_5_vl'  # the model_type with a vision tower
 EXPERTS = 'qwen3_moe'  # the model_type with experts in every layer
+ALL_WINDOWS = {'use_sliding_window': True, 'max_window_layers': 0}
 ARCHITECTURES = {
   'llama': Architecture('LlamaForCausalLM'),
   'mistral': Architecture(
     'MistralForCausalLM',
-    windowed=True,
     defaults={'sliding_window': 4096, 'num_key_value_heads': 8},
+    unread={**ALL_WINDOWS, 'layer_types': None},
   ),
-  'qwen2': Architecture('Qwen2ForCausalLM', qkv_bias=True),
-  'qwen3': Architecture('Qwen3ForCausalLM', qk_norm=True, head_width=128),
-  VISION: Architecture('Qwen2_5_VLForConditionalGeneration', qkv_bias=True),
+  'qwen2': Architecture(
+    'Qwen2ForCausalLM',
+    {'qkv_bias': True},
+    defaults={'sliding_window': 4096},
+  ),
+  'qwen3': Architecture(
+    'Qwen3ForCausalLM',
+    {'qk_norm': 'head'},
+    defaults={'head_dim': 128, 'sliding_window': 4096},
+  ),
+  VISION: Architecture('Qwen2_5_VLForConditionalGeneration', {'qkv_bias': True}),
   EXPERTS: Architecture(
     'Qwen3MoeForCausalLM',
-    qk_norm=True,
+    {'qk_norm': 'head'},
     defaults={'sliding_window': 4096, 'num_key_value_heads': 4},
+    unread={'max_window_layers': 0, 'layer_types': None},
   ),
+  'smollm3': Architecture(
+    'SmolLM3ForCausalLM',
+    defaults={
+      'rope_theta': 2e6,
+      'num_key_value_heads': 4,
+      'no_rope_layer_interval': 4,
+      'tie_word_embeddings': True,
+    },
+    unread={'max_window_layers': 0},
+  ),
+  'olmo2': Architecture('Olmo2ForCausalLM', {'norms': 'post', 'qk_norm': 'projection'}),
+  'olmo3': Architecture(
+    'Olmo3ForCausalLM',
+    {'norms': 'post', 'qk_norm': 'projection'},
+    defaults={'rope_theta': 5e5, 'sliding_window': 4096},
+    unread={**ALL_WINDOWS, 'sliding_window_pattern': 4},
+    rotations=('scaled', 'plain'),
+  ),
+  'gemma': Architecture(
+    'GemmaForCausalLM',
+    {'norm_offset': True},
+    defaults={'head_dim': 256, 'num_key_value_heads': 16, 'tie_word_embeddings': True},
+    unread={'hidden_act': 'gelu_pytorch_tanh'},  # transformers 4 ignores it
+    scaled_embedding=True,
+  ),
+  'gemma3_text': Architecture(
+    'Gemma3ForCausalLM',
+    {'norms': 'sandwich', 'norm_offset': True, 'qk_norm': 'head'},
+    defaults={
+      'head_dim': 256,
+      'hidden_activation': 'gelu_pytorch_tanh',
+      'num_key_value_heads': 4,
+      'query_pre_attn_scalar': 256,
+      'rope_theta': 1e6,
+      'rope_local_base_freq': 10_000.0,
+      'sliding_window': 4096,
+      'sliding_window_pattern': 6,
+      'tie_word_embeddings': True,
+    },
+    unread=ALL_WINDOWS,
+    rotations=('scaled', 'plain'),
+    scaled_embedding=True,
+  ),
+}
+# A model_type that is not supported -> what it would need.
+LACKING = {
+  'gemma2': 'it has soft caps of scores and logits',
+  'gemma3': 'it has a vision tower; gemma-3-270m and gemma-3-1b have none',
+  'gemma4': 'it has inputs per layer, and heads of two widths',
+  'gpt_oss': 'it has attention sinks',
+  'qwen3_5': 'it has linear attention',
+  'qwen3_next': 'it has linear attention',
 }
 FIELDS = {  # field of ModelSpec -> its option, a positive integer
   'vocab': 'vocab_size',
@@ -67,14 +136,20 @@ OF_EXPERTS = {  # as FIELDS, of EXPERTS
   'active': 'num_experts_per_tok',
 }
 
+ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}  # ours by theirs
+LAYER_TYPES = ('full_attention', 'sliding_attention')
+
 # Options that would change the computation -> the only supported value.
 ONLY = {
-  'hidden_act': 'silu',
   'mlp_bias': False,
   'attention_dropout': 0.0,
   'partial_rotary_factor': 1.0,
+  'attn_logit_softcapping': None,
+  'final_logit_softcapping': None,
+  'use_bidirectional_attention': False,
 }
 ONLY_EXPERTS = {
+  'hidden_act': 'silu',
   'decoder_sparse_step': 1,
   'mlp_only_layers': [],
   'scoring_func': 'softmax',
@@ -90,6 +165,10 @@ ONLY_PIXELS = {  # of a preprocessor
 }
 PIXELS = 'preprocessor_config.json'
 PROCESSOR = 'processor_config.json'
+# Fields of ModelSpec that config.json does not determine.
+NOT_IN_CONFIG = (
+  *('dtype', 'attention', 'actor_dtype', 'experts_kernel', 'replay_routes', 'vision'),
+)
 VISION_THETA = 1_000_000.0  # default rope_theta of a vision-language model
 # Field of VisionSpec -> its name in vision_config, and the default of transformers.
 SIZES = {
@@ -152,10 +231,12 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
 
   Raises ValueError if an architecture or an option is not supported.
   """
-  implied = ARCHITECTURES.get(c.get('model_type', ''))
+  kind = c.get('model_type') or ''
+  implied = ARCHITECTURES.get(kind)
   if implied is None:
+    reason = LACKING.get(kind.removesuffix('_text'), 'it is unknown')
     raise ValueError(
-      f'model_type={c.get("model_type")!r} is not supported; choose a model '
+      f'model_type={c.get("model_type")!r} is not supported: {reason}; choose a model '
       f'with one of {sorted(ARCHITECTURES)}'
     )
   if (quantized := c.get('quantization_config')) is not None:
@@ -183,38 +264,59 @@ def spec_of(c: Options, compute: str, pixels: Options | None = None) -> ModelSpe
 
 def _language_model(c, implied: Architecture, compute):
   _check_only(c, ONLY)
-  c = (implied.defaults or {}) | c
+  c = implied.defaults | c | implied.unread
   fields = FIELDS
   experts: Options = {}
-  windowed = implied.windowed
   if c['model_type'] == EXPERTS:
     c, experts = _experts(c)
     fields = FIELDS | OF_EXPERTS
-    windowed = bool(c.get('use_sliding_window'))  # whatever max_window_layers is
-  _check_window(c, always=windowed)
-  # In Llama and Qwen3 attention_bias covers all four projections; Qwen2 lacks it.
-  biased = not implied.qkv_bias and bool(c.get('attention_bias'))
+  # attention_bias covers all four projections; Qwen2 lacks the option.
+  qwen2 = 'qkv_bias' in implied.fields
+  biased = not qwen2 and bool(c.get('attention_bias'))
   width = _positive(c, 'hidden_size')
   heads = _positive(c, 'num_attention_heads')
-  default = {'kv_heads': heads, 'head_width': implied.head_width or width // heads}
+  head_width = implied.defaults.get('head_dim', width // heads)
+  default = {'kv_heads': heads, 'head_width': head_width}
   sizes: Options = {
     field: _positive(c, name, default.get(field)) for field, name in fields.items()
   }
-  theta, rope_type, knobs = _rope(c)
-  rope.table(sizes['head_width'], theta, rope_type, knobs)  # checks rule and knobs
+  rotation = _rotations(c, implied)
+  for theta, rule, knobs in rotation.values():
+    rope.table(sizes['head_width'], theta, rule, knobs)  # checks rule and knobs
+  theta, rope_type, knobs = rotation['scaled']
+  options: Options = {'qkv_bias': biased, 'o_bias': biased} | implied.fields
+  if 'plain' in rotation:
+    options['plain_theta'] = rotation['plain'][0]
+  if implied.scaled_embedding:
+    options['embed_scale'] = width**0.5
+  if 'query_pre_attn_scalar' in implied.defaults:
+    scalar = _positive(c, 'query_pre_attn_scalar')
+    if scalar != sizes['head_width']:
+      options['score_scale'] = scalar**-0.5
   return ModelSpec(
     **sizes,
+    **options,
+    **experts,
+    kinds=_kinds(c, implied),
+    activation=_activation(c),
     rope_theta=theta,
     rope_type=rope_type,
     rope_knobs=knobs,
     norm_eps=_positive(c, 'rms_norm_eps', kind=float),
     tied=bool(c.get('tie_word_embeddings')),
-    qkv_bias=implied.qkv_bias or biased,
-    o_bias=biased,
-    qk_norm=implied.qk_norm,
     compute=compute,
-    **experts,
   )
+
+
+def _activation(c):
+  name = 'hidden_activation' if c.get('hidden_activation') else 'hidden_act'
+  value = c.get(name) or 'silu'
+  if value not in list(ACTIVATIONS):
+    raise ValueError(
+      f'{name}={value!r:.60} is not supported, only {" and ".join(ACTIVATIONS)} are; '
+      'choose another model'
+    )
+  return ACTIVATIONS[value]
 
 
 def _experts(c) -> tuple[Options, Options]:
@@ -242,28 +344,53 @@ def _experts(c) -> tuple[Options, Options]:
   return c, {'norm_topk': norm_topk}
 
 
-def _check_window(c, always):
-  """Raises ValueError if a layer's sliding window is shorter than the context.
+def _kinds(c, implied: Architecture) -> tuple[LayerKind, ...]:
+  """Returns the kind of every layer; () if all are LayerKind().
 
-  `always`: a window is used in all layers, whatever the other options.
+  Raises ValueError if a window is shorter than the context and the model_type has none.
   """
-  window = c.get('sliding_window')
+  layers = _positive(c, 'num_hidden_layers')
   positions = _positive(c, 'max_position_embeddings')
-  if always:
-    sliding = True
-  elif c.get('layer_types'):
-    sliding = 'sliding_attention' in c['layer_types']
-    sliding &= c.get('use_sliding_window', True)
-  else:  # published Qwen2 configs have a window that `use_sliding_window` switches off
-    sliding = bool(c.get('use_sliding_window'))
-    sliding &= c.get('max_window_layers', 28) < _positive(c, 'num_hidden_layers')
-  if sliding and window and window < positions:
+  types = c.get('layer_types')
+  if types:
+    slides = [kind == 'sliding_attention' for kind in types]
+  else:
+    period = _positive(c, 'sliding_window_pattern', layers + 1)
+    first = c.get('max_window_layers', 28)
+    slides = [i >= first and (i + 1) % period > 0 for i in range(layers)]
+  # Published Qwen2 configs have a window that `use_sliding_window` switches off.
+  window = c.get('use_sliding_window', bool(types)) and c.get('sliding_window')
+  window = _positive(c, 'sliding_window') if window else positions
+  if 'sliding_window' not in implied.defaults:
+    if any(slides) and window < positions:
+      raise ValueError(
+        f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
+        f'which is not supported for model_type={c["model_type"]!r}; for rows of at '
+        f'most {window} tokens set max_position_embeddings to {window} in config.json, '
+        'or choose a model without a sliding window'
+      )
+    slides = [False] * layers
+  elif types and (len(types) != layers or not {*types} <= {*LAYER_TYPES}):
     raise ValueError(
-      f'sliding_window={window} is shorter than max_position_embeddings={positions}, '
-      f'which is not supported; for rows of at most {window} tokens set '
-      f'max_position_embeddings to {window} in config.json, or choose a model without '
-      'a sliding window'
+      f'layer_types={types!r:.60} must be a list of {layers} values, each one of '
+      f'{LAYER_TYPES}; correct config.json, or choose another model'
     )
+  rotated = [True] * layers
+  if 'no_rope_layer_interval' in implied.defaults:
+    period = _positive(c, 'no_rope_layer_interval')
+    rotated = c.get('no_rope_layers') or [(i + 1) % period for i in range(layers)]
+    if len(rotated) < layers:
+      raise ValueError(
+        f'no_rope_layers={rotated!r:.60} must have {layers} values; correct config.json'
+      )
+  kinds = tuple(
+    LayerKind(
+      window if slides[i] and window < positions else 0,
+      implied.rotations[slides[i]] if rotated[i] else 'none',
+    )
+    for i in range(layers)
+  )
+  return kinds if {*kinds} != {LayerKind()} else ()
 
 
 def _check_only(c, only, where=''):
@@ -274,10 +401,30 @@ def _check_only(c, only, where=''):
     # Files round 1 / 255.
     if isinstance(wanted, float) and math.isclose(value, wanted, rel_tol=1e-8):
       continue
+    allowed = 'null' if wanted is None else repr(wanted)
     raise ValueError(
-      f'{option}={value!r:.60}{where} is not supported, only {wanted!r} is; correct it '
+      f'{option}={value!r:.60}{where} is not supported, only {allowed} is; correct it '
       "in the model's JSON files, or choose another model"
     )
+
+
+def _rotations(c, implied: Architecture):
+  """Returns rotation -> (theta, rope_type, knobs), of the rotations that scale angles.
+
+  transformers 5 writes rope_parameters for every type of layer. In 4, rope_scaling is
+  of layers with full attention, and rope_local_base_freq of the others.
+  """
+  if 'plain' not in implied.rotations:
+    return {'scaled': _rope(c)}
+  by_type = c.get('rope_parameters') or {}
+  if {*by_type} & {*LAYER_TYPES}:
+    c = c | {'rope_parameters': by_type.get('full_attention')}
+  scaled = _rope(c)
+  local = by_type.get('sliding_attention') or {}
+  theta = _positive(c, 'rope_local_base_freq', scaled[0], float)
+  plain = _rope({'rope_theta': theta, 'rope_parameters': local})
+  _check_only({'rope_type': plain[1]}, {'rope_type': 'default'}, ' of windows')
+  return {'scaled': scaled, 'plain': plain}
 
 
 def _rope(c):
@@ -355,32 +502,63 @@ def _positive(c, name, default: float | None = None, kind: type = int):
 
 
 def config_of(spec: ModelSpec) -> Options:
-  """Returns the contents of a config.json that every version of transformers reads."""
-  kind = 'qwen2' if spec.qkv_bias and not spec.o_bias else 'llama'
-  kind = 'qwen3' if spec.qk_norm else kind
-  kind = EXPERTS if spec.experts else kind
+  """Returns the contents of a config.json that every version of transformers reads.
+
+  Raises ValueError if no model_type has these options.
+  """
+  for kind in ARCHITECTURES:
+    if (kind == VISION) != bool(spec.vision) or (kind == EXPERTS) != bool(spec.experts):
+      continue
+    config = _written(spec, kind)
+    if _reads_back(config, spec):
+      return config
+  raise ValueError(
+    f'no model_type has the options of this model ({spec!r:.500}); use those of one of '
+    f'{sorted(ARCHITECTURES)}'
+  )
+
+
+def _reads_back(config: Options, spec: ModelSpec) -> bool:
+  try:
+    read = spec_of(config, spec.compute)
+  except ValueError:  # such as a window of a model_type without windows
+    return False
+  unused = () if spec.experts else ('active', 'norm_topk')
+  own = {name: getattr(spec, name) for name in (*NOT_IN_CONFIG, *unused)}
+  return dataclasses.replace(read, **own) == spec
+
+
+def _written(spec: ModelSpec, kind: str) -> Options:
+  """Returns the options that this model_type has, with the values of `spec`."""
+  implied = ARCHITECTURES[kind]
+  activation = 'hidden_activation'
+  if activation not in implied.defaults:
+    activation = 'hidden_act'
   config: Options = {
-    'architectures': [ARCHITECTURES[kind].name],
+    'architectures': [implied.name],
     'model_type': kind,
     **{name: getattr(spec, field) for field, name in FIELDS.items()},
     'rms_norm_eps': spec.norm_eps,
     'rope_theta': spec.rope_theta,
     'tie_word_embeddings': spec.tied,
-    'hidden_act': 'silu',
+    activation: {ours: name for name, ours in ACTIVATIONS.items()}[spec.activation],
   }
   if spec.experts:
     del config['intermediate_size']  # unused
     config |= {name: getattr(spec, field) for field, name in OF_EXPERTS.items()}
     config['norm_topk_prob'] = spec.norm_topk
-  if kind != 'qwen2':
+  if 'qkv_bias' not in implied.fields:
     config['attention_bias'] = spec.o_bias
   if spec.rope_type != 'default':
     config['rope_scaling'] = {'rope_type': spec.rope_type} | dict(spec.rope_knobs)
+  if 'query_pre_attn_scalar' in implied.defaults:
+    scale = spec.score_scale or spec.head_width**-0.5
+    config['query_pre_attn_scalar'] = round(scale**-2)
+  if spec.kinds or 'plain' in implied.rotations:
+    config |= _written_layers(spec, implied)
   if v := spec.vision:
     scaling = config.get('rope_scaling') or {'type': 'mrope'}
     config |= {
-      'architectures': [ARCHITECTURES[VISION].name],
-      'model_type': VISION,
       'image_token_id': v.image_token,
       'rope_scaling': scaling | {'mrope_section': list(spec.mrope)},
       'vision_config': {
@@ -393,6 +571,33 @@ def config_of(spec: ModelSpec) -> Options:
       },
     }
   return config
+
+
+def _written_layers(spec: ModelSpec, implied: Architecture) -> Options:
+  """Returns the options of layers that differ, without those that have no effect."""
+  kinds = spec.kinds or (LayerKind(),) * spec.layers
+  slides = [kind.window > 0 or kind.rotation == 'plain' for kind in kinds]
+  config: Options = {}
+  if 'no_rope_layer_interval' in implied.defaults:
+    config['no_rope_layers'] = [int(kind.rotation != 'none') for kind in kinds]
+  if any(slides) or 'plain' in implied.rotations:
+    config |= {
+      'layer_types': [LAYER_TYPES[i] for i in slides],
+      'sliding_window': max(kind.window for kind in kinds) or spec.positions,
+      'use_sliding_window': True,
+      # For versions of transformers without layer_types.
+      'max_window_layers': (*slides, True).index(True),
+      'sliding_window_pattern': (*slides, False).index(False) + 1,
+    }
+  if 'plain' in implied.rotations:
+    full = {'rope_type': spec.rope_type, 'rope_theta': spec.rope_theta}
+    full |= dict(spec.rope_knobs)
+    local = {'rope_type': 'default', 'rope_theta': spec.plain_theta}
+    config |= {
+      'rope_local_base_freq': spec.plain_theta,
+      'rope_parameters': dict(zip(LAYER_TYPES, (full, local), strict=True)),
+    }
+  return {name: x for name, x in config.items() if name not in implied.unread}
 
 
 def preprocessor_of(v: VisionSpec) -> Options:

@@ -5,6 +5,7 @@ device holds a second copy of a parameter. NaN and infinity raise an error. Savi
 writes parameter by parameter, in files of bounded size.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -40,6 +41,8 @@ MODULES = {
   'final_norm': 'model.norm',
   'layers/attn_norm': 'model.layers.{}.input_layernorm',
   'layers/mlp_norm': 'model.layers.{}.post_attention_layernorm',
+  'layers/attn_post_norm': 'model.layers.{}.post_attention_layernorm',
+  'layers/mlp_post_norm': 'model.layers.{}.post_feedforward_layernorm',
   'layers/q': 'model.layers.{}.self_attn.q_proj',
   'layers/k': 'model.layers.{}.self_attn.k_proj',
   'layers/v': 'model.layers.{}.self_attn.v_proj',
@@ -67,6 +70,10 @@ MODULES = {
 }
 NAMES = {parameter: f'{module}.weight' for parameter, module in MODULES.items()}
 NAMES |= {f'{parameter}_bias': f'{x}.bias' for parameter, x in MODULES.items()}
+# In Gemma the name that Llama has for the norm before the MLP is that after attention.
+NAMES_BY_NORMS = {
+  'sandwich': {'layers/mlp_norm': 'model.layers.{}.pre_feedforward_layernorm.weight'}
+}
 # A tensor of all experts of a layer -> the modules that it joins for each expert.
 FUSED = {
   'model.layers.{}.mlp.experts.gate_up_proj': ('expert_gate', 'expert_up'),
@@ -101,19 +108,23 @@ def load(path: str, spec: ModelSpec, mesh: Mesh) -> Tree:
   index = check(path, spec)
   # transformers 4 and vLLM drop a head that differs, transformers 5 uses it.
   repeated = index.get(NAMES['head']) if spec.tied else None
+  names = names_of(spec)
   params = {}
   for parameter, like in transformer.flatten(transformer.abstract(spec)).items():
     layout = sharding.named(mesh, *sharding.spec_of(parameter, like.shape, mesh))
-    params[parameter] = _load_parameter(parameter, like, layout, index)
-    if repeated and parameter == 'embed':
-      head = {NAMES['embed']: repeated}
+    read = functools.partial(_load_parameter, parameter, names[parameter], like, layout)
+    params[parameter] = read(index)
+    if (
+      repeated
+      and parameter == 'embed'
       # No array stays: the rest of the model may need the memory.
-      if (params[parameter] != _load_parameter(parameter, like, layout, head)).any():
-        raise ValueError(
-          f'{repeated.file}: {NAMES["head"]} differs from the embedding, but '
-          'config.json has tie_word_embeddings=true; set it to false to use this head, '
-          'or remove the tensor'
-        )
+      and (params[parameter] != read({names[parameter]: repeated})).any()
+    ):
+      raise ValueError(
+        f'{repeated.file}: {NAMES["head"]} differs from the embedding, but '
+        'config.json has tie_word_embeddings=true; set it to false to use this head, '
+        'or remove the tensor'
+      )
   return transformer.unflatten(params)
 
 
@@ -123,8 +134,9 @@ def reader(path: str, spec: ModelSpec) -> Callable[[str], np.ndarray]:
   like = transformer.flatten(transformer.abstract(spec))
   host = sharding.make(devices=jax.local_devices(backend='cpu')[:1])
   layout = sharding.replicated(host)
+  names = names_of(spec)
   return lambda parameter: np.asarray(
-    _load_parameter(parameter, like[parameter], layout, index)
+    _load_parameter(parameter, names[parameter], like[parameter], layout, index)
   )
 
 
@@ -197,11 +209,12 @@ def _by_expert(path, index: Index, spec: ModelSpec) -> Index:
 
 
 def _load_parameter(
-  parameter, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
+  parameter, name, like: jax.ShapeDtypeStruct, layout: NamedSharding, index: Index
 ):
+  """Loads one parameter; `name` is the pattern of its tensors, see MODULES."""
   shape = like.shape
   dtype = like.dtype
-  _, tail = _tensors(parameter, shape)
+  _, tail = _tensors(name, shape)
   stacked = len(shape) - len(tail)
   order = list(itertools.chain(*_file_axes(parameter, tail)))
   sizes = tuple(tail[axis] for axis in order)  # as in the file, before it merges axes
@@ -221,13 +234,12 @@ def _load_parameter(
     tops = range(start, stop, max(BLOCK // row_bytes, 1))
     stack = (range(*span) for span in spans[:stacked])
     for *at, top in itertools.product(*stack, tops):
-      name = NAMES[parameter].format(*at)
-      tensor = index[name]
+      tensor = index[name.format(*at)]
       cuts = slice(top, min(top + tops.step, stop)), *columns
       rows = safetensors_io.read(tensor, sizes, cuts).astype(dtype)
       if not finite(rows):  # after the cast: a large float32 is infinite in bfloat16
         raise ValueError(
-          f'{tensor.file}: {name} contains NaN or infinity in {dtype}; '
+          f'{tensor.file}: {name.format(*at)} contains NaN or infinity in {dtype}; '
           'download the file again, or choose another model'
         )
       piece = rows.transpose(np.argsort(order))[(None,) * stacked]
@@ -280,11 +292,12 @@ def save(
   """
   kind = jnp.dtype(dtype)
   shapes = stored(spec)
+  names_by_parameter = names_of(spec)
 
   def tensors():
     for parameter, (shape, _) in transformer.describe(spec).items():
       array = get(parameter)
-      names, tail = _tensors(parameter, shape)
+      names, tail = _tensors(names_by_parameter[parameter], shape)
       order = list(itertools.chain(*_file_axes(parameter, tail)))
       rows = array.reshape(-1, *tail)
       for i, name in enumerate(names):
@@ -314,34 +327,40 @@ def save(
 def stored(spec: ModelSpec) -> dict[str, Shape]:
   """Lists every tensor of a checkpoint of this model: name -> shape in the file."""
   shapes = {}
+  names_by_parameter = names_of(spec)
   for parameter, (shape, _) in transformer.describe(spec).items():
-    names, tail = _tensors(parameter, shape)
+    names, tail = _tensors(names_by_parameter[parameter], shape)
     merged = [math.prod(tail[i] for i in axes) for axes in _file_axes(parameter, tail)]
     shapes |= dict.fromkeys(names, tuple(merged))
   return shapes
 
 
-def _tensors(parameter, shape: Shape) -> tuple[list[str], Shape]:
+def names_of(spec: ModelSpec) -> dict[str, str]:
+  """Returns parameter -> pattern of its tensors' names, see MODULES."""
+  return NAMES | NAMES_BY_NORMS.get(spec.norms, {})
+
+
+def _tensors(pattern: str, shape: Shape) -> tuple[list[str], Shape]:
   """Returns the names of a parameter's tensors, and the axes of each, in our order.
 
   The axes before these are those of the layers, and of the experts of a layer.
   """
-  stacked = NAMES[parameter].count('{}')
+  stacked = pattern.count('{}')
   stack = np.ndindex(*shape[:stacked])
-  return [NAMES[parameter].format(*at) for at in stack], shape[stacked:]
+  return [pattern.format(*at) for at in stack], shape[stacked:]
 
 
 def _file_axes(parameter, tail):
   """Returns, for each axis of a file's tensor, the axes of `tail` that it merges.
 
-  Files store projections as [out, in] and biases as [out], where `in` and `out` are one
-  axis each. Embedding, head and norms have the same axes in our tree. The kernel of
-  patches is [D, channel, frame, row, column] in a file, and has D last in our tree.
+  Files store projections as [out, in], and biases and norms as [out], where `in` and
+  `out` are one axis each. Embedding and head have the same axes in our tree. The kernel
+  of patches is [D, channel, frame, row, column] in a file, and has D last in our tree.
   """
   axes = list(range(len(tail)))
-  if parameter.endswith('_bias'):
+  if parameter.endswith(('_bias', '_norm')):
     return [axes]
-  if parameter in ('embed', 'head') or len(tail) == 1:
+  if parameter in ('embed', 'head'):
     return [[axis] for axis in axes]
   if parameter == 'vision/patch':
     return [[axis] for axis in axes[-1:] + axes[:-1]]

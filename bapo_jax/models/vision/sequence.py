@@ -105,19 +105,19 @@ def prefill(
 
   The position of a token decoded after a prompt is its column plus shift_R.
   """
-  x_RTD, turn, shift_R = embed(actor, tokens_RT, pictures, spec)
-  return decoder.prefill(actor, x_RTD, turn, spec, routes_RTX), shift_R
+  x_RTD, turns, shift_R = embed(actor, tokens_RT, pictures, spec)
+  return decoder.prefill(actor, x_RTD, turns, spec, routes_RTX), shift_R
 
 
 def embed(
   params: Tree, tokens_BT: Array, pictures: Pictures | None, spec: ModelSpec
-) -> tuple[Array, layers.Turn, Array]:
+) -> tuple[Array, layers.Turns, Array]:
   """Embeds rows; returns (x_BTD, rotations of the positions, shift_B)."""
   if pictures is None:
     shift_B = jnp.zeros(tokens_BT.shape[0], jnp.int32)
     column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    turn = layers.rotations(column_BT, spec)
-    return layers.embed_rows(params, tokens_BT, spec), turn, shift_B
+    turns = layers.rotations(column_BT, spec)
+    return layers.embed_rows(params, tokens_BT, spec), turns, shift_B
   at, shift_B = place(tokens_BT, pictures.grid_PI2, tower.vision_of(spec))
   # Nothing is differentiated here, so nothing is recomputed.
   merged_BMD, _ = embedded(params, pictures, spec, Schedule(remat='none'))

@@ -165,7 +165,7 @@ def run(config: Config, topology: str = 'v5p:2x2x4', workdir: str = '') -> int:
   print(machine.CONFIRMED)
   sizes = budget.sizes_of(config, r.spec)
   print(budget.sentence(sizes, r.schedule, r.budget.update, room(chip)))
-  if text := of_routes(r):
+  for text in filter(None, (of_routes(r), of_windows(r))):
     print(text)
   rows = {}
   verdicts = {}
@@ -194,6 +194,20 @@ def of_routes(r: Resolved) -> str:
     f'routes (model.replay_routes={r.spec.replay_routes}): '
     f'{budget.route_bytes(r.spec):.0f} bytes per token; GiB per device: '
     f'{share * r.budget.responses:.3g} responses, {share * r.budget.buffer:.3g} buffer'
+  )
+
+
+def of_windows(r: Resolved) -> str:
+  """Describes the cache outside the windows of layers; '' without windows."""
+  length = r.config.row_length
+  outside = budget.outside(r.spec, length)
+  if not outside:
+    return ''
+  cache = budget.cache_bytes(r.spec, length, r.mesh.shape['tensor'])
+  cache *= r.config.sampler.max_num_seqs / sharding.row_shards(r.mesh) / GIB
+  return (
+    f'windows: every layer caches whole rows, {cache:.3g} GiB per device; rings of a '
+    f'window would save {outside * cache:.3g}'
   )
 
 
