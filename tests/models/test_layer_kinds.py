@@ -309,7 +309,9 @@ def test_a_mesh_samples_the_same_text(shape):
 
 def test_pauses_and_a_cache_that_is_read_again_leave_the_text():
   spec = GEMMA3
-  engine = RolloutEngine(spec, max_prompt_tokens=WIDTH, **KNOBS)
+  # Enough slots, and one segment of the cache: a pause changes no sum.
+  wide = {'max_num_seqs': 8, 'prefill_batch_size': 8, 'cache_segments': 1}
+  engine = RolloutEngine(spec, max_prompt_tokens=WIDTH, **KNOBS | wide)
   actor = decoder.actor(making.params(spec), spec)
   paused = PartialRollouts(engine, P)
   paused.submit(making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2), UID_B)
@@ -318,10 +320,12 @@ def test_pauses_and_a_cache_that_is_read_again_leave_the_text():
   read_again = PartialRollouts(engine, P)
   read_again.restore(jax.tree.map(np.asarray, paused.state()))
   read_again.refresh(actor)
-  for rollouts in (paused, read_again):
+  unpaused = PartialRollouts(engine, P)
+  unpaused.submit(making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2), UID_B)
+  for rollouts in (paused, read_again, unpaused):
     rollouts.decode(actor, KEY)
-  rows = sampled('gemma3')
-  for x, y in zip(paused.rows, rows, strict=True):
+  for x, y in zip(paused.rows, unpaused.rows, strict=True):
     np.testing.assert_array_equal(x, y)
-  np.testing.assert_array_equal(read_again.rows.tokens_BT, rows.tokens_BT)
-  np.testing.assert_allclose(read_again.rows.logp_BT, rows.logp_BT, atol=1e-5)
+  wanted = sampled('gemma3')
+  np.testing.assert_array_equal(read_again.rows.tokens_BT, wanted.tokens_BT)
+  np.testing.assert_allclose(read_again.rows.logp_BT, wanted.logp_BT, atol=1e-5)
