@@ -163,6 +163,7 @@ def test_the_text_needs_every_option(name, changed):
 # ------------------------------------------------- gradients, packed rows and a mesh
 
 
+PRODUCTS = 2 * LONG * GEMMA3.width  # summed in a gradient
 # Where the second text of a row begins; the last has a token more than a window.
 STARTS = np.asarray([LONG // 3, LONG - WINDOW - 1])
 
@@ -241,16 +242,16 @@ def test_what_is_saved_does_not_change_a_gradient(remat):
   hidden_BTD, gradient = gradients('gemma3', remat)
   wanted_BTD, wanted = gradients('gemma3', 'full')
   making.close(hidden_BTD, wanted_BTD, count=1)
-  making.close_trees(gradient, wanted, count=2 * LONG)
+  making.close_trees(gradient, wanted, count=PRODUCTS)
 
 
 @pytest.mark.parametrize('name', ['gemma3', 'olmo3'])
 def test_eight_devices_give_the_gradient_of_one(name):
-  # The mean of a norm over a projection is over the heads of two devices.
-  hidden_BTD, gradient = gradients(name, 'full', sharding.make(1, 4, 2))
+  # The mean of a norm over a projection is over the heads of four devices.
+  hidden_BTD, gradient = gradients(name, 'full', sharding.make(1, 2, 4))
   wanted_BTD, wanted = gradients(name, 'full')
   making.close(hidden_BTD, wanted_BTD, count=256)
-  making.close_trees(gradient, wanted, count=2 * LONG)
+  making.close_trees(gradient, wanted, count=PRODUCTS)
 
 
 # ------------------------------------------------------------------------- the sampler
