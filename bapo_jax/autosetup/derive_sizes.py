@@ -195,6 +195,14 @@ def share_prompts(config: Config, facts: Facts) -> Number:
   spec = spec_of(config, facts)
   if not config.learner.pack:
     return 1, 'no packing: each response has its own prompt'
+  mesh = mesh_of(config, facts)
+
+  # A wide bin has more scores: a unit may need more than the micro-batches without it.
+  def fits(unit: packing.Unit) -> bool:
+    sizes = budget.sizes_of(config, spec)._replace(unit=unit)
+    schedule = budget.choose_schedule(sizes, spec, mesh, facts.memory)
+    return budget.count(sizes, spec, schedule, mesh).update <= facts.memory
+
   unit, share = packing.fastest_unit(
     spec,
     config.minibatch_rows,
@@ -203,6 +211,7 @@ def share_prompts(config: Config, facts: Facts) -> Number:
     _shards(config, facts),
     group_size=config.sampler.group_size,
     response=config.sampler.max_new_tokens,
+    fits=fits,
   )
   prompt = config.prompts.max_prompt_tokens
   return unit.rows, (

@@ -303,20 +303,23 @@ def _passes(
   logits if they are larger.
   """
   tensor = mesh.shape['tensor']
-  # Bins of one unit of rows, which are whole rows unless they share a prompt.
-  unit = sizes.unit if spec.attention == 'plain' else packing.Unit()
-  T = unit.cells(sizes.row_length)
-  c = itemsize(spec.compute)
-  # Of a micro-batch, if all of them have full length.
-  rows = -(-sizes.minibatch_rows // (unit.rows * sizes.grad_accum_steps))
   shards = sharding.row_shards(mesh)
-  rows = rows if rows % shards else rows // shards
+  # Bins of one unit of rows, which are whole rows unless they share a prompt.
+  unit = sizes.unit
+  pieces, bins, T = packing.shape_of(
+    -(-sizes.minibatch_rows // unit.rows),
+    unit.cells(sizes.row_length),
+    sizes.grad_accum_steps,
+    shards,
+  )
+  rows = bins // shards
+  c = itemsize(spec.compute)
   head = spec.vocab * spec.width
   tower = transformer.count(spec, 'vision/')
   layer = (transformer.count(spec) - tower - head * (2 - spec.tied)) / spec.layers
   gradient = 0 if sizes.adapters else 4  # bytes per gathered weight
   gathered = ((2 * c + gradient) * layer + (c + gradient) * head) / tensor
-  pieces = sizes.grad_accum_steps if schedule.bounds_pass == 'stored' else 1
+  pieces = pieces if schedule.bounds_pass == 'stored' else 1
   # One micro-batch is computed before its activations are copied to those of all.
   at_once = pieces + (pieces > 1)
   if schedule.remat == 'none' and spec.compute != spec.dtype:

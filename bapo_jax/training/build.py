@@ -74,6 +74,16 @@ def tabulate(r: Resolved) -> Material:
       vocab=r.spec.vocab,
       scored=recomputes(config),
     )
+    # A record may have longer responses behind short prompts, but the bin of a unit has
+    # room for the maximum of each: rows would overlap.
+    unit = unit_of(config)
+    longest = max(len(x.tokens) for group in record.groups for x in group.responses)
+    if unit.rows > 1 and longest > unit.response:
+      raise ValueError(
+        f'rollout.records has a response of {longest} tokens, more than sampler.'
+        f'max_new_tokens={unit.response}, on which learner.share_prompts={unit.rows} '
+        'counts; raise sampler.max_new_tokens, or set learner.share_prompts=1'
+      )
   problems, held_out = prompts.load(
     r.tokenizer, config.prompts, config.problems, r.data, r.spec.vision
   )

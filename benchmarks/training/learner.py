@@ -13,7 +13,7 @@ chooses.
 
 All take turns in one process, `rounds` times, with float32 products of 2048 cubed in
 between, because the speed of a machine varies; figures are medians without the first
-update. `fraction` is the rate of the FLOPs that the useful rows
+update. `fraction` is the rate of the FLOPs that the useful rows by themselves
 need (see rates.py) beside that of the products. The last line is one JSON object.
 """
 
@@ -177,7 +177,8 @@ def main() -> None:
     row = {'gemm_gflops': round(gemm / 1e9, 1)}
     for side, each in seconds.items():
       row[f'{side}_tps'] = round(tokens / statistics.median(each), 1)
-      row[f'{side}_fraction'] = round(flops / statistics.median(each) / gemm, 4)
+      if side != 'shared':  # which does not repeat the prompts that `flops` counts
+        row[f'{side}_fraction'] = round(flops / statistics.median(each) / gemm, 4)
     result[case] = row
     mean = float(lengths(args.rows, args.length, factor(case)).mean())
     print(

@@ -163,10 +163,14 @@ def test_the_learning_rate_is_the_papers_and_grows_as_the_model_shrinks(
     assert found == pytest.approx(times * rate)
 
 
-@pytest.mark.parametrize('gib', [200, 64, 40])
-def test_a_run_takes_what_memory_there_is_and_no_more(gib):
+@pytest.mark.parametrize(
+  ('gib', 'prompt', 'response'),
+  [(200, None, None), (64, None, None), (40, None, None), (40, 4000, 1000)],
+)
+def test_a_run_takes_what_memory_there_is_and_no_more(gib, prompt, response):
   facts_ = known(spec=BIG, memory=gib * 2**30)
-  config, _ = derive.derive(asked(), facts_)
+  lengths = {'prompts.max_prompt_tokens': prompt, 'sampler.max_new_tokens': response}
+  config, _ = derive.derive(asked(**lengths), facts_)
   schedule = derive_sizes.schedule_of(config, facts_)
   assert schedule.remat == config.model.remat, 'a later start decides the same'
   mesh = sharding.make(devices=facts_.devices)

@@ -114,14 +114,14 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-  ('name', 'minibatches', 'allowed'),
-  [
-    ('GRPO', 500, 4),  # of six gaps, one in 2600 draws is beyond 4
-    *((name, 20_000, 3) for name in RULES),
-  ],
+  ('name', 'minibatches'), [('GRPO', 500), *((name, 20_000) for name in RULES)]
 )
-def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
-  """Means over minibatches lie within so many standard errors of it."""
+def test_sampling_agrees_with_the_exact_update(name, minibatches):
+  """Means over minibatches lie within four standard errors of it.
+
+  Of 36 gaps, one is beyond 4 in one of 440 draws, and beyond 3 in one of 11. A gap of
+  3.3 was chance: with 80,000 other minibatches it was .3, and the largest of six .8.
+  """
   rule, found, chosen = RULES[name], tables(), jnp.stack([*directions(6)])
 
   def along(weight_NT):
@@ -133,7 +133,7 @@ def test_sampling_agrees_with_the_exact_update(name, minibatches, allowed):
   )
   error_V = drawn.along_MV.std(0, ddof=1) / len(drawn.along_MV) ** 0.5
   gap_V = (drawn.along_MV.mean(0) - exact_V) / error_V
-  assert np.abs(gap_V).max() < allowed, gap_V
+  assert np.abs(gap_V).max() < 4, gap_V
   # The table of mean weights gives the same means.
   np.testing.assert_allclose(
     along(drawn.weight_NT), drawn.along_MV.mean(0), rtol=1e-3, atol=1e-5

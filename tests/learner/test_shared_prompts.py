@@ -208,6 +208,7 @@ def test_attention_in_float64_by_loops():
   ('prompt', 'response', 'rows', 'shards', 'best'),
   [
     (1, 30, 64, 1, 1),  # nothing is repeated but the last token of the prompt
+    (32, 30, 64, 1, 1),  # pairs of rows would take .94 of the time by count
     (200, 4, 64, 1, 8),  # the prompt is nearly all
     (200, 4, 8, 8, 1),  # seven of eight devices would have no bin
     (8, 4096, 64, 1, 1),  # attention over other responses costs more than the prompt

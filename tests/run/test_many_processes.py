@@ -151,6 +151,8 @@ MORE = {
   'chosen-ahead': CUSTOM | RULES | PARTIAL | {'rollout.depth': 2},
   'given': {'rollout.given': 1, 'loss.imitation': 0.1},
   'experts': RULES | PARTIAL | runs.ROUTED,
+  'shared': RULES | PARTIAL | {'learner.share_prompts': 2},
+  'shared-experts': RULES | PARTIAL | runs.ROUTED | {'learner.share_prompts': 4},
 }
 
 

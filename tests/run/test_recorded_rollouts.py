@@ -111,6 +111,14 @@ def test_the_first_weights_score_a_record_once_and_after_a_resume(sampled, tmp_p
   assert max(far) > 1e-3
 
 
+def test_units_refuse_a_response_that_is_longer_than_they_count_on(sampled, tmp_path):
+  # Rows are as long as before: prompts are shorter than the maximum.
+  knobs = {'sampler.max_new_tokens': 8, 'prompts.max_prompt_tokens': 99}
+  words = 'more than sampler.max_new_tokens=8,.* set learner.share_prompts=1'
+  with pytest.raises(ValueError, match=words):
+    train(on(sampled, **knobs | {'learner.share_prompts': 2}), tmp_path)
+
+
 def responses(path: pathlib.Path) -> dict:
   """Ids of prompt and response -> the sampler's log-probabilities."""
   rows = map(json.loads, path.read_text().splitlines())
