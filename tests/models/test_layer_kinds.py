@@ -163,6 +163,7 @@ def test_the_text_needs_every_option(name, changed):
 # ------------------------------------------------- gradients, packed rows and a mesh
 
 
+PRODUCTS = 2 * LONG * GEMMA3.width  # summed in a gradient
 # Where the second text of a row begins; the last has a token more than a window.
 STARTS = np.asarray([LONG // 3, LONG - WINDOW - 1])
 
@@ -241,16 +242,16 @@ def test_what_is_saved_does_not_change_a_gradient(remat):
   hidden_BTD, gradient = gradients('gemma3', remat)
   wanted_BTD, wanted = gradients('gemma3', 'full')
   making.close(hidden_BTD, wanted_BTD, count=1)
-  making.close_trees(gradient, wanted, count=2 * LONG)
+  making.close_trees(gradient, wanted, count=PRODUCTS)
 
 
 @pytest.mark.parametrize('name', ['gemma3', 'olmo3'])
 def test_eight_devices_give_the_gradient_of_one(name):
-  # The mean of a norm over a projection is over the heads of two devices.
-  hidden_BTD, gradient = gradients(name, 'full', sharding.make(1, 4, 2))
+  # The mean of a norm over a projection is over the heads of four devices.
+  hidden_BTD, gradient = gradients(name, 'full', sharding.make(1, 2, 4))
   wanted_BTD, wanted = gradients(name, 'full')
   making.close(hidden_BTD, wanted_BTD, count=256)
-  making.close_trees(gradient, wanted, count=2 * LONG)
+  making.close_trees(gradient, wanted, count=PRODUCTS)
 
 
 # ------------------------------------------------------------------------- the sampler
@@ -309,7 +310,9 @@ def test_a_mesh_samples_the_same_text(shape):
 
 def test_pauses_and_a_cache_that_is_read_again_leave_the_text():
   spec = GEMMA3
-  engine = RolloutEngine(spec, max_prompt_tokens=WIDTH, **KNOBS)
+  # Enough slots, and one segment of the cache: a pause changes no sum.
+  wide = {'max_num_seqs': 8, 'prefill_batch_size': 8, 'cache_segments': 1}
+  engine = RolloutEngine(spec, max_prompt_tokens=WIDTH, **KNOBS | wide)
   actor = decoder.actor(making.params(spec), spec)
   paused = PartialRollouts(engine, P)
   paused.submit(making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2), UID_B)
@@ -318,10 +321,12 @@ def test_pauses_and_a_cache_that_is_read_again_leave_the_text():
   read_again = PartialRollouts(engine, P)
   read_again.restore(jax.tree.map(np.asarray, paused.state()))
   read_again.refresh(actor)
-  for rollouts in (paused, read_again):
+  unpaused = PartialRollouts(engine, P)
+  unpaused.submit(making.prompts(LENGTH_P, WIDTH, spec.vocab, least=2), UID_B)
+  for rollouts in (paused, read_again, unpaused):
     rollouts.decode(actor, KEY)
-  rows = sampled('gemma3')
-  for x, y in zip(paused.rows, rows, strict=True):
+  for x, y in zip(paused.rows, unpaused.rows, strict=True):
     np.testing.assert_array_equal(x, y)
-  np.testing.assert_array_equal(read_again.rows.tokens_BT, rows.tokens_BT)
-  np.testing.assert_allclose(read_again.rows.logp_BT, rows.logp_BT, atol=1e-5)
+  wanted = sampled('gemma3')
+  np.testing.assert_array_equal(read_again.rows.tokens_BT, wanted.tokens_BT)
+  np.testing.assert_allclose(read_again.rows.logp_BT, wanted.logp_BT, atol=1e-5)

@@ -309,7 +309,7 @@ def test_with_a_budget_the_weights_of_a_turn_do_not_depend_on_time():
 
 @pytest.mark.parametrize(
   ('save_at', 'lag', 'engine'),
-  [(2, 1, LONG), (3, 1, LONG), (1, 0, LONG), (4, 0, LONG), (3, 1, WINDOWS)],
+  [(2, 1, LONG), (3, 1, LONG), (1, 0, LONG), (4, 0, LONG), (4, 1, WINDOWS)],
 )
 def test_a_restart_between_turns_goes_on_to_the_same_text(save_at, lag, engine):
   # With a lag, turns that the last dispatch has ended are answered and have no slot.
