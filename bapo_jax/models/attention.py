@@ -10,7 +10,7 @@ longest one, and the kernel of ragged.py, on accelerators, each up to its length
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -107,7 +107,7 @@ def attend(
     is_causal: whether a query attends only to keys up to its column, not to all keys.
     interpret: emulates the kernel of a GPU or TPU on any platform, for tests.
   """
-  B, _, H, C = q_BTHC.shape
+  C = q_BTHC.shape[-1]
   assert not (shared and window), 'columns of a window follow each other'
   if kind is None:
     kind = resolve(kind, jax.default_backend(), q_BTHC.dtype, C)
@@ -138,10 +138,21 @@ def attend(
   kernel = functools.partial(kernels[kind], is_causal=is_causal, interpret=interpret)
   if kind == 'flash' and window:
     kernel = functools.partial(windowed, window=window)
+  return _on_mesh(kernel, q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
+
+
+def _on_mesh(
+  kernel: Callable[..., Array],
+  q_BTHC: Array,
+  k_BTKC: Array,
+  v_BTKC: Array,
+  segment_BT: Array | None,
+) -> Array:
+  """Runs a kernel, which XLA cannot partition, on the rows and heads of each device."""
   mesh = sharding.ambient()
   if mesh is None:
-    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
-  # XLA cannot partition a kernel: each device runs it on its rows and heads.
+    return kernel(q_BTHC, k_BTKC, v_BTKC, segment_BT)
+  B, _, H, _ = q_BTHC.shape
   K = k_BTKC.shape[2]
   shards = mesh.shape['tensor']
   rows = None if B % sharding.row_shards(mesh) else sharding.ROWS
@@ -156,7 +167,7 @@ def attend(
     in_specs=(by_head, by_head, by_head, P(rows)),
     out_specs=by_head,
     check_vma=False,
-  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)[..., :C]
+  )(q_BTHC, k_BTKC, v_BTKC, segment_BT)
 
 
 def width(kind: str | None, head_width: int, is_shared: bool = False) -> int:
@@ -228,17 +239,12 @@ def blockwise(
   k_BKTC = k_BTKC.swapaxes(1, 2)
   v_BKTC = v_BTKC.swapaxes(1, 2)
   size = query_block(T)
-  column_T = jnp.arange(T)
   blocks = []
   for start in range(0, T, size):
     end = min(start + size, T)
     # Keys that some query of the block attends to.
     seen = slice(max(0, start + 1 - window) if window else 0, end if is_causal else T)
-    live_Btj = (column_T[start:end, None] >= column_T[None, seen])[None]
-    if window:
-      live_Btj &= (column_T[start:end, None] - column_T[None, seen] < window)[None]
-    if not is_causal:
-      live_Btj = jnp.ones_like(live_Btj)
+    live_Btj = _live(T, slice(start, end), seen, window, is_causal)
     if segment_BT is not None:
       same_Btj = segment_BT[:, start:end, None] == segment_BT[:, None, seen]
       if shared:
@@ -267,6 +273,15 @@ def blockwise(
     blocks.append(sum_BKXC.astype(q_BTHC.dtype).reshape(B, K, H // K, -1, C))
   mixed_BKGTC = jnp.concatenate(blocks, axis=3)
   return mixed_BKGTC.transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
+
+
+def _live(T: int, queries: slice, seen: slice, window: int, is_causal: bool) -> Array:
+  """Returns a mask [1, t, j] of the seen keys that each query of a text attends to."""
+  column_T = jnp.arange(T)
+  live_Btj = (column_T[queries, None] >= column_T[None, seen])[None]
+  if window:
+    live_Btj &= (column_T[queries, None] - column_T[None, seen] < window)[None]
+  return live_Btj if is_causal else jnp.ones_like(live_Btj)
 
 
 def windowed(

@@ -32,7 +32,9 @@ from bapo_jax.models.scatter import KeysValues, put, put_values
 STEP_BYTES = 2**20  # of keys and values that a step of the TPU kernel reads, about
 MOST_COLUMNS = 1024  # per block of the TPU kernel
 BLOCK = 64
-SPAN = 2048  # columns per block and per program of the GPU kernel
+# Columns per block and per program of the GPU kernel. Several programs per row keep the
+# multiprocessors busy if few rows are long.
+SPAN = 2048
 SUBLANES = 16  # rows of a tile in bfloat16; also the fewest rows of a GPU's products
 
 Softmax = tuple[Array, Array, Array]  # [G, 1] maximum, [G, 1] sum, [G, C] mixed values
@@ -289,16 +291,13 @@ def _gpu(
   stages=3,
   interpret=False,
 ):
-  """Runs the GPU kernel in blocks of n columns; a program reads `span` columns.
-
-  Several programs per row keep the multiprocessors busy if few rows are long.
-  """
+  """Runs the GPU kernel in blocks of n columns; a program reads `span` columns."""
   from jax.experimental.pallas import triton
 
   S, K, G, C = q_SKGC.shape
   T = cache[0].shape[3]
   spans = -(-T // span)
-  # Products have SUBLANES rows or more; those past G are neither loaded nor stored.
+  # Products have at least SUBLANES rows; those past G are not loaded or stored.
   rows = max(SUBLANES, pl.next_power_of_2(G))
 
   def whole(*shape):

@@ -88,7 +88,7 @@ def measure(
   rollouts.decode(actor, jax.random.key(config.seed))
   rows_of = rollouts.rows
   tokens_BT, recorded_BT, version_BT = map(
-    np.asarray, (rows_of.tokens_BT, rows_of.logp_BT, rows_of.version_BT)
+    np.asarray, (rows_of.tokens_BT, rows_of.logp_BT, rows_of.policy_version_BT)
   )
   score = jax.jit(logprobs.sequence_stats, static_argnames='spec')
   pieces = [
