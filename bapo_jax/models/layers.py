@@ -1,7 +1,8 @@
 """Defines the decoder's layers as pure functions; `forward` runs whole rows.
 
-Layers are scanned and rematerialised. Norms, rotary positions and softmax are float32;
-matrix products run in `spec.compute`.
+Layers are scanned and rematerialised; if they are of several kinds, the body of the
+scan has a branch for each kind. Norms, rotary positions and softmax are float32; matrix
+products run in `spec.compute`.
 """
 
 import functools

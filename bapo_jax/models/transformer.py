@@ -1,4 +1,4 @@
-"""Defines the policy's parameters: a Qwen2, Qwen3 or Llama decoder as a tree of arrays.
+"""Defines the policy's parameters: a decoder as a tree of arrays, and its options.
 
 `describe(spec)` lists every parameter once: path -> shape and initialiser. Shapes,
 initial values and shardings derive from it. Layers are stacked on a leading axis L.
