@@ -20,7 +20,7 @@ from benchmarks.first_contact.parity import EPS
 
 # Kernels that a CPU emulates, in addition to its own: one line each.
 EMULATED = {
-  'splash': functools.partial(attention.splash, is_causal=True, interpret=True)
+  'splash': functools.partial(attention.attend, kind='splash', interpret=True)
 }
 # Roundings that (a forward pass, a gradient) may be off by, relative to the largest
 # number. As in parity.py, float32 gets more for its exponentials; a CPU needs two.
