@@ -166,9 +166,8 @@ ONLY_PIXELS = {  # of a preprocessor
 PIXELS = 'preprocessor_config.json'
 PROCESSOR = 'processor_config.json'
 # Fields of ModelSpec that config.json does not determine.
-NOT_IN_CONFIG = (
-  *('dtype', 'attention', 'actor_dtype', 'experts_kernel', 'replay_routes', 'vision'),
-)
+NOT_IN_CONFIG = {'dtype', 'attention', 'actor_dtype', 'experts_kernel'}
+NOT_IN_CONFIG |= {'replay_routes', 'vision'}
 VISION_THETA = 1_000_000.0  # default rope_theta of a vision-language model
 # Field of VisionSpec -> its name in vision_config, and the default of transformers.
 SIZES = {
