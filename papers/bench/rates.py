@@ -43,7 +43,8 @@ COMMON = 6e-4  # the rate of protocol 2 in S1
 TRIED: dict[str, dict[str, tuple[float, ...]]] = {
   's1': {arm: FIRST for arm in ARMS}
   | {arm: LADDER[:4] for arm in ('cispo', 'tis', 'sapo')}
-  | {arm: LADDER[1:5] for arm in ('low95_high120', 'low95_high200', 'gspo', 'vespo')},
+  | {arm: LADDER[1:6] for arm in ('low95_high120', 'low95_high200', 'gspo')}
+  | {'vespo': LADDER[1:5]},
   's2': {arm: FIRST for arm in ARMS}
   | {arm: LADDER[:4] for arm in ('grpo', 'cispo', 'tis', 'decoupled')},
 }
