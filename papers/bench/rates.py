@@ -49,7 +49,12 @@ TRIED: dict[str, dict[str, tuple[float, ...]]] = {
   | {arm: LADDER[:4] for arm in ('grpo', 'cispo', 'tis', 'decoupled')},
 }
 OWN: dict[str, dict[str, float]] = {
-  's1': {},
+  's1': {
+    **dict.fromkeys(('cispo', 'tis', 'sapo'), 1e-4),
+    **dict.fromkeys(('grpo', 'balanced', 'recipe', 'decoupled', 'dppo_tv'), 2e-4),
+    'vespo': 4e-4,
+    **dict.fromkeys(('low95_high120', 'low95_high200', 'gspo'), 8e-4),
+  },
   's2': {
     **dict.fromkeys(('grpo', 'cispo', 'tis', 'decoupled'), 1e-4),
     **dict.fromkeys(('low95_high120', 'low95_high200', 'balanced', 'recipe'), 2e-4),
