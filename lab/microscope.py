@@ -280,15 +280,15 @@ def _sides(
   seen_N, index_N = tables.seen(task), jnp.arange(len(task.right_N))
   batch = batch_of(task, tables, index_N, jnp.where(task.right_N, 1.0, -1.0))
   weight_NT = weights_of(rule, tables.logp_NT, batch)
-  seen_VN = jnp.stack([task.right_N, ~task.right_N]) * seen_N
+  seen_VN = jnp.stack([task.right_N, ~task.right_N]) * seen_N[None]
   place_VK = jax.vmap(functools.partial(_by_place, task))(
-    seen_VN[..., None] * weight_NT
+    seen_VN[..., None] * weight_NT[None]
   )
   place_VQK = place_VK.reshape(2, PROMPTS, -1)
   slopes_QKP = slopes_KP.reshape(PROMPTS, -1, slopes_KP.shape[1])
   side_VQP = jnp.einsum('vqk,qkp->vqp', place_VQK, slopes_QKP)
   square_N = jnp.einsum('nt,nts,ns->n', weight_NT, inner_NTT, weight_NT)
-  return side_VQP, (seen_VN * square_N).reshape(2, PROMPTS, -1).sum(2)
+  return side_VQP, (seen_VN * square_N[None]).reshape(2, PROMPTS, -1).sum(2)
 
 
 @jax.jit
