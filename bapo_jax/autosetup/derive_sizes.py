@@ -193,12 +193,8 @@ def micro_batches(config: Config, facts: Facts) -> Number:
 def share_prompts(config: Config, facts: Facts) -> Number:
   """Derives learner.share_prompts: the responses per prompt of the shortest pass."""
   spec = spec_of(config, facts)
-  reasons = {
-    'no packing': not config.learner.pack,
-    'layers with windows': spec.widest_window > 0,
-  }
-  if any(reasons.values()):
-    reason = next(filter(reasons.get, reasons))
+  if not config.learner.pack or spec.widest_window:
+    reason = 'layers with windows' if config.learner.pack else 'no packing'
     return 1, f'{reason}: each response has its own prompt'
   mesh = mesh_of(config, facts)
 

@@ -243,7 +243,6 @@ def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> lis
   """
   if not conversations:
     return []
-  folded = [_without_system(turns) for turns in conversations]
   try:
     template = re.sub(
       r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""",
@@ -259,6 +258,7 @@ def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> lis
     try:
       return apply(conversations)
     except Exception:  # such as `System role not supported` of Gemma 2
+      folded = [_without_system(turns) for turns in conversations]
       if folded == conversations:
         raise
       return apply(folded)
@@ -273,11 +273,12 @@ def render(backend: Any, conversations: Sequence[Any], *, answered: bool) -> lis
 
 def _without_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
   """Returns a chat with its system message put before the first user message."""
-  if turns[0]['role'] != 'system':
+  roles = [turn['role'] for turn in turns]
+  if roles[:1] != ['system'] or 'user' not in roles:
     return [*turns]
   system, *others = turns
   text = f'{system["content"]}\n\n'
-  at = [turn['role'] for turn in others].index('user')
+  at = roles.index('user') - 1
   content = others[at]['content']
   if isinstance(content, str):
     content = text + content

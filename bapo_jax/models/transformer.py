@@ -26,7 +26,7 @@ EXPERTS = ('expert_gate', 'expert_up', 'expert_down')  # [L, E, in, out]
 
 
 class LayerKind(NamedTuple):
-  """What a layer's attention reads and how it rotates."""
+  """Says what a layer's attention reads and how it rotates."""
 
   window: int = 0  # a query attends to the last `window` tokens, its own too; 0: to all
   rotation: str = 'scaled'  # by spec.rope_*; 'plain': by plain_theta alone; 'none'

@@ -331,6 +331,15 @@ def test_a_picture_follows_a_system_text_without_a_role():
   assert rendered == ['3\n\n<image>5']
 
 
+def test_a_system_text_without_a_user_is_the_templates_affair():
+  turns = [{'role': 'system', 'content': '3'}, {'role': 'assistant', 'content': '4'}]
+  render = tokenizer_lib.render
+  assert '3' in render(chat(CHATML).backend, [turns], answered=True)[0]
+  refused = chat(GEMMA_2).backend
+  said = sentence_of(functools.partial(render, answered=True), refused, [turns])
+  assert 'System role not supported' in said
+
+
 def test_a_failure_of_another_kind_is_still_named():
   row = Row('1', '', '', '33', history=(('user', '1'), ('user', '2')))
   said = sentence_of(tokenizer_lib.encode_prompts, chat(GEMMA_2), [row])

@@ -25,7 +25,7 @@ Options = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-  """What a model_type implies, as transformers reads its options."""
+  """Lists what a model_type implies, as transformers reads its options."""
 
   name: str
   # Of ModelSpec, whatever the options are.
